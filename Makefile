@@ -59,8 +59,8 @@ test-all: setup $(VENV)/.dev ## all tests at once, as continuous integration run
 	$(PYTEST) $(ARGS)
 
 # The same numbers where sums have another order: without vector instructions, with other threads and libraries' paths.
-NUMERIC := tests/algos tests/train/test_families.py tests/train/test_optimizers.py tests/train/test_head.py \
-  tests/train/test_observations.py tests/train/test_critic.py tests/train/test_ranks.py
+NUMERIC := tests/algos tests/learner/test_families.py tests/learner/test_optimizers.py tests/learner/test_head.py \
+  tests/learner/test_observations.py tests/learner/test_critic.py tests/learner/test_ranks.py
 test-numeric: setup $(VENV)/.dev ## the numeric tests as another CPU would compute them
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=3 MKL_NUM_THREADS=3 \
 	  $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)

@@ -20,7 +20,7 @@ if _OURS:
 
 def main() -> None:
     """Entry point of the `agentrl` command."""
-    from agentrl.cli import main as run
+    from agentrl.cli.main import main as run
 
     if _OURS:
         _signal.signal(_signal.SIGINT, _signal.default_int_handler)

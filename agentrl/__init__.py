@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.registration import make, make_vec, register, register_all
+from agentrl.env.gymnasium_ids import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
     from agentrl.env import Env as Env
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from agentrl.env import Grade as Grade
     from agentrl.env import ToolEnv as ToolEnv
     from agentrl.env import tool as tool
-    from agentrl.env.checker import check_env as check_env
-    from agentrl.runtime.trainer import Trainer as Trainer
+    from agentrl.env.checks.check_env import check_env as check_env
+    from agentrl.run.trainer import Trainer as Trainer
 
 _WHERE = {
     "Env": "agentrl.env",
     "EpisodeLimits": "agentrl.env",
     "Grade": "agentrl.env",
     "ToolEnv": "agentrl.env",
-    "Trainer": "agentrl.runtime.trainer",
-    "check_env": "agentrl.env.checker",
+    "Trainer": "agentrl.run.trainer",
+    "check_env": "agentrl.env.checks.check_env",
     "tool": "agentrl.env",
 }
 

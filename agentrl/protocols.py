@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from agentrl.columns import Columns
 from agentrl.errors import ConfigError
 from agentrl.records import (
     Generation,
@@ -26,6 +25,7 @@ from agentrl.records import (
     Trajectory,
     VersionSpan,
 )
+from agentrl.tokens.columns import Columns
 
 # --- environments -----------------------------------------------------------------------------------------------
 
@@ -142,9 +142,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPolicy:
-    """What a closed box may reach in a phase, through a proxy (`agentrl.sandbox.network`): `allow` has `host:port`. The
-    phase `setup` ends before the policy's first command. A name whose address is not public is refused, unless
-    `private`. Raises ConfigError."""
+    """What a closed box may reach in a phase, through a proxy (`agentrl.sandbox.network_policy`): `allow` has
+    `host:port`. The phase `setup` ends before the policy's first command. A name whose address is not public is
+    refused, unless `private`. Raises ConfigError."""
 
     allow: Sequence[str]
     phase: str = "setup"
@@ -223,7 +223,7 @@ class Sandbox(Protocol):
     Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
     is missing, of the wrong kind, leads out, finds no space or is larger than asked for; a command's failure in the box
     is an `ExecResult`. Waiting in `exec`, in a `BoxProcess`, and for files that processes in the box can hold back, is
-    the policy's time: a box waits in `agentrl.clock.policy_time()`."""
+    the policy's time: a box waits in `agentrl.host.clocks.policy_time()`."""
 
     async def exec(
         self,
@@ -310,7 +310,7 @@ class GenerateRequest:
     gives `policy`, the role, and for a past self `version`: its weight version, 0 for the model that the run began
     with (None: the current one). `experts_from` asks a mixture for the experts
     of tokens from this index on. `kept` asks for the set that each token was drawn from, in the column of that name
-    (`agentrl.kept`).
+    (`agentrl.tokens.sampling_mask`).
 
     The last `sampled` of `token_ids` were sampled earlier in this turn, maybe elsewhere: a stop text may begin in them.
     `max_tokens`, `deadline_s` and the answer cover only the rest. `on_chunk` is called with each chunk as it comes, and
@@ -334,9 +334,10 @@ class GenerateRequest:
 class Chunk:
     """Some sampled tokens of a stream. `spans` count from the chunk's first token; if an engine names versions only at
     the end, a later chunk restates earlier tokens with negative starts, and the later statement holds
-    (`agentrl.engine.stitching` joins chunks). `columns` holds more about each token, see `agentrl.columns`. The last
-    chunk has `finish` and `experts` of the whole request. `spent_s` is the part of its deadline that the request has
-    used, if known. A chunk without tokens and `finish` says that the request left an engine and goes on at another."""
+    (`agentrl.engine.router.stitching` joins chunks). `columns` holds more about each token, see
+    `agentrl.tokens.columns`. The last chunk has `finish` and `experts` of the whole request. `spent_s` is the part of
+    its deadline that the request has used, if known. A chunk without tokens and `finish` says that the request left an
+    engine and goes on at another."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -151,7 +151,7 @@ class RoutedExperts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """An engine's samples: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T).
-    `experts` is set only on request; `columns` holds more about each token, see `agentrl.columns`."""
+    `experts` is set only on request; `columns` holds more about each token, see `agentrl.tokens.columns`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -176,14 +176,14 @@ class Task:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The environment's answer to one action (or to reset): messages to append, the turn's process reward,
-    gymnasium's flags, and other facts that a run acts on. `agentrl.env.answers` builds it from gymnasium's `info`,
+    gymnasium's flags, and other facts that a run acts on. `agentrl.env.step_results` builds it from gymnasium's `info`,
     whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
 
     `outcome` is the episode's outcome reward and `success` whether it succeeded, each None if not given; `stop_reason`
     is why it ended. `history` replaces all messages before it: a fork. A `masked` turn stays in context but not in the
     loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role (see
-    `agentrl.env.roles`). `unsettled` is added to the last turn's reward if something else ends the episode here, such
-    as a limit of the run: a potential-based reward must then settle the potential of the current state.
+    `agentrl.env.multi_agent`). `unsettled` is added to the last turn's reward if something else ends the episode here,
+    such as a limit of the run: a potential-based reward must then settle the potential of the current state.
     `observation_cut` counts the bytes of messages beyond the run's limit; the driver sets it."""
 
     observation: Messages
@@ -213,8 +213,8 @@ class Turn:
     after the action was journaled until the environment has answered. `role` is the role that acted; `learns` is False
     if a given policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
     `experts` begin where those of the turns before end, at the last token of `parent` unless it has none, so that a
-    chain has no gap. `columns` holds more about each sampled token (`agentrl.columns`). `scores` are the scores of the
-    reward sources other than the environment, and `score` is their sum, weighted as in the run file."""
+    chain has no gap. `columns` holds more about each sampled token (`agentrl.tokens.columns`). `scores` are the scores
+    of the reward sources other than the environment, and `score` is their sum, weighted as in the run file."""
 
     index: int
     parent: int | None

@@ -25,18 +25,18 @@ Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algor
 Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {
-    ("columns", "teacher"): "agentrl.columns:TEACHER",
+    ("columns", "teacher"): "agentrl.tokens.columns:TEACHER",
     ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
     ("algorithms", "ppo"): "agentrl.algos.ppo:PPO",
     ("algorithms", "gspo"): "agentrl.algos.gspo:GSPO",
     ("algorithms", "cispo"): "agentrl.algos.cispo:CISPO",
     ("algorithms", "sapo"): "agentrl.algos.sapo:SAPO",
-    ("algorithms", "maxrl"): "agentrl.algos.maxrl:MaxRL",
+    ("algorithms", "maxrl"): "agentrl.algos.grpo_variants:MaxRL",
     ("algorithms", "gigpo"): "agentrl.algos.gigpo:GiGPO",
-    ("algorithms", "rloo"): "agentrl.algos.presets:RLOO",
-    ("algorithms", "dr_grpo"): "agentrl.algos.presets:DrGRPO",
-    ("algorithms", "dapo"): "agentrl.algos.presets:DAPO",
-    ("algorithms", "distil"): "agentrl.algos.distil:Distil",
+    ("algorithms", "rloo"): "agentrl.algos.grpo_variants:RLOO",
+    ("algorithms", "dr_grpo"): "agentrl.algos.grpo_variants:DrGRPO",
+    ("algorithms", "dapo"): "agentrl.algos.grpo_variants:DAPO",
+    ("algorithms", "distil"): "agentrl.algos.grpo_variants:Distil",
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
 }
 

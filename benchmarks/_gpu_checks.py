@@ -18,14 +18,14 @@ from torch import Tensor
 
 from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.grpo_variants import DAPO
 from agentrl.algos.gspo import GSPO
 from agentrl.algos.ppo import PPO
-from agentrl.algos.presets import DAPO
 from agentrl.algos.reinforce import Reinforce
 from agentrl.config import Train
-from agentrl.kept import encode
+from agentrl.learner.learner import Learner
 from agentrl.records import Group, GroupState, RoutedExperts, Step, StopReason, Task, Trajectory, Turn, VersionSpan
-from agentrl.train.learner import Learner
+from agentrl.tokens.sampling_mask import encode
 
 FLOAT32_GRADIENT = 2e-4
 """Largest relative difference of the gradients of a step in float32: another order of the same sums."""

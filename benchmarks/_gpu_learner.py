@@ -16,10 +16,10 @@ from _gpu_shapes import VOCABULARY, config_of, save_mixture, save_random, shared
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
+from agentrl.learner.learner import Learner
+from agentrl.learner.optimizers.offload import Parking
+from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.records import Group
-from agentrl.train.learner import Learner
-from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
-from agentrl.train.parking import Parking
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "shards": {},

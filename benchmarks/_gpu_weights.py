@@ -14,11 +14,11 @@ from torch import multiprocessing
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
-from agentrl.engine import fingerprint
-from agentrl.engine.canary import TOLERANCE, probe_tokens
-from agentrl.train.learner import Learner
-from agentrl.train.report import Stopwatch
-from agentrl.train.snapshot import take
+from agentrl.engine.weight_sync import fingerprints
+from agentrl.engine.weight_sync.canary import TOLERANCE, probe_tokens
+from agentrl.learner.learner import Learner
+from agentrl.learner.step_report import Stopwatch
+from agentrl.learner.weight_snapshot import take
 
 _BUFFER = 1 << 30
 _DEADLINE_S = 60
@@ -135,4 +135,4 @@ def _receive(pipe: Any) -> None:
         for name, dtype, shape, start in filled:
             size = dtype.itemsize * torch.Size(shape).numel()
             tensors[name] = buffer[start : start + size].view(dtype).view(shape)
-        pipe.send(fingerprint.of_tensors(tensors))
+        pipe.send(fingerprints.of_tensors(tensors))

@@ -15,12 +15,12 @@ import trio
 from _running_shape import TOKENS, TURNS, Lines, memory_kib, settings
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
-from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.store import RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 
 
 async def main(url: str, n: int, path: Path, workers: int) -> None:

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 from agentrl import config
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
-from agentrl.engine.embedded.checkpoint import read_weights
+from agentrl.engine.embedded.load_weights import read_weights
 from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.learner.learner import Learner
+from agentrl.models.resolve import model_dir
 from agentrl.records import Group, GroupState, SamplingParams, Step, StopReason, Task, Trajectory, Turn
-from agentrl.runtime.models import model_dir
-from agentrl.train.learner import Learner
 from agentrl_environments.combination import Pair, answer, opening, shown
 
 GROUPS, GROUP_SIZE, DIALS = 2, 8, 8

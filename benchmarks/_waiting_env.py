@@ -9,7 +9,7 @@ from typing import Any
 import trio
 
 import agentrl
-from agentrl.clock import policy_time
+from agentrl.host.clocks import policy_time
 from agentrl.records import Message
 
 SIGMA = 1.5

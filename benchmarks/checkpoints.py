@@ -29,9 +29,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import EnvSource, RunConfig, Train
-from agentrl.settings import Buffer
-from agentrl.train.learner import Learner
-from agentrl.train.parallel.ranks import ALONE, Leader
+from agentrl.config.sections import Buffer
+from agentrl.learner.learner import Learner
+from agentrl.learner.parallel.ranks import ALONE, Leader
 
 T = TypeVar("T")
 

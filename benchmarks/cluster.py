@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 PARTS = ("worker", "engine", "rank", "learner", "supervisor", "node")
 AMONG = (*(Fault(kind="kill", part=part) for part in PARTS), Fault(kind="restart", part="database"))
-MAIN = (sys.executable, "-c", "from agentrl.cli import main; main()")
+MAIN = (sys.executable, "-c", "from agentrl.cli.main import main; main()")
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 DEADLINE_S = 600.0
 MILESTONES = ("listens", "left", "joined", "turn", "step")

@@ -4,10 +4,11 @@
     agentrl bench collectives --shape Qwen3-0.6B --tokens 8192 --ranks 8 --tensor 2 --context 2
     agentrl bench collectives --shape Qwen3-30B-A3B --tokens 16384 --context 1 --tensor 1 --expert 8 --lora-rank 16
 
-One process runs the learner's own code on tensors without numbers (`agentrl.train.parallel.traffic`): a model of a
-known shape, gradient checkpointing, one row of so many tokens, of which the second half is scored. An adapter is over
-attention. Of experts that are apart each rank gets as many tokens. Prints a table for each number of ranks. Collectives
-of equal shape in several layers are one line; the last column is what a rank sends in all of them, in a ring.
+One process runs the learner's own code on tensors without numbers (`agentrl.learner.parallel.collective_trace`): a
+model of a known shape, gradient checkpointing, one row of so many tokens, of which the second half is scored. An
+adapter is over attention. Of experts that are apart each rank gets as many tokens. Prints a table for each number of
+ranks. Collectives of equal shape in several layers are one line; the last column is what a rank sends in all of them,
+in a ring.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.train.parallel.traffic import Collective, traffic
-from agentrl.train.samples import Row
+from agentrl.learner.data.batch import Row
+from agentrl.learner.parallel.collective_trace import Collective, traffic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _gpu_shapes import SHAPES, VOCABULARY

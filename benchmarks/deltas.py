@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine import weightfile
-from agentrl.runtime.models import model_dir
-from agentrl.train.export import export_weights
+from agentrl.engine.weight_sync import weight_file
+from agentrl.learner.weight_export import export_weights
+from agentrl.models.resolve import model_dir
 
 LRS = [1e-6, 3e-6, 1e-5, 3e-5]
 TOKENS = (2, 128)
@@ -51,13 +51,13 @@ def measure(model: Any, lr: float, steps: int, folder: Path) -> dict[str, float]
         optimizer.step()
         optimizer.zero_grad()
         files.append(export_weights(model, folder / f"{step}.safetensors", dtype=torch.bfloat16))
-        old, new = (weightfile.open_bytes(file.path) for file in files[-2:])
+        old, new = (weight_file.open_bytes(file.path) for file in files[-2:])
         started = time.perf_counter()
-        size = weightfile.write_delta(old, new, folder / "delta", width=weightfile.width(new))
+        size = weight_file.write_delta(old, new, folder / "delta", width=weight_file.width(new))
         made = time.perf_counter()
         with (folder / "delta").open("rb") as delta:
-            result = weightfile.patched(old, delta, "delta")
-        assert weightfile.digest(result) == files[-1].sha256
+            result = weight_file.patched(old, delta, "delta")
+        assert weight_file.digest(result) == files[-1].sha256
         applied = time.perf_counter()
         pairs = len(new) // 2 * 2
         changed = float((old[:pairs].view("uint16") != new[:pairs].view("uint16")).mean())

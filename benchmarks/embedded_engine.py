@@ -31,7 +31,7 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
-from agentrl.engine.launch import EmbeddedEngine, launch_embedded
+from agentrl.engine.embedded_process import EmbeddedEngine, launch_embedded
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 

@@ -36,9 +36,9 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
-from agentrl.engine.concurrency import Aimd
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.launch import launch_embedded
+from agentrl.engine.embedded_process import launch_embedded
+from agentrl.engine.router.concurrency import Aimd
+from agentrl.engine.router.router import Fleet
 from agentrl.engine.vllm.launch import VLLMServer, find_build, running
 
 START_S = 600.0

@@ -26,7 +26,7 @@ import trio
 from agentrl.env import EpisodeLimits, ToolEnv, tool
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.sandbox import backend
-from agentrl.sandbox.pool import Pool
+from agentrl.sandbox.backend_pool import Pool
 
 SPEC = SandboxSpec(limits=Limits(wall_s=120.0))  # a busy machine is not what is measured
 MARKS = 20

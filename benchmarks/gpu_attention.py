@@ -32,9 +32,9 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.train.attention import Layout, Shape, choose
-from agentrl.train.model import PolicyModel
-from agentrl.train.packing import Branch, Tree, build_tree
+from agentrl.learner.data.prefix_trees import Branch, Tree, build_tree
+from agentrl.learner.model.attention import Layout, Shape, choose
+from agentrl.learner.model.policy import PolicyModel
 
 MEMBERS = 8
 HEADS = {"0.6B": (16, 8, 128), "4B": (32, 8, 128)}

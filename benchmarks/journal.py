@@ -26,9 +26,9 @@ import trio
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.store import Bounds, Claim, RunStore
-from agentrl.store.awaitable import AsyncStore
-from agentrl.store.signal import Role
-from agentrl.store.waiting import Waiting
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.databases.change_signal import Role
 
 START: Messages = ({"role": "user", "content": "go"},)
 BOUNDS = Bounds(group_size=8, groups_per_step=8, max_lag=4, max_running=0, steps_total=100)

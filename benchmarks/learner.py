@@ -45,11 +45,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.prefix_trees import Pack, packs
+from agentrl.learner.flops import operations
+from agentrl.learner.learner import Learner
 from agentrl.records import Group
-from agentrl.train.learner import Learner
-from agentrl.train.machine import operations
-from agentrl.train.packing import Pack, packs
-from agentrl.train.samples import group_rows, weigh
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8  # rows of a micro-batch

@@ -27,9 +27,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.train.budget import Tracker
-from agentrl.train.model import PolicyModel
-from agentrl.train.packing import Branch, Pack
+from agentrl.learner.data.prefix_trees import Branch, Pack
+from agentrl.learner.memory_budget import Tracker
+from agentrl.learner.model.policy import PolicyModel
 
 TEMPERATURE = 0.7
 Way = Callable[[PolicyModel, Pack], tuple[torch.Tensor, torch.Tensor]]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import load
-from agentrl.runtime import planning
+from agentrl.planning import plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _gpu_shapes import SHAPES, VOCABULARY
@@ -50,14 +50,14 @@ def planned(recipe: str, gpu: str, mfu: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[config.model]))
         here = config.model_copy(update={"model": folder})
-        work = planning.Work(row=config.rollout.max_context, sampled=0.4, mfu=mfu, mbu=0.5)
-        here, _ = planning.started(here, planning.GPUS[gpu], n)
-        found = planning.plan(here, planning.GPUS[gpu], n, work)
+        work = plan.Work(row=config.rollout.max_context, sampled=0.4, mfu=mfu, mbu=0.5)
+        here, _ = plan.started(here, plan.GPUS[gpu], n)
+        found = plan.plan(here, plan.GPUS[gpu], n, work)
     own = next(one for one in found.splits if one.learners == (n > 1))
     return [_row(recipe, n, found, one) for one in dict.fromkeys((own, found.best)) if one is not None]
 
 
-def _row(recipe: str, n: int, found: planning.Plan, split: planning.Split) -> dict[str, Any]:
+def _row(recipe: str, n: int, found: plan.Plan, split: plan.Split) -> dict[str, Any]:
     sizes = ("weights", "gradients", "optimizer", "activations", "temporary")
     return {
         "recipe": recipe,
@@ -84,7 +84,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="h100", choices=sorted(planning.GPUS))
+    parser.add_argument("--gpu", default="h100", choices=sorted(plan.GPUS))
     parser.add_argument("--mfu", type=float, default=0.1, help="share of the peak that the learner reaches")
     parser.add_argument("--only", nargs="+", choices=sorted(GPUS), default=list(GPUS))
     parser.add_argument("--out", type=Path, help="write the JSON here too")

@@ -33,8 +33,8 @@ import trio
 
 from agentrl.records import Messages, Step, Task, Turn, VersionSpan
 from agentrl.store import Claim, RunStore
-from agentrl.store.awaitable import AsyncStore
-from agentrl.store.choice import ADDRESS, STORE, remove
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.databases.open_store import ADDRESS, STORE, remove
 
 START: Messages = ({"role": "user", "content": "go"},)
 FLIGHT, CLAIMED, CLAIMS = 10_000, 8, 40

@@ -27,14 +27,14 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
+from agentrl.config.sections import RewardSource
 from agentrl.env.tasks import Seeds
 from agentrl.records import Messages, Step, StopReason, Trajectory, Turn, VersionSpan
-from agentrl.rewards.sources import Scorer
+from agentrl.rewards.scorer import Scorer
 from agentrl.rollout.admitter import Admitter
-from agentrl.settings import RewardSource
 from agentrl.store import Bounds, Claim, RunStore, Source
-from agentrl.store.awaitable import AsyncStore
-from agentrl.store.closing import FULL, ClosePolicy, Quorum
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.buffer.closing import FULL, ClosePolicy, Quorum
 
 GROUP_SIZE, GROUPS, SLOTS, TURNS = 8, 4, 64, 4
 TURN_SIGMA = 0.5

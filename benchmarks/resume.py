@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
 
 HERE = Path(__file__).resolve().parent
 RUN_FILE = HERE.parent / "examples" / "tiny_coder.toml"

@@ -21,8 +21,8 @@ import postgres as journal
 import psycopg
 
 from agentrl.store import RunStore
-from agentrl.store.choice import ADDRESS, remove
-from agentrl.store.database import Database
+from agentrl.store.databases.database import Database
+from agentrl.store.databases.open_store import ADDRESS, remove
 
 GROUP = 8  # episodes
 _STEPS = 100  # in which the groups were trained, so that groups of one age lie together

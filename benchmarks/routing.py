@@ -29,10 +29,10 @@ from transformers import (
 from agentrl.config import EngineSettings, EnvSource, RunConfig, Train
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.launch import VLLMServer, find_build, running
+from agentrl.learner.learner import Learner
+from agentrl.learner.step_report import StepReport
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Group, GroupState, SamplingParams, StopReason, Task, Trajectory, Turn
-from agentrl.train.learner import Learner
-from agentrl.train.report import StepReport
 
 VOCAB, LAYERS, EXPERTS, PER_TOKEN = 512, 4, 16, 4
 GROUPS, MEMBERS, PROMPT, SAMPLED, ANSWER = 6, 4, 48, 32, 12

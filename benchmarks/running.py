@@ -26,14 +26,14 @@ from typing import Any
 import trio
 from _running_shape import SIZE, TEXT, TOKENS, TURNS, Lines, Waits, memory_kib, settings, write_store, write_tokenizer
 
-from agentrl.engine.renderer import Renderer
-from agentrl.engine.transport import _Door  # pyright: ignore[reportPrivateUsage]
+from agentrl.engine.http_client import _Door  # pyright: ignore[reportPrivateUsage]
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
-from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.store import FULL, RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 SLEEP_S = 0.005

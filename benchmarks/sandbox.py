@@ -4,9 +4,9 @@
 
 The bare loop is `bwrap --unshare-all --ro-bind / /` (bubblewrap) or the engine's own `docker exec` in one running
 container (docker): the peer without limits, files, output bounds or clean-up. Beside them stand test runs that only
-compute: in a fresh box with a fresh interpreter each, and as forks of a warm one (`agentrl.sandbox.warm`), some at
-once. The sides take turns, so that a busy machine slows both; read the ratio. What thousands of episodes leave behind
-is `agentrl bench episodes`.
+compute: in a fresh box with a fresh interpreter each, and as forks of a warm one (`agentrl.sandbox.warm_python`),
+some at once. The sides take turns, so that a busy machine slows both; read the ratio. What thousands of episodes leave
+behind is `agentrl bench episodes`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import trio
 
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
-from agentrl.sandbox.pool import Pool
-from agentrl.sandbox.warm import WarmPython
+from agentrl.sandbox.backend_pool import Pool
+from agentrl.sandbox.warm_python import WarmPython
 
 PROGRAM = ["python3", "-I", "-S", "-c", "pass"]
 SPEC = SandboxSpec()

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 from agentrl.records import StopReason, Task, VersionSpan
 from agentrl.store import Bounds, RunStore
-from agentrl.store.choice import ADDRESS, remove
-from agentrl.store.endings import Ending
+from agentrl.store.databases.open_store import ADDRESS, remove
+from agentrl.store.episodes.endings import Ending
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from postgres import ANSWER, START, server_at, turn_of, written

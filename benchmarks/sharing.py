@@ -25,7 +25,7 @@ from typing import Any
 from launchers import measure
 from learning import PROGRAM
 
-from agentrl.ports import free_port
+from agentrl.host.ports import free_port
 
 START_S = 300.0
 ADAPTER = ("train.lora_rank=8", "train.lr=3e-3")

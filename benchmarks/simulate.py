@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 
-from agentrl.simulate.policies import Policy, ours, parse_close
-from agentrl.simulate.service import Constant, parse_episodes
-from agentrl.simulate.simulation import Found, World
-from agentrl.simulate.sweep import Case, run_all
+from agentrl.planning.simulate.policies import Policy, ours, parse_close
+from agentrl.planning.simulate.service import Constant, parse_episodes
+from agentrl.planning.simulate.simulation import Found, World
+from agentrl.planning.simulate.sweep import Case, run_all
 
 SIZE = 8
 DEADLINE_S = 300.0

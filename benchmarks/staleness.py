@@ -29,8 +29,8 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl import config
+from agentrl.learner.learner import Learner
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
-from agentrl.train.learner import Learner
 
 HERE = Path(__file__).resolve().parent
 PAGE, PLOT = HERE / "staleness.md", HERE.parent / "docs" / "staleness.svg"

@@ -27,13 +27,13 @@ from learner import save_model
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.config.train import ParallelPlan
+from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.flops import operations
+from agentrl.learner.learner import Learner
+from agentrl.learner.parallel.ranks import ALONE, Leader
 from agentrl.records import Group, GroupState, Step, StopReason, Trajectory, Turn, VersionSpan
-from agentrl.train.learner import Learner
-from agentrl.train.machine import operations
-from agentrl.train.packing import packs
-from agentrl.train.parallel.ranks import ALONE, Leader
-from agentrl.train.samples import group_rows, weigh
-from agentrl.train_settings import ParallelPlan
 
 LAYERS, WIDTH, SHORT = 2, 32, 256
 DEADLINE_S = 600.0  # of a collective, and of a rank's start

@@ -18,9 +18,9 @@ import httpx
 import trio
 from trio.testing import MockClock
 
+from agentrl.config.shared_engines import Tenant
 from agentrl.engine.client import EngineClient
-from agentrl.engine.gateway import Gateway, SharedEngine
-from agentrl.fleet_settings import Tenant
+from agentrl.engine.router.gateway import Gateway, SharedEngine
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 from agentrl.testing.vllm_server import FakeVLLM

@@ -29,13 +29,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine import adapters, weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.launch import VLLMServer, find_build, running
-from agentrl.engine.weights import PushReport, push
+from agentrl.engine.weight_sync import adapters, weight_file
+from agentrl.engine.weight_sync.file_transport import PushReport, push
+from agentrl.learner.weight_export import WeightFile, export_weights
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
-from agentrl.train.export import WeightFile, export_weights
 
 VOCAB = 4096
 RANK = 16
@@ -155,8 +155,8 @@ class Bench:
         new = export_weights(self.trainer.model, self.shm / f"{version}.safetensors")
         target = self.shm / f"{version}.delta"
         width = 2 if self.trainer.model.dtype == torch.bfloat16 else 4
-        old, fresh = weightfile.open_bytes(base.path), weightfile.open_bytes(new.path)
-        await trio.to_thread.run_sync(lambda: weightfile.write_delta(old, fresh, target, width=width))
+        old, fresh = weight_file.open_bytes(base.path), weight_file.open_bytes(new.path)
+        await trio.to_thread.run_sync(lambda: weight_file.write_delta(old, fresh, target, width=width))
         write_s = time.perf_counter() - started
         self.silence.begin()
         report = await push(

@@ -35,7 +35,7 @@ def main() -> None:
     """Check the environment with gymnasium's checker and ours, then train the tiny model on it for ten steps."""
     from gymnasium.utils.env_checker import check_env
 
-    from agentrl.runtime.live import LiveView
+    from agentrl.run.reporting.live_view import LiveView
 
     check_env(Guess(), skip_render_check=True)
     print(agentrl.check_env(Guess))

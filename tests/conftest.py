@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from agentrl.owner import OwnedFolder
+from agentrl.host.janitor import OwnedFolder
 
 # Torch reads it as it loads. The products here are tiny: more threads wait for one another, on a busy machine for long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,7 +71,7 @@ def _ray() -> str | None:
 
 
 def _netns() -> str | None:
-    from runtime.network import missing
+    from run.network import missing
 
     return missing()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.checkpoint_folders import complete, name_of, newest, step_of
+from agentrl.learner.checkpoints.folders import complete, name_of, newest, step_of
 
 
 def checkpoint(root: Path, name: str, state: str | None = "{}") -> Path:

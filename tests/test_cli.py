@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.play import action_of, play
 from agentrl.config import parse
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.records import StopReason, Task
-from agentrl.runtime.play import action_of, play
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
-ENVS = Path(__file__).parent / "runtime" / "envs.py"
+ENVS = Path(__file__).parent / "run" / "envs.py"
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 500
 
 
 def agentrl(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", "from agentrl.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", "from agentrl.cli.main import main; main()", *map(str, arguments)],
         input=stdin,
         capture_output=True,
         text=True,
@@ -216,7 +216,7 @@ def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are
 
 @pytest.mark.bubblewrap
 def test_law_4_a_benchmark_is_the_command_itself_and_cannot_outlive_it() -> None:
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "bench", "sandbox"]
+    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "bench", "sandbox"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + DEADLINE_S
         while "benchmarks/sandbox.py" not in Path(f"/proc/{process.pid}/cmdline").read_text():
@@ -342,7 +342,7 @@ class Waits(agentrl.Env):
 
 def test_ctrl_c_in_validate_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    command = ["-c", "from agentrl.cli import main; main()", "validate", f"{tmp_path}/waits.py:Waits", "--n", "4"]
+    command = ["-c", "from agentrl.cli.main import main; main()", "validate", f"{tmp_path}/waits.py:Waits", "--n", "4"]
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

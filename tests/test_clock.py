@@ -8,9 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.clock import HostClock, Whose, granted, host_time, policy_seconds_left, policy_time, unwatched, watch
-from agentrl.env.bridge import LoopThread, in_thread
+from agentrl.env.sync_async import LoopThread, in_thread
 from agentrl.errors import HostBusy
+from agentrl.host.clocks import HostClock, Whose, granted, host_time, policy_seconds_left, policy_time, unwatched, watch
 
 
 class Machine:

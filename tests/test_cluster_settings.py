@@ -10,7 +10,7 @@ import pytest
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
 
 
 def parsed(**sections: Any) -> RunConfig:

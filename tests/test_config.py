@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from agentrl import config, registry
 from agentrl.algos.algorithm import Algorithm
 from agentrl.config import RunConfig
+from agentrl.config.sections import switched_off
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import SamplingParams
-from agentrl.settings import switched_off
 
 MINIMAL = {"model": "m", "env": {"id": "e"}}
 
@@ -184,7 +184,7 @@ def test_json_carries_the_whole_configuration() -> None:
 
 
 def test_the_page_of_all_keys_is_that_of_the_code() -> None:
-    from agentrl.runtime.keys import all_keys, page
+    from agentrl.config.reference import all_keys, page
 
     written = (Path(__file__).parent.parent / "docs" / "run-file.md").read_text()
     assert written == page(), "write it anew: agentrl keys --page > docs/run-file.md"

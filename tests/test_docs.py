@@ -38,7 +38,8 @@ import pytest
 
 from agentrl import config, registry
 from agentrl.errors import ConfigError
-from agentrl.runtime import sft, shared_fleet
+from agentrl.offline import sft
+from agentrl.run.serving import shared_engines
 from agentrl.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,9 +127,9 @@ def wrong_agentrl(arguments: list[str]) -> str:
     """Have the real command line parse the arguments, with commands that do nothing in the place of ours."""
     import typer.main
 
-    from agentrl import cli
+    from agentrl.cli import main
 
-    program = typer.main.get_command(cli.app)
+    program = typer.main.get_command(main.app)
     groups: list[Any] = [program]
     for command in groups:
         groups += getattr(command, "commands", {}).values()
@@ -163,7 +164,7 @@ def check_toml(block: Block) -> list[str]:
             sft.parse(document)
             return []
         if block.note == "fleet":
-            shared_fleet.parse(document)
+            shared_engines.parse(document)
             return []
         named = {} if "tasks" in document else {"env": {"id": "any"}}
         config.parse({"model": "agentrl/tiny-coder", **named, **document})

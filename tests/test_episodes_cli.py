@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.cli import app
+from agentrl.cli.main import app
 from agentrl.errors import AgentRLError, StoreError, UsageError
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from tests.store.play import play, serve, task
 

@@ -48,8 +48,8 @@ class Rule:
 
 
 OURS = tuple(SOURCE_ROOTS)
-LEARNING = ("agentrl.rollout", "agentrl.store", "agentrl.train", "agentrl.runtime")
-CLIENT_SIDE = ("agentrl.rollout", "agentrl.store", "agentrl.env", "agentrl.engine", "agentrl.simulate")
+LEARNING = ("agentrl.rollout", "agentrl.store", "agentrl.learner", "agentrl.run")
+CLIENT_SIDE = ("agentrl.rollout", "agentrl.store", "agentrl.env", "agentrl.engine", "agentrl.planning.simulate")
 SERVER_SIDE = ("agentrl.engine.embedded", "agentrl.engine.vllm.plugin")  # what runs inside an engine's process
 RULES = (
     Rule("records is standard library only", ("agentrl.records", "agentrl.errors"), OURS, may=("agentrl.errors",)),
@@ -62,7 +62,7 @@ RULES = (
     ),
     Rule(
         "train never imports env, sandbox, trio or httpx",
-        ("agentrl.train",),
+        ("agentrl.learner",),
         ("agentrl.env", "agentrl.sandbox", "trio", "httpx"),
     ),
     Rule(
@@ -70,14 +70,18 @@ RULES = (
         ("agentrl_environments", "agentrl_tools", "agentrl.env", "agentrl.sandbox"),
         LEARNING,
     ),
-    Rule("only runtime/ray*.py imports ray", OURS, ("ray",), unless=("agentrl.runtime.ray*",)),
+    Rule("only runtime/ray*.py imports ray", OURS, ("ray",), unless=("agentrl.run.ray*",)),
     Rule(
         "only store/postgres* and testing/postgres* import psycopg",
         OURS,
         ("psycopg",),
-        unless=("agentrl.store.postgres*", "agentrl.testing.postgres*", "agentrl.store.choice"),
+        unless=(
+            "agentrl.store.databases.postgres.postgres*",
+            "agentrl.testing.postgres*",
+            "agentrl.store.databases.open_store",
+        ),
     ),
-    Rule("only sandbox/docker.py imports docker", OURS, ("docker",), unless=("agentrl.sandbox.docker",)),
+    Rule("only sandbox/docker.py imports docker", OURS, ("docker",), unless=("agentrl.sandbox.docker.backend",)),
     Rule(
         "only sandbox/remote/swe_rex.py imports swerex", OURS, ("swerex",), unless=("agentrl.sandbox.remote.swe_rex",)
     ),
@@ -313,16 +317,16 @@ def test_a_relative_import_of_a_package_starts_at_itself() -> None:
     ("module", "source", "broken"),
     [
         ("agentrl.algos.losses", "from agentrl.records import Turn", "algos imports nothing of agentrl"),
-        ("agentrl.store.journal", "def f():\n import torch.nn", "rollout, store, env"),
-        ("agentrl.train.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "train never imports"),
-        ("agentrl.train.learner", "import httpx", "train never imports"),
+        ("agentrl.store.episodes.journal", "def f():\n import torch.nn", "rollout, store, env"),
+        ("agentrl.learner.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "train never imports"),
+        ("agentrl.learner.learner", "import httpx", "train never imports"),
         ("agentrl.testing.outside_audit", "import psycopg", "only store/postgres* and testing"),
         ("agentrl_tools.shell", "import agentrl.rollout.worker", "environments and tools"),
-        ("agentrl.runtime.local", "import ray", "only runtime/ray"),
-        ("agentrl.sandbox.pool", "from docker.errors import APIError", "only sandbox/docker.py"),
+        ("agentrl.run.local", "import ray", "only runtime/ray"),
+        ("agentrl.sandbox.backend_pool", "from docker.errors import APIError", "only sandbox/docker.py"),
         ("agentrl.sandbox.remote.box", "import swerex", "only sandbox/remote/swe_rex.py"),
         ("agentrl.sandbox.remote.box", "from inspect_ai.util import sandbox", "only sandbox/remote/inspect"),
-        ("agentrl.train.learner", "import agentrl.cli", "nothing imports the command line"),
+        ("agentrl.learner.learner", "import agentrl.cli", "nothing imports the command line"),
         ("agentrl.records", "from agentrl.config import load", "records is standard library only"),
     ],
 )
@@ -335,10 +339,10 @@ def test_each_rule_can_be_broken(module: str, source: str, broken: str) -> None:
     ("module", "source"),
     [
         ("agentrl.engine.embedded.server", "import torch"),
-        ("agentrl.engine.vllm.plugin.transfer", "import torch"),
+        ("agentrl.engine.vllm.plugin.file_transfer", "import torch"),
         ("agentrl.rollout.worker", "if TYPE_CHECKING:\n import torch"),
-        ("agentrl.runtime.ray_launcher", "import ray"),
-        ("agentrl.sandbox.docker", "import docker"),
+        ("agentrl.run.cluster.ray_launcher", "import ray"),
+        ("agentrl.sandbox.docker.backend", "import docker"),
         ("agentrl.algos.losses", "import torch\nfrom agentrl.algos.advantages import leave_one_out"),
         ("agentrl.env.core", "import torchlike"),
     ],

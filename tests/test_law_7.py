@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import app
+from agentrl.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl import config
+from agentrl.config.league import FIRST, LeagueSettings, Member, draw, from_json, given, shares, to_json
 from agentrl.errors import ConfigError
-from agentrl.league import FIRST, LeagueSettings, Member, draw, from_json, given, shares, to_json
 
 MEMBERS = [
     FIRST,

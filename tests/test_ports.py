@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import ports
-from agentrl.ports import free_port
+from agentrl.host import ports
+from agentrl.host.ports import free_port
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -39,7 +39,7 @@ def run(folder: Path, *argv: object, path: Path | None = None) -> str:
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, as the command makes it."""
     folder = tmp_path_factory.mktemp("new")
-    said = run(folder, "-c", "from agentrl.cli import main; main()", "new", "env", "my_env")
+    said = run(folder, "-c", "from agentrl.cli.main import main; main()", "new", "env", "my_env")
     assert said.splitlines()[-1].startswith("my_env/MyEnv-v0 is ready: cd my_env")
     return folder / "my_env"
 

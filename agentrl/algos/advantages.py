@@ -60,7 +60,7 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
     `none`: 1. `std`: the sample standard deviation of the judges' whole returns plus `STD_FLOOR` (GRPO, Shao et al.
     2024, section 4.1). Judges that are fewer than two, or equal from each turn on, say nothing. Dividing by it is
     biased: easy and hard tasks weigh more (Dr. GRPO, Liu et al. 2025, section 3.1). `mean`: the mean of the judges'
-    whole returns (MaxRL, see `agentrl.algos.maxrl`); judges whose mean is not above 0 say nothing.
+    whole returns (MaxRL, see `agentrl.algos.grpo_variants`); judges whose mean is not above 0 say nothing.
 
     Rewards of opposite sign cancel in a sum: the divisor is at least 1 / `SLACK` of the deviation of the returns from
     any turn on, or of the mean of their absolute values. A member that does not judge is not seen by the divisor, which

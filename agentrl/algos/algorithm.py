@@ -21,7 +21,7 @@ Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The
     proximal     log-prob under the policy at the start of the step
     values       if `slots` has a critic: its value before the token, at the start of the step
     reference    if `slots` has such a frozen or moving model: log-prob under it; likewise any other, under its name
-    and those that `agentrl.columns` knows, and that `prepare` and `advantages` return
+    and those that `agentrl.tokens.columns` knows, and that `prepare` and `advantages` return
 """
 
 from __future__ import annotations

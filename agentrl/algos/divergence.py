@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from agentrl.algos.values import Sequences
+from agentrl.algos.gae import Sequences
 
 
 def gap(tokens: Mapping[str, Tensor], name: str) -> Tensor:

@@ -1,11 +1,11 @@
 """GRPO (Shao et al. 2024): an episode is judged by its siblings, and no critic is needed.
 
     A[i, t] = (R_i - b_i) + w (C[i, t] - c[i, t])                                    see `agentrl.algos.credit`
-    loss    = - mean over tokens of  rho min(r A, clip(r, 1 - low, 1 + high) A)      see `agentrl.algos.clipped`
+    loss    = - mean over tokens of  rho min(r A, clip(r, 1 - low, 1 + high) A)      see `agentrl.algos.clipped_loss`
 
 With one update per step the ratio r is 1 and the clip does nothing: this is then REINFORCE with a leave-one-out
 baseline and truncated importance weights. The paper's own settings are `baseline = "group_mean"`, `scale = "std"` and
-`normalise = "sequence"`; others have names of their own (`agentrl.algos.presets`).
+`normalise = "sequence"`; others have names of their own (`agentrl.algos.grpo_variants`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import model_validator
 
 from agentrl.algos.algorithm import ROUNDING, Share, Siblings
-from agentrl.algos.clipped import Clipped
+from agentrl.algos.clipped_loss import Clipped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class GRPO(Clipped):
 
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import turn_advantages
-        from agentrl.algos.streams import stream_advantages
+        from agentrl.algos.reward_streams import stream_advantages
 
         if self.source_scale != "none":
             return {

@@ -1,7 +1,7 @@
 """PPO with a critic (Schulman et al. 2017), for tokens that older weights may have sampled.
 
-    A, target = traces of rewards and values                             see `agentrl.algos.values`: GAE and V-trace
-    policy    = - mean of  rho min(r A, clip(r, 1 - low, 1 + high) A)    see `agentrl.algos.clipped`
+    A, target = traces of rewards and values                             see `agentrl.algos.gae`: GAE and V-trace
+    policy    = - mean of  rho min(r A, clip(r, 1 - low, 1 + high) A)    see `agentrl.algos.clipped_loss`
     critic    = mean of  max((V - target)^2, (V_old + clip(V - V_old, +-eps) - target)^2) / 2
 
 An action is a token, or a whole turn (`level`). Values are those of the critic at the start of the step, also for
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from agentrl.algos.algorithm import Loss, Outputs, Positive, Share, Siblings, Slots, Weight
-from agentrl.algos.clipped import Clipped
+from agentrl.algos.clipped_loss import Clipped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +66,8 @@ class PPO(Clipped):
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        from agentrl.algos.corrections import bounded
-        from agentrl.algos.values import Sequences, centred, lambda_of_length, traces
+        from agentrl.algos.gae import Sequences, centred, lambda_of_length, traces
+        from agentrl.algos.importance import bounded
 
         by_turn = self.level == "turn"
         sequences = Sequences.of(tokens["episode"], tokens["role"], tokens["turn"], by_turn=by_turn)

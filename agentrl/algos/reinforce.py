@@ -1,7 +1,7 @@
 """REINFORCE++ (Hu et al. 2025): no critic and no siblings; the whole step is the baseline.
 
     A = (G - mean of G) / (deviation of G + 1e-4)    G the return from the turn on, over all tokens of the step
-    loss as in PPO                                   see `agentrl.algos.clipped`
+    loss as in PPO                                   see `agentrl.algos.clipped_loss`
 
 The mean holds the episode's own return, so a step of n episodes shrinks the gradient by about 1 / n; the deviation
 scales the whole step alike. Tasks of different difficulty share one baseline: an easy task's failures look worse, and
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.algos.algorithm import Siblings
-from agentrl.algos.clipped import Clipped
+from agentrl.algos.clipped_loss import Clipped
 
 if TYPE_CHECKING:
     from torch import Tensor

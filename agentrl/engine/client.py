@@ -18,9 +18,9 @@ import trio
 from pydantic_core import to_json
 
 from agentrl.engine import access
-from agentrl.engine.stitching import Stitcher
-from agentrl.engine.transport import Answer, Origin, TrioTransport, head_of, socket_of
-from agentrl.engine.wire import (
+from agentrl.engine.http_client import Answer, Origin, TrioTransport, head_of, socket_of
+from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.vllm_api import (
     ChunkParser,
     check_sampling,
     metric,

@@ -10,7 +10,7 @@ plugged      tools that are named, their box and servers  answers     what an en
 from agentrl.env.core import Env, as_async, as_messages
 from agentrl.env.limits import EpisodeLimits
 from agentrl.env.tool_env import CallResult, Grade, ParsePolicy, ToolEnv
-from agentrl.env.tools import FunctionTool, tool
+from agentrl.env.tools.tools import FunctionTool, tool
 
 __all__ = [
     "CallResult",

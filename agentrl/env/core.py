@@ -17,7 +17,7 @@ import gymnasium
 import trio
 
 from agentrl.env import spaces
-from agentrl.env.bridge import LoopThread, call, in_thread, refused_exit
+from agentrl.env.sync_async import LoopThread, call, in_thread, refused_exit
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, StopReason
@@ -74,8 +74,8 @@ class Env(gymnasium.Env[Messages, str]):
     """The setting that decides `needs_step_s`, if one does."""
 
     tool_format: str | None = None
-    """The dialect in which the policy is to write tool calls, see `agentrl.env.dialects`; None: that of the model's
-    chat template."""
+    """The dialect in which the policy is to write tool calls, see `agentrl.env.tools.parsers`; None: that of the
+    model's chat template."""
 
     template_format: str = "hermes"
     """The dialect of the model's chat template; the driver sets it before the reset."""
@@ -126,7 +126,8 @@ class Env(gymnasium.Env[Messages, str]):
                 self._loop = None
 
     def render(self) -> Any:
-        """A `render_mode` shows the transcript, by `agentrl.env.for_gymnasium.Rendered`; one made without has none."""
+        """A `render_mode` shows the transcript, by `agentrl.env.gymnasium_wrappers.Rendered`; one made without has
+        none."""
         name = type(self).__name__
         raise UsageError(f"{name} has no render_mode: make it by agentrl.make(id, render_mode='ansi') or 'human'")
 

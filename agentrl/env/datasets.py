@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from agentrl.env.optional import require
+from agentrl.env.optional_imports import require
 from agentrl.errors import ConfigError, UsageError, boundary
 from agentrl.records import Json
 

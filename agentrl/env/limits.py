@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeGuard, TypeVar
 
-from agentrl.clock import Watch, watch
 from agentrl.errors import ConfigError
+from agentrl.host.clocks import Watch, watch
 from agentrl.records import StopReason
 
 T = TypeVar("T")

@@ -16,16 +16,15 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 import trio
 from gymnasium.error import ResetNeeded
 
-from agentrl.clock import policy_seconds_left, policy_time, watch
-from agentrl.env import bridge
-from agentrl.env.calls import CallResult, failed, said, tool_messages
+from agentrl.env import sync_async
 from agentrl.env.core import CLOSE_DEADLINE_S, Info, ResetResult, StepResult
-from agentrl.env.dialects import ToolFormat, format_of, get_format
 from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
-from agentrl.env.plugged import Named, Plugged
-from agentrl.env.resuming import Recorded
-from agentrl.env.tool_calls import Malformed, ToolCall
-from agentrl.env.tools import (
+from agentrl.env.snapshots import Recorded
+from agentrl.env.tools.by_name import Named, Plugged
+from agentrl.env.tools.calls import Malformed, ToolCall
+from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
+from agentrl.env.tools.results import CallResult, failed, said, tool_messages
+from agentrl.env.tools.tools import (
     ArgumentCheck,
     argument_check,
     as_result,
@@ -43,9 +42,10 @@ from agentrl.errors import (
     ToolTimeout,
     UsageError,
 )
+from agentrl.host.clocks import policy_seconds_left, policy_time, watch
 from agentrl.protocols import Sandbox, Tool, ToolResult
 from agentrl.records import Json, Message, Messages, StopReason
-from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.current_box import CurrentBox
 
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
@@ -143,7 +143,7 @@ class ToolEnv(Recorded):
         parse_policy: ParsePolicy | Mapping[str, Any] | None = None,
         tool_format: str | None = None,
     ) -> None:
-        """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.plugged`."""
+        """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.tools.by_name`."""
         self.limits = settings_as(EpisodeLimits, "limits", self.limits if limits is None else limits)
         given = self.parse_policy if parse_policy is None else parse_policy
         self.parse_policy = settings_as(ParsePolicy, "parse_policy", given)
@@ -341,7 +341,7 @@ class ToolEnv(Recorded):
         return self._episode
 
     async def _hook(self, function: Any, *args: Any) -> Any:
-        return await bridge.call(function, *args, blocking=self.blocking)
+        return await sync_async.call(function, *args, blocking=self.blocking)
 
     async def _end_episode(self) -> None:
         self._episode = None
@@ -467,7 +467,7 @@ class ToolEnv(Recorded):
         with watch(policy_s=limit_s) as calling:
             try:
                 with policy_time():
-                    return as_result(await bridge.call(tool.call, call.arguments, blocking=self.blocking))
+                    return as_result(await sync_async.call(tool.call, call.arguments, blocking=self.blocking))
             finally:
                 episode.meter.tool_seconds += calling.seconds
         raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")

@@ -1,7 +1,7 @@
 """What an HTTP client may cost the servers of ours: the gateway, the recording proxy, the embedded engine.
 
 `Bounds` has the numbers, `Connections` decides who is let in, `Reader` reads one request within the bounds. No sockets
-and no clock: `agentrl.http.listening` has them under trio, `agentrl.engine.embedded.http` under asyncio.
+and no clock: `agentrl.http.http_server` has them under trio, `agentrl.engine.embedded.bounded_protocol` under asyncio.
 
 When all places are taken, the connection that has longest owed a request makes room, of the peer that has most. So
 connections that stand idle, or send a request byte by byte, keep nobody out, however many they are.

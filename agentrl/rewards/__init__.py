@@ -6,7 +6,7 @@ score, so it is hostile: see `transcripts`. If there is no score, they raise `En
 of loss and baseline (law 3). No torch, no environment, no run.
 """
 
-from agentrl.engine.scoring import ScoringClient
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.rewards.judge import Judge, Judgement
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.rubric import Part, Rubric, Scores

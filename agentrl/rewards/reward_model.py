@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import trio
 
-from agentrl.engine.scoring import ScoringClient
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ScoreError
 from agentrl.records import Message, Trajectory
-from agentrl.rewards.shortening import asked_shorter
 from agentrl.rewards.transcripts import defused_messages, messages_of, shortened
+from agentrl.rewards.truncation import asked_shorter
 
 
 class RewardModel:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from agentrl.records import Trajectory
-from agentrl.rewards.contents import Known
+from agentrl.rewards.score_cache import Known
 
 
 @dataclass(slots=True)

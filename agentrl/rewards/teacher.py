@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.columns import TEACHER, Columns
-from agentrl.engine.renderer import Renderer
-from agentrl.engine.scoring import ScoringClient
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ModelError, ScoreError
 from agentrl.records import Message, Trajectory, context_ids
 from agentrl.rewards.verdict import Verdict
+from agentrl.tokens.columns import TEACHER, Columns
 
 _LEAST = -9999.0  # what vLLM writes for a NaN
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agentrl.columns import NONE, Columns
+from agentrl.tokens.columns import NONE, Columns
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A turn's `value`, and `columns` of its tokens (`agentrl.columns`), which the journal keeps with them."""
+    """A turn's `value`, and `columns` of its tokens (`agentrl.tokens.columns`), which the journal keeps with them."""
 
     value: float
     columns: Columns = field(default_factory=lambda: NONE)

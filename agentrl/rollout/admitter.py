@@ -16,11 +16,11 @@ from agentrl.config import RunConfig
 from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull
 from agentrl.records import Task
-from agentrl.rollout.pivot import Pivots
-from agentrl.store.admission import Bounds
-from agentrl.store.aside import Aside
-from agentrl.store.roles import AdmissionStore
-from agentrl.store.waiting import Waiting
+from agentrl.rollout.branching import Pivots
+from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.buffer.admission import Bounds
+from agentrl.store.interfaces import AdmissionStore
 
 _SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones, and those to be skipped
 _LOOK_S = 1.0  # admission looks so often even if nothing changed

@@ -5,8 +5,8 @@
 Every arrow that costs something has a deadline. The policy pays for the work that it asks of the environment: its
 tools, its code and their judging may take `step_deadline_s` in a step and `episode_deadline_s` in all steps together.
 If either runs out, the episode ends with a time limit, and is scored. Neither counts the model's generation or waiting
-for the host's shared resources (see `agentrl.clock`). The environment's own code has `step_deadline_s` of its own per
-call; past it the environment has failed.
+for the host's shared resources (see `agentrl.host.clocks`). The environment's own code has `step_deadline_s` of its own
+per call; past it the environment has failed.
 
 The action is journaled before the environment sees it, so that a crash in between repeats the step and never the
 sampling (law 1). An episode owns its environment and ends it; it never decides which episode comes next.
@@ -27,8 +27,8 @@ from typing import Any
 import trio
 
 from agentrl.config import Rollout
-from agentrl.engine.renderer import Renderer
-from agentrl.env import answers, bridge
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.env import step_results, sync_async
 from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
@@ -45,16 +45,16 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
-from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
-from agentrl.rollout.leaving import HandedBack, Leaving
+from agentrl.rollout.env_calls import Guard, TimeUp, one_line, reason_of
+from agentrl.rollout.generate_turn import sample, untold
+from agentrl.rollout.handover import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
-from agentrl.rollout.rendering import rendered
-from agentrl.rollout.replay import replay, replay_after
-from agentrl.rollout.resuming import resumed
-from agentrl.rollout.sampling import sample, untold
-from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
+from agentrl.rollout.render_messages import rendered
+from agentrl.rollout.restore import replay, replay_after
+from agentrl.rollout.resume_modes import resumed
+from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
-from agentrl.store.roles import RolloutStore
+from agentrl.store.interfaces import RolloutStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class _Episode:
             return ending
 
         async def reward() -> float:
-            rewarded = float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
+            rewarded = float(await sync_async.call(rewarder, self._trajectory(ending), blocking=False))
             if not abs(rewarded) <= LARGEST:
                 raise EnvError(f"{self._claim.task.env}: reward gave {rewarded}: give a number within {LARGEST:g} of 0")
             return rewarded
@@ -284,7 +284,7 @@ class _Episode:
 
     async def _reset(self, env: AsyncEnv) -> Messages:
         most = self._context.settings.observation_bytes
-        start: Step = await self._guard("reset", lambda: answers.start(env, self._claim.task, most))
+        start: Step = await self._guard("reset", lambda: step_results.start(env, self._claim.task, most))
         self._said, self._first_role = start, start.role
         return start.observation
 
@@ -297,7 +297,7 @@ class _Episode:
             return Ending(StopReason.POLICY_FAULT, one_line(fault))
         room = settings.max_context - len(prompt.context)
         if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
-            self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
+            self._said = step_results.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             which = f"the prompt of turn {len(self._turns)}" if self._turns else "the first prompt"
             return Ending(StopReason.CONTEXT_LIMIT, f"{which} {_beyond(len(prompt.context), settings.max_context)}")
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
@@ -348,7 +348,7 @@ class _Episode:
         """The last step of an episode that the environment did not end: its `unsettled` reward is added."""
         due = self._said.unsettled
         if reason is not StopReason.POLICY_FAULT:
-            step = answers.joined(step, await self._last_word(reason))
+            step = step_results.joined(step, await self._last_word(reason))
         return replace(step, reward=step.reward + due, truncated=True, stop_reason=reason)
 
     async def _last_word(self, reason: StopReason) -> Step:
@@ -358,7 +358,9 @@ class _Episode:
         assert env is not None
         deadline_s = self._context.settings.step_deadline_s
         try:
-            return await self._guard("end", lambda: answers.end(env, reason, self._claim.task), policy_s=deadline_s)
+            return await self._guard(
+                "end", lambda: step_results.end(env, reason, self._claim.task), policy_s=deadline_s
+            )
         except (TimeUp, PolicyFault) as error:
             self._detail = self._detail or one_line(error)
             return Step(observation=(), outcome=0.0, success=False)
@@ -457,7 +459,7 @@ class _Episode:
         if self._keyed is not None:
             self._keyed.action_id = turn.id
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._guard.seconds), 0.0)
-        call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes, turn.index)
+        call = partial(step_results.act, env, turn.text, self._claim.task, settings.observation_bytes, turn.index)
         step: Step = await self._guard("step", call, policy_s=policy_s)
         self._said = step
         return step

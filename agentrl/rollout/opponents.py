@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.league import META, LeagueSettings, draw, from_json, given
+from agentrl.config.league import META, LeagueSettings, draw, from_json, given
 from agentrl.records import Turn
 from agentrl.store import Claim, Partial
-from agentrl.store.groups import TRAIN
-from agentrl.store.roles import RolloutStore
+from agentrl.store.episodes.groups import TRAIN
+from agentrl.store.interfaces import RolloutStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

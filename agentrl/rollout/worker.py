@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.env import bridge
+from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
 from agentrl.rollout.episode import RolloutContext, play
-from agentrl.rollout.leaving import HandedBack
+from agentrl.rollout.handover import HandedBack
 from agentrl.store import Claim, LeaseLost
-from agentrl.store.roles import RolloutStore
+from agentrl.store.interfaces import RolloutStore
 
 _LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
 _DISK_S = 1.0  # between two tries to renew leases on a full disk
@@ -60,7 +60,7 @@ class Worker:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while await self.store.meta("phase") != "stop":
-                worn_out, leaves = bridge.worn_out(), self.context.leaving.is_set()
+                worn_out, leaves = sync_async.worn_out(), self.context.leaving.is_set()
                 if worn_out or leaves:
                     await self._end_turns()
                     break

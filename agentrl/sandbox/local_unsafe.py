@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.process_box import ProcessBackend
+from agentrl.sandbox.wrapped_process import ProcessBackend
 
 _WARNING = (
     "sandbox 'local-unsafe': commands of the policy run on this machine WITHOUT a sandbox; "

@@ -50,37 +50,37 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
-from agentrl.store.admission import Bounds, Load, Room, admissible_groups
-from agentrl.store.artifacts import Artifacts
-from agentrl.store.bias import Bias, Side, TrainingBias
-from agentrl.store.buffer import Buffer, Expired
-from agentrl.store.calls import Result
-from agentrl.store.choice import connect, look, parts
-from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
-from agentrl.store.database import Database, Watch
-from agentrl.store.deaths import Deaths, Quarantined, Released
+from agentrl.store.audit.selection_bias import Bias, Side, TrainingBias
+from agentrl.store.buffer.admission import Bounds, Load, Room, admissible_groups
+from agentrl.store.buffer.buffer import Buffer, Expired
+from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Quorum, close_policy
+from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
+from agentrl.store.buffer.no_signal import Returns
+from agentrl.store.buffer.taken_groups import Retaking
+from agentrl.store.databases.batched_calls import Result
+from agentrl.store.databases.change_signal import Role, Signal
+from agentrl.store.databases.database import Database, Watch
+from agentrl.store.databases.open_store import connect, look, parts
 from agentrl.store.durations import Durations, EpisodeTimes
-from agentrl.store.forks import Forks
-from agentrl.store.groups import TRAIN, Groups
-from agentrl.store.journal import Journal
-from agentrl.store.leading import Leading, check_lead
-from agentrl.store.leases import Claim, Leases
+from agentrl.store.episodes.artifacts import Artifacts
+from agentrl.store.episodes.env_snapshots import Snapshot, Snapshots
+from agentrl.store.episodes.forks import Forks
+from agentrl.store.episodes.groups import TRAIN, Groups
+from agentrl.store.episodes.journal import Journal
+from agentrl.store.episodes.leases import Claim, Leases
+from agentrl.store.episodes.partial_turns import Partial
+from agentrl.store.episodes.replays import ReplayCounts, Replays
+from agentrl.store.episodes.restarts import Restarts
+from agentrl.store.episodes.scores import Rewards, Scored, Source
+from agentrl.store.episodes.worker_deaths import Deaths, Quarantined, Released
+from agentrl.store.learner_fence import Leading, check_lead
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import FailedTask, Failures, LengthBias, Lengths, Metric, Metrics
-from agentrl.store.moving import MovedGroup, MovedMember, Moving
-from agentrl.store.orders import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
-from agentrl.store.partials import Partial
-from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
+from agentrl.store.reads import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
-from agentrl.store.replays import ReplayCounts, Replays
-from agentrl.store.restarts import Restarts
-from agentrl.store.retaking import Retaking
-from agentrl.store.returns import Returns
-from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.schema import FIRST_META, SET_META
-from agentrl.store.shards import check
-from agentrl.store.signal import Role, Signal
-from agentrl.store.snapshots import Snapshot, Snapshots
+from agentrl.store.sharded.placement import check
+from agentrl.store.transfer import MovedGroup, MovedMember, Moving
 
 __all__ = [
     "FULL",
@@ -177,7 +177,7 @@ class RunStore(
         `path` is the address file that says so; over several databases, if there are several. Raises UsageError if
         there is a run at `path` already."""
         if url is not None and not isinstance(url, str) and len(url) > 1:
-            from agentrl.store.sharding import made
+            from agentrl.store.sharded.open_sharded import made
 
             return made(Path(path), config_json, url, clock)
         one = url if url is None or isinstance(url, str) else url[0]
@@ -210,7 +210,7 @@ class RunStore(
         check(dbs)
         if len(dbs) == 1:
             return cls(dbs[0])
-        from agentrl.store.sharded import ShardedStore
+        from agentrl.store.sharded.store import ShardedStore
 
         return ShardedStore(dbs)
 
@@ -282,7 +282,7 @@ class RunStore(
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:
         """Block until there may be work for `role` that was not there when this last returned, or until the timeout.
-        A trio program uses `agentrl.store.waiting`."""
+        A trio program uses `agentrl.store.asynchronous.wait_for_work`."""
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
             wakes = [] if signal.wakes is None else [signal.wakes]

@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import zstandard
 
-from agentrl import columns
 from agentrl.errors import StoreError, UnknownIdError
 from agentrl.records import (
     Json,
@@ -39,6 +38,7 @@ from agentrl.records import (
     Turn,
     VersionSpan,
 )
+from agentrl.tokens import columns
 
 _HEADER = struct.Struct("<BII")
 _COLUMN = struct.Struct("<BI")

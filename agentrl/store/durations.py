@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from agentrl.records import StopReason
-from agentrl.store.database import Part
-from agentrl.store.groups import TRAIN, scored
+from agentrl.store.databases.database import Part
+from agentrl.store.episodes.groups import TRAIN, scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

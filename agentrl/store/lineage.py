@@ -13,11 +13,11 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, WeightVersion
-from agentrl.store.database import Database, Part
-from agentrl.store.endings import end_episode
-from agentrl.store.groups import TRAIN, forget_starts
-from agentrl.store.leading import check_lead
-from agentrl.store.leases import too_early
+from agentrl.store.databases.database import Database, Part
+from agentrl.store.episodes.endings import end_episode
+from agentrl.store.episodes.groups import TRAIN, forget_starts
+from agentrl.store.episodes.leases import too_early
+from agentrl.store.learner_fence import check_lead
 
 TOKENS_DROPPED = "tokens_dropped"
 

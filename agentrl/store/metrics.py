@@ -14,10 +14,10 @@ from typing import NamedTuple, cast
 
 from agentrl.records import Json, StopReason, Task
 from agentrl.store.codec import pack_identity, to_json, unpack_task
-from agentrl.store.database import Part
-from agentrl.store.groups import TRAIN
-from agentrl.store.leading import check_lead
-from agentrl.store.outages import RAISED, ended_well
+from agentrl.store.databases.database import Part
+from agentrl.store.episodes.groups import TRAIN
+from agentrl.store.episodes.outages import RAISED, ended_well
+from agentrl.store.learner_fence import check_lead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

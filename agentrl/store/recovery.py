@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.records import GroupState, StopReason
-from agentrl.store.database import Part
-from agentrl.store.endings import end_episode
-from agentrl.store.groups import LATE, TRAIN, scored
+from agentrl.store.databases.database import Part
+from agentrl.store.episodes.endings import end_episode
+from agentrl.store.episodes.groups import LATE, TRAIN, scored
 
 JOURNAL_LOST = "journal_lost"
 """Why a group, or a late member, left that a checkpoint trained, and whose end the store has lost."""

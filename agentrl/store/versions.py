@@ -12,8 +12,8 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
-from agentrl.store.database import Database, Part
-from agentrl.store.leading import check_lead
+from agentrl.store.databases.database import Database, Part
+from agentrl.store.learner_fence import check_lead
 
 
 def lag(step: int, made_at: int | None) -> int:

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.engine.transport import socket_of
+from agentrl.config.sections import URL_SCHEMES
+from agentrl.engine.http_client import socket_of
 from agentrl.errors import RunFailed
-from agentrl.settings import URL_SCHEMES
 from agentrl.testing import faults, store_rows
 from agentrl.testing.faults import JUNK, NoEffect, WallClock
 from agentrl.testing.outside_audit import OutsideAuditor
@@ -46,7 +46,7 @@ _POLL_S = 0.1
 _READY_S = 600.0
 _PRESENT_S = 20.0  # how long a fault waits for a part that comes and goes
 _MARKS = {"worker": "child\0worker", "learner": "child\0learner", "engine": "engine", "box": "bwrap"}
-_MARKS["rank"] = "agentrl.train.parallel.worker"
+_MARKS["rank"] = "agentrl.learner.parallel.rank_process"
 _ABOVE = {"box": "worker", "rank": "learner"}  # whose children they are; all others are the supervisor's
 
 
@@ -212,7 +212,7 @@ class ChaosRun:
 
     def _start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        main = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *self.words]
+        main = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "train", *self.words]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*main, "--out", str(self.folder), "--keep-alive"],

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from agentrl import clock
-from agentrl.env import answers
-from agentrl.env.tools import function_schema
+from agentrl.env import step_results
+from agentrl.env.tools.tools import function_schema
 from agentrl.errors import PolicyFault
+from agentrl.host import clocks
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Step, StopReason, Task
 
@@ -105,21 +105,21 @@ async def check_nothing_dropped(
 
 async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> None:
     chosen = random.Random(task.seed)
-    await answers.start(env, task)
+    await step_results.start(env, task)
     planned = [*_sweep(env, chosen), *own, *(action_at_random(env, chosen, own) for _ in range(turns))]
     chosen.shuffle(planned)
     over = False
     for number, action in enumerate(planned):
         if over:
-            await answers.start(env, task)
+            await step_results.start(env, task)
         what = f"action {number}, {_short(action)}"
-        step: Step | None = await _survived(partial(answers.act, env, action, task), task, what)
+        step: Step | None = await _survived(partial(step_results.act, env, action, task), task, what)
         over = step is None or step.terminated or step.truncated
         if step is not None and over:
             reason = step.stop_reason or StopReason.DONE
             assert reason.by_policy, f"seed {task.seed}: {what}: the episode ended as {reason}"
     if not over:
-        await _survived(partial(answers.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
+        await _survived(partial(step_results.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
 
 
 def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
@@ -144,12 +144,12 @@ def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
 async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
     """The result of a call; None if it was the policy's fault, or if its action took too long."""
     failed: Exception | None = None
-    with clock.watch(own_s=_OWN_S, policy_s=_STEP_S) as watch:
+    with clocks.watch(own_s=_OWN_S, policy_s=_STEP_S) as watch:
         try:
             return await call()
         except Exception as error:
             failed = error
-    if watch.over is clock.Whose.POLICY or isinstance(failed, PolicyFault):
+    if watch.over is clocks.Whose.POLICY or isinstance(failed, PolicyFault):
         return None
     said = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"
     raise AssertionError(f"seed {task.seed}: {what}: {said[:500]}") from failed

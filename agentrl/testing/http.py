@@ -1,6 +1,6 @@
 """A fake server on a socket: for tests whose clients are processes, or open their own connections.
 
-`agentrl.http.listening` serves; the fake gives the answers. It runs under trio (`listening`) or in a thread
+`agentrl.http.http_server` serves; the fake gives the answers. It runs under trio (`listening`) or in a thread
 (`in_thread`); both end with their block, even in the middle of an answer.
 """
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import trio
 
-from agentrl.http.listening import listen
+from agentrl.http.http_server import listen
 from agentrl.testing.vllm_server import FakeVLLM
 
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 import httpx
 import trio
 
-from agentrl.http.listening import Answer, Cut, Parts
+from agentrl.http.http_server import Answer, Cut, Parts
 from agentrl.records import Json
 
 Kind = Literal[

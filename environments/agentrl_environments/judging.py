@@ -32,7 +32,7 @@ from typing import Final
 
 import trio
 
-from agentrl.clock import granted, policy_time
+from agentrl.host.clocks import granted, policy_time
 from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
 from agentrl_environments.remembering import Remembered
 

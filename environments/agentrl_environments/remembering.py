@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import trio
 
-from agentrl.clock import host_time
+from agentrl.host.clocks import host_time
 
 V = TypeVar("V")
 

@@ -9,9 +9,9 @@ import torch
 
 from agentrl import config
 from agentrl.algos.algorithm import Loss, Outputs
-from agentrl.algos.clipped import Clipped
-from agentrl.algos.corrections import Origin, effective_sample_size, gauges, importance_weights
+from agentrl.algos.clipped_loss import Clipped
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.importance import Origin, effective_sample_size, gauges, importance_weights
 from agentrl.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm, Outputs, Siblings
-from agentrl.algos.distil import Distil
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.grpo_variants import Distil
 from agentrl.algos.losses import kl_penalty
 from agentrl.config import algorithm
 from agentrl.registry import ids

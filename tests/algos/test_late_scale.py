@@ -13,8 +13,7 @@ from torch import Tensor
 from agentrl.algos.algorithm import Siblings
 from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
-from agentrl.algos.maxrl import MaxRL
-from agentrl.algos.presets import DAPO
+from agentrl.algos.grpo_variants import DAPO, MaxRL
 
 SCALED = {
     "dapo": DAPO(),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.algos.algorithm import Siblings
 from agentrl.algos.grpo import GRPO
-from agentrl.algos.maxrl import MaxRL
+from agentrl.algos.grpo_variants import MaxRL
 
 from .test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome, rewards
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from agentrl.algos.measures import by_number, measured, ratios_by_level
+from agentrl.algos.token_metrics import by_number, measured, ratios_by_level
 
 N = 40
 

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from agentrl.algos.values import Sequences, centred, lambda_of_length, traces
+from agentrl.algos.gae import Sequences, centred, lambda_of_length, traces
 
 
 def looped(

@@ -21,7 +21,7 @@ from attacks.sockets import family, listening
 
 pytestmark = [pytest.mark.other_user, pytest.mark.slow]
 DEADLINE_S = 300.0
-CLI = "from agentrl.cli import main; main()"
+CLI = "from agentrl.cli.main import main; main()"
 RUN = """
 model = "agentrl/tiny-coder"
 env = { id = "agentrl/Combination-v0" }

@@ -13,9 +13,9 @@ import trio
 from engine.conftest import Server, make_model
 from safetensors.numpy import save_file
 
-from agentrl.engine.gateway import Gateway, SharedEngine
-from agentrl.fleet_settings import Tenant
-from agentrl.http.listening import listen
+from agentrl.config.shared_engines import Tenant
+from agentrl.engine.router.gateway import Gateway, SharedEngine
+from agentrl.http.http_server import listen
 from attacks.other_user import OtherUser
 
 pytestmark = pytest.mark.other_user

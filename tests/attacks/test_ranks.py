@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from learner.making import tiny_qwen3
+from learner.test_ranks import STEP_OF, config, groups
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from train.making import tiny_qwen3
-from train.test_ranks import STEP_OF, config, groups
 
-from agentrl.train.learner import Learner
-from agentrl.train.parallel.ranks import Leader
+from agentrl.learner.learner import Learner
+from agentrl.learner.parallel.ranks import Leader
 from attacks.other_user import OtherUser
 from attacks.sockets import Listening, listening
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import RunConfig, parse
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
 from attacks.other_user import OtherUser
 
 CONFIG: RunConfig = parse({"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TinyCoder-v0"}})

@@ -24,7 +24,7 @@ from _gpu_case import CASES, Bench, Case, Row, Skipped
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig, Train
-from agentrl.train_settings import ParallelPlan
+from agentrl.config.train import ParallelPlan
 
 SLOW = ("run", "ipc", "ranks")
 

@@ -12,7 +12,7 @@ from _loop_env import Loop
 from _loop_shape import MEMBERS, PROMPT_TOKENS, TURN_TOKENS, TURNS, score, task_text
 
 from agentrl import config
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from _turn_credit import Sampler, smoothed, steps_until
 from process_rewards import seconds_per_step
 
-from agentrl.runtime.models import model_dir
+from agentrl.models.resolve import model_dir
 
 
 def test_a_learner_that_is_slower_than_its_episodes_sets_the_pace() -> None:

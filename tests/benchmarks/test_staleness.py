@@ -9,8 +9,8 @@ import pytest
 import staleness
 
 from agentrl import config
-from agentrl.train.learner import Learner
-from agentrl.train.report import StepReport
+from agentrl.learner.learner import Learner
+from agentrl.learner.step_report import StepReport
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -16,11 +16,12 @@ import trio
 from safetensors.torch import load_file, save_file
 
 from agentrl.config import EngineSettings
-from agentrl.engine import access, adapters
+from agentrl.engine import access
 from agentrl.engine.client import EngineClient
-from agentrl.engine.launch import EmbeddedEngine, launch_embedded
-from agentrl.engine.transport import TrioTransport, socket_of
-from agentrl.engine.weights import push
+from agentrl.engine.embedded_process import EmbeddedEngine, launch_embedded
+from agentrl.engine.http_client import TrioTransport, socket_of
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import EngineError, UsageError, WeightSyncError
 from agentrl.records import EngineKey
 

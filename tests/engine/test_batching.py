@@ -12,7 +12,7 @@ import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
-from agentrl.engine.embedded.checkpoint import read_weights
+from agentrl.engine.embedded.load_weights import read_weights
 from agentrl.engine.embedded.model import KVStore, Model
 from agentrl.records import SamplingParams
 

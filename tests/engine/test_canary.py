@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.config import parse
-from agentrl.engine import canary, fingerprint
-from agentrl.engine.canary import Canary, Seen, probe_tokens
 from agentrl.engine.client import EngineClient
+from agentrl.engine.weight_sync import canary, fingerprints
+from agentrl.engine.weight_sync.canary import Canary, Seen, probe_tokens
 from agentrl.errors import CanaryMismatch
-from agentrl.runtime.publisher import MemoryParcel, WeightPublisher
+from agentrl.run.weights.publisher import MemoryParcel, WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
 
 TOKENS = probe_tokens(500)
@@ -110,13 +110,13 @@ class Scene:
     """An engine that has `held` and computes the right log-probs, or wrong ones."""
 
     def __init__(self, *, apart: float = 0.0, dtype: str = "bfloat16", held: dict[str, torch.Tensor] | None) -> None:
-        self.expected = fingerprint.of_tensors(tiny())
+        self.expected = fingerprints.of_tensors(tiny())
         self.drift, self.dtype = Drift(), "float32" if dtype == "float32" else "bfloat16"
         numbers = self.drift.at(1)
         self.server = FakeVLLM(version="1")
         self.server.logprob = costs([number + apart for number in numbers])
         if held is not None:
-            result = {"dtype": dtype, "fingerprints": fingerprint.of_tensors(held)}
+            result = {"dtype": dtype, "fingerprints": fingerprints.of_tensors(held)}
             self.server.answers["/collective_rpc"] = (200, json.dumps({"results": [result, result]}).encode())
 
     async def check(self, file: Path | None = None) -> float:

@@ -14,16 +14,16 @@ from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded.batching import Emission
 from agentrl.engine.embedded.chat import Chat, fresh, parser_at
-from agentrl.engine.embedded.wire import BadRequest
-from agentrl.engine.launch import launch_embedded
-from agentrl.engine.renderer import Renderer
-from agentrl.engine.transport import TrioTransport, socket_of
+from agentrl.engine.embedded.requests import BadRequest
+from agentrl.engine.embedded_process import launch_embedded
+from agentrl.engine.http_client import TrioTransport, socket_of
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import UsageError
+from agentrl.models.resolve import model_dir
 from agentrl.records import Message
-from agentrl.runtime.models import model_dir
 
 FOLDER = model_dir("agentrl/tiny-coder")
-PARSER = "agentrl.env.dialects:Hermes"
+PARSER = "agentrl.env.tools.parsers:Hermes"
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
@@ -119,7 +119,7 @@ def test_calls_of_tools_are_read() -> None:
 
 
 def test_a_model_without_tools_is_taught_a_text_format() -> None:
-    found = Chat(FOLDER, parser_at("agentrl.env.dialects:PlainJson"))
+    found = Chat(FOLDER, parser_at("agentrl.env.tools.parsers:PlainJson"))
     asked = found.parse({"messages": ASKED, "tools": [TOOL]}, name="tiny", length=4096)
     prompt = Renderer(FOLDER).decode(json.loads(asked.generate)["token_ids"])
     assert "add" in prompt and "Mend it." in prompt

@@ -10,17 +10,17 @@ import pytest
 import torch
 import trio
 
-from agentrl.engine import adapters, canary
-from agentrl.engine.adapters import AdapterClient, always
-from agentrl.engine.canary import Canary, probe_tokens
-from agentrl.engine.embedded.adapter import Adapter, read
+from agentrl.config.train import Train
 from agentrl.engine.embedded.architecture import read_architecture
+from agentrl.engine.embedded.lora import Adapter, read
+from agentrl.engine.weight_sync import adapters, canary
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
+from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.errors import CanaryMismatch, EngineUnavailable, ModelError, WeightSyncError
+from agentrl.learner.model import lora
+from agentrl.learner.model.policy import PolicyModel
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
-from agentrl.train import lora
-from agentrl.train.model import PolicyModel
-from agentrl.train_settings import Train
 
 from .conftest import VOCAB, Server, make_model
 from .test_batching import Case, prompt

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.checkpoint import read_weights
+from agentrl.engine.embedded.load_weights import read_weights
 from agentrl.engine.embedded.model import KVStore, Model, Rows
 from agentrl.errors import ModelError
 

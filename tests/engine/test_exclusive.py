@@ -10,14 +10,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.engine.exclusive import exclusive
+from agentrl.engine.weight_sync.weight_lock import exclusive
 from agentrl.errors import WeightSyncError
 
 URL = "http://engine"
 HOLD = """
 import sys, trio
 from pathlib import Path
-from agentrl.engine.exclusive import exclusive
+from agentrl.engine.weight_sync.weight_lock import exclusive
 
 async def hold():
     async with exclusive(Path(sys.argv[1]), "http://engine/", deadline_s=60):

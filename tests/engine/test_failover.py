@@ -12,9 +12,9 @@ from typing import Any, get_args
 import pytest
 import trio
 
-from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
-from agentrl.engine.fleet import Fleet, State
+from agentrl.engine.router.router import Fleet, State
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.engine.client import collect
-from agentrl.engine.concurrency import Aimd
-from agentrl.engine.fleet import Fleet, State
+from agentrl.engine.router.concurrency import Aimd
+from agentrl.engine.router.router import Fleet, State
 from agentrl.errors import EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, VersionSpan

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import trio
 
-from agentrl.engine import adapters, canary, memory_transfer, weights
-from agentrl.engine.canary import Canary
+from agentrl.config.shared_engines import Tenant
 from agentrl.engine.client import EngineClient
-from agentrl.engine.gateway import SharedEngine
-from agentrl.engine.vllm.probe import Need, probe
+from agentrl.engine.router.gateway import SharedEngine
+from agentrl.engine.vllm.capabilities import Need, probe
+from agentrl.engine.weight_sync import adapters, canary, file_transport, gpu_transport
+from agentrl.engine.weight_sync.canary import Canary
 from agentrl.errors import CanaryMismatch, EngineError, UsageError
-from agentrl.fleet_settings import Tenant
 from agentrl.testing.vllm_server import FakeVLLM
 
 PROBE = Canary(version=3, token_ids=(1, 2, 3), logprobs=(-1.0, -1.0), fingerprints={"a": "1"})
@@ -45,7 +45,7 @@ async def untaken(client: EngineClient, _: Path) -> object:
 
 
 async def stage(client: EngineClient, folder: Path) -> object:
-    return await weights.push([client], folder / "file", 4, sha256="0", stage=True)
+    return await file_transport.push([client], folder / "file", 4, sha256="0", stage=True)
 
 
 async def send(client: EngineClient, folder: Path) -> object:
@@ -123,7 +123,7 @@ async def test_a_score_that_is_nan_is_beyond_every_tolerance_wherever_it_stands(
 async def test_a_world_may_have_any_size(size: dict[str, Any], server: FakeVLLM, client: EngineClient) -> None:
     server.answers["/get_world_size"] = (200, json.dumps(size).encode())
     with pytest.raises(EngineError, match="world_size"):
-        await memory_transfer._workers(client, 1.0)
+        await gpu_transport._workers(client, 1.0)
 
 
 @pytest.mark.parametrize("models", [None, [], [7], [{"id": "m"}], {}])

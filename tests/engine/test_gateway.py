@@ -16,17 +16,18 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from agentrl import config as configuration
-from agentrl.engine import access, adapters
-from agentrl.engine.adapters import AdapterClient, always
+from agentrl.config.shared_engines import Tenant
+from agentrl.engine import access
 from agentrl.engine.client import EngineClient
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.gateway import Gateway, SharedEngine
+from agentrl.engine.router.gateway import Gateway, SharedEngine
+from agentrl.engine.router.router import Fleet
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineUnavailable
-from agentrl.fleet_settings import Tenant
-from agentrl.http.listening import Cut, Parts, listen
+from agentrl.http.http_server import Cut, Parts, listen
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, Generation, SamplingParams, WeightVersion
-from agentrl.runtime.engines import Weights, attach
+from agentrl.run.processes.engine_process import Weights, attach
 from agentrl.testing.vllm_server import FakeVLLM
 
 from .conftest import Server

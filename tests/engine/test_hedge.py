@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from agentrl import config as configuration
-from agentrl.engine.fleet import Fleet, State
-from agentrl.engine.hedge import Hedges
+from agentrl.engine.router.hedging import Hedges
+from agentrl.engine.router.router import Fleet, State
 from agentrl.errors import ConfigError, EngineBroke, EngineRefusal, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams

@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from agentrl.http.bounds import Bounds, Connections, Place, Reader, Refused
-from agentrl.http.listening import Answer, listen
+from agentrl.http.http_server import Answer, listen
 
 SMALL = Bounds(connections=16, head_bytes=2_000, url_bytes=500, body_bytes=10_000, head_s=30, body_s=60, idle_s=600)
 CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"

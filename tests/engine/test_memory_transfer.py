@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.memory_transfer import Transfer
+from agentrl.engine.weight_sync.gpu_transport import Transfer
 from agentrl.errors import WeightSyncError
 
 UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]

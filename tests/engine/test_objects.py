@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from agentrl.engine import objects, weightfile
-from agentrl.engine.objects import Folder, Outbox, Sent, fetch
+from agentrl.engine.weight_sync import object_store, weight_file
+from agentrl.engine.weight_sync.object_store import Folder, Outbox, Sent, fetch
 from agentrl.errors import WeightSyncError
 
 DEADLINE_S = 120.0
@@ -38,7 +38,7 @@ class Versions:
     def sha256(self, version: int) -> str:
         return hashlib.sha256(self.files[version].read_bytes()).hexdigest()
 
-    def kept(self, version: int) -> tuple[str, weightfile.Bytes]:
+    def kept(self, version: int) -> tuple[str, weight_file.Bytes]:
         """What an engine keeps of a version that it has."""
         return self.sha256(version), np.frombuffer(self.files[version].read_bytes(), dtype=np.uint8)
 
@@ -160,9 +160,9 @@ def test_a_store_that_hangs_is_waited_for_no_longer_than_said(monkeypatch: pytes
     def hangs(url: str) -> Any:
         release.wait()
 
-    monkeypatch.setattr(objects, "_file_system", hangs)
+    monkeypatch.setattr(object_store, "_file_system", hangs)
     with pytest.raises(WeightSyncError, match=r"did not answer within 0\.05 s \(engine\.admin_deadline_s\)"):
-        objects.check("file:///nowhere", deadline_s=0.05)
+        object_store.check("file:///nowhere", deadline_s=0.05)
     release.set()
 
 
@@ -170,6 +170,6 @@ def test_a_store_without_its_package_or_without_rights_is_named() -> None:
     with pytest.raises(
         WeightSyncError, match=r"cannot write nosuch://there/agentrl-check/probe: ValueError: Protocol not"
     ):
-        objects.check("nosuch://there", deadline_s=DEADLINE_S)
+        object_store.check("nosuch://there", deadline_s=DEADLINE_S)
     with pytest.raises(WeightSyncError, match=r"cannot write file:///proc/agentrl/agentrl-check/probe"):
-        objects.check("file:///proc/agentrl", deadline_s=DEADLINE_S)
+        object_store.check("file:///proc/agentrl", deadline_s=DEADLINE_S)

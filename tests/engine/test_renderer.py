@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from agentrl.engine.renderer import _SENTINEL, Renderer  # pyright: ignore[reportPrivateUsage]
+from agentrl.engine.rendering.renderer import _SENTINEL, Renderer  # pyright: ignore[reportPrivateUsage]
 from agentrl.errors import ModelError
 from agentrl.records import Message
 

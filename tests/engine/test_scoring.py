@@ -13,7 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.engine.scoring import ScoringClient
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import EngineError, EngineTimeout, ScoreError
 from agentrl.records import Message
 from agentrl.testing.scoring import FakeScoring

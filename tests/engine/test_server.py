@@ -22,14 +22,14 @@ import torch
 import trio
 from tokenizers import Tokenizer, models
 
-from agentrl import kept
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
-from agentrl.engine.launch import launch_embedded
-from agentrl.engine.weights import push
+from agentrl.engine.embedded_process import launch_embedded
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import EngineError, EngineUnavailable, UsageError, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
+from agentrl.tokens import sampling_mask
 
 from .conftest import VOCAB, Server, make_model
 from .oracle import reference_logits, reference_logprobs
@@ -85,7 +85,7 @@ async def test_each_token_comes_with_the_set_it_was_drawn_from(
 ) -> None:
     asked = replace(ask("cut", temperature=1.3, **cut), kept=True)
     generation = await client.generate(asked)
-    sets = kept.decode(generation.columns["kept"])
+    sets = sampling_mask.decode(generation.columns["kept"])
     logits_TV = reference_logits(model_dir, [5, 6, 7, *generation.token_ids])[2:-1] / 1.3
     assert len(sets) == len(generation.token_ids) == 10
     for token, logprob, ids, logits_V in zip(generation.token_ids, generation.logprobs, sets, logits_TV, strict=True):

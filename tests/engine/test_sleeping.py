@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from trio.testing import MockClock
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.embedded.checkpoint import read_weights
-from agentrl.engine.exclusive import hold
-from agentrl.engine.fleet import Fleet
-from agentrl.engine.sleeping import Level, sleep, wake
-from agentrl.engine.weights import push
+from agentrl.engine.embedded.load_weights import read_weights
+from agentrl.engine.router.router import Fleet
+from agentrl.engine.sleep import Level, sleep, wake
+from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.weight_lock import hold
 from agentrl.errors import EngineError, EngineTimeout, WeightSyncError
 from agentrl.records import Generation
 from agentrl.testing.vllm_server import FakeVLLM

@@ -20,9 +20,10 @@ import torch
 from safetensors.numpy import save_file
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.plugin import publish, staging, transfer
-from agentrl.engine.vllm.plugin.transfer import Base, Stage, Superseded, Update
-from agentrl.engine.weights import push
+from agentrl.engine.vllm.plugin import file_transfer, staging
+from agentrl.engine.vllm.plugin import swap_weights as publish
+from agentrl.engine.vllm.plugin.file_transfer import Base, Stage, Superseded, Update
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import WeightSyncError
 from agentrl.testing.vllm_server import FakeVLLM
 
@@ -128,13 +129,13 @@ def test_loading_gives_up_between_two_tensors(tmp_path: Path) -> None:
 
     model = SimpleNamespace(load_weights=lambda weights: taken.extend(name for name, _ in weights), modules=list)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer.mending, "ready_for_update", lambda _: None)
+        patch.setattr(file_transfer.mending, "ready_for_update", lambda _: None)
         seen = SimpleNamespace(load_weights=lambda weights: [taken.append(name) for name, _ in weights])
         with pytest.raises(Superseded):
-            transfer.load(seen, np.fromfile(path, dtype=np.uint8), waited_for)
+            file_transfer.load(seen, np.fromfile(path, dtype=np.uint8), waited_for)
         assert taken == ["a"]
         taken.clear()
-        transfer.load(model, np.fromfile(path, dtype=np.uint8))
+        file_transfer.load(model, np.fromfile(path, dtype=np.uint8))
     assert taken == ["a", "b"]
 
 

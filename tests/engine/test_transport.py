@@ -13,7 +13,7 @@ import httpx
 import pytest
 import trio
 
-from agentrl.engine.transport import TrioTransport, _Connection, _Door, socket_of
+from agentrl.engine.http_client import TrioTransport, _Connection, _Door, socket_of
 
 Handler = Callable[[trio.SocketStream, int], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
-from agentrl.engine.weights import push
+from agentrl.engine.vllm.capabilities import FOR_TRAINING, Need, probe
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, VersionSpan

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from agentrl.engine import weightfile
-from agentrl.engine.sources import Sources
+from agentrl.engine.weight_sync import weight_file
+from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def as_bytes(data: bytes) -> weightfile.Bytes:
+def as_bytes(data: bytes) -> weight_file.Bytes:
     return np.frombuffer(data, dtype=np.uint8)
 
 
@@ -37,8 +37,8 @@ def test_places_are_those_of_the_library(folder: Path) -> None:
     }
     path = folder / "w.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    data = weightfile.open_bytes(path)
-    found = {place.name: place for place in weightfile.places(data)}
+    data = weight_file.open_bytes(path)
+    found = {place.name: place for place in weight_file.places(data)}
     with safe_open(path, "np") as library:
         assert set(found) == set(library.keys())
         for name, place in found.items():
@@ -50,26 +50,26 @@ def test_places_are_those_of_the_library(folder: Path) -> None:
 
 def test_the_files_of_a_folder_are_one_or_those_of_its_index(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
-        weightfile.parts(folder)
+        weight_file.parts(folder)
     (folder / "model.safetensors").touch()
-    assert weightfile.parts(folder) == [folder / "model.safetensors"]
+    assert weight_file.parts(folder) == [folder / "model.safetensors"]
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": names[1], "a": names[0], "c": names[1]}}))
     (folder / names[0]).touch()
     with pytest.raises(ModelError, match=f"has no {names[1]}"):
-        weightfile.parts(folder)
+        weight_file.parts(folder)
     (folder / names[1]).touch()
-    assert weightfile.parts(folder) == [folder / name for name in names]
+    assert weight_file.parts(folder) == [folder / name for name in names]
     index.write_text("[]")
     with pytest.raises(ModelError, match="lists no weights"):
-        weightfile.parts(folder)
+        weight_file.parts(folder)
 
 
 def test_the_width_of_a_file_is_that_of_most_of_its_elements(folder: Path) -> None:
     path = folder / "w.safetensors"
     save_file({"vector": np.zeros(7, dtype=np.float32), "matrix": np.zeros((9, 9), dtype=np.float16)}, path)
-    assert weightfile.width(weightfile.open_bytes(path)) == 2
+    assert weight_file.width(weight_file.open_bytes(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_the_width_of_a_file_is_that_of_most_of_its_elements(folder: Path) -> No
 )
 def test_a_malformed_file_is_one_readable_error(data: bytes) -> None:
     with pytest.raises(WeightSyncError, match=r"not a (whole )?safetensors file"):
-        list(weightfile.places(as_bytes(data)))
+        list(weight_file.places(as_bytes(data)))
 
 
 def test_a_digest_is_sha256(folder: Path) -> None:
     path = folder / "w"
     path.write_bytes(b"weights")
-    assert weightfile.digest(weightfile.open_bytes(path)) == hashlib.sha256(b"weights").hexdigest()
+    assert weight_file.digest(weight_file.open_bytes(path)) == hashlib.sha256(b"weights").hexdigest()
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,11 +111,11 @@ def test_a_delta_makes_the_new_file_of_the_old(
         new[at % len(new)] ^= flip
     target = tmp_path_factory.mktemp("delta") / "d"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weightfile, "_CHUNK", chunk)
-        size = weightfile.write_delta(as_bytes(base), as_bytes(bytes(new)), target, width=width)
+        patch.setattr(weight_file, "_CHUNK", chunk)
+        size = weight_file.write_delta(as_bytes(base), as_bytes(bytes(new)), target, width=width)
         assert size == target.stat().st_size
         with target.open("rb") as file:
-            result = weightfile.patched(as_bytes(base), file, "d")
+            result = weight_file.patched(as_bytes(base), file, "d")
     assert result.tobytes() == bytes(new)
 
 
@@ -125,18 +125,18 @@ def test_what_hardly_changed_packs_small(folder: Path) -> None:
     weights = rng.normal(0, 0.02, 200_000).astype(np.float32)
     moved = weights * (1 + 1e-4 * rng.normal(size=weights.shape).astype(np.float32))
     old, new = ((array.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for array in (weights, moved))
-    size = weightfile.write_delta(old, new, folder / "d", width=2)
+    size = weight_file.write_delta(old, new, folder / "d", width=2)
     assert 0 < (old != new).mean() < 0.05
     assert size < 0.12 * len(old)
 
 
 def test_damage_and_wrong_bases_are_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     base, new = as_bytes(bytes(1000)), as_bytes(bytes(999) + b"x")
-    digest = weightfile.digest(new)
+    digest = weight_file.digest(new)
     target = folder / "d"
-    weightfile.write_delta(base, new, target, width=4)
+    weight_file.write_delta(base, new, target, width=4)
 
-    def refused(base: weightfile.Bytes, reason: str) -> None:
+    def refused(base: weight_file.Bytes, reason: str) -> None:
         """What a request is told is the same each time; the reason is for the engine's log."""
         caplog.clear()
         with pytest.raises(WeightSyncError, match=f"^cannot read weight file .* SHA-256 {digest[:12]}…, or a delta"):
@@ -147,7 +147,7 @@ def test_damage_and_wrong_bases_are_refused(folder: Path, caplog: pytest.LogCapt
     refused(as_bytes(b"y" * 1000), "expected " + digest[:12])
     refused(base[:500], "is a delta of 1000 bytes, its base has 500")
     with pytest.raises(WeightSyncError, match="not 1000 and 500 bytes"):
-        weightfile.write_delta(base, new[:500], target, width=4)
+        weight_file.write_delta(base, new[:500], target, width=4)
     whole = target.read_bytes()
     for damaged, says in (
         (whole[:-4], "cannot apply"),
@@ -165,7 +165,7 @@ def test_a_delta_is_there_whole_or_not_at_all(folder: Path, monkeypatch: pytest.
     def torn(*_: object) -> bytes:
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(weightfile, "_planes", torn)
+    monkeypatch.setattr(weight_file, "_planes", torn)
     with pytest.raises(RuntimeError):
-        weightfile.write_delta(as_bytes(b"ab"), as_bytes(b"ac"), folder / "d", width=1)
+        weight_file.write_delta(as_bytes(b"ab"), as_bytes(b"ac"), folder / "d", width=1)
     assert list(folder.iterdir()) == []

@@ -23,16 +23,16 @@ from transformers import AutoModelForCausalLM
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
-from agentrl.engine import weightfile
 from agentrl.engine.client import EngineClient
-from agentrl.engine.launch import end_group
-from agentrl.engine.sources import everyday
+from agentrl.engine.embedded_process import end_group
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
+from agentrl.engine.weight_sync import weight_file
+from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import UsageError
-from agentrl.owner import OwnedFolder
-from agentrl.ports import free_port
+from agentrl.host.janitor import OwnedFolder
+from agentrl.host.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.runtime.engines import Weights, attach
+from agentrl.run.processes.engine_process import Weights, attach
 from agentrl.testing.http import listening
 from agentrl.testing.vllm_server import FakeVLLM
 
@@ -163,7 +163,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> Policy:
         model.model.embed_tokens.weight[0] = 0
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="100KB")
-    assert len(weightfile.parts(folder)) > 1
+    assert len(weight_file.parts(folder)) > 1
     return Policy(folder, shm / "stock", dtype=torch.bfloat16)
 
 
@@ -182,7 +182,7 @@ def stock_server(stock: Policy, stock_config: RunConfig, tmp_path_factory: pytes
     os.environ[KEY] = "s3cret"
     command = trio.run(_advice, stock, stock_config)
     python = folder / "python"
-    host = f"{find_build().python} -m agentrl.engine.vllm.plugin.host"
+    host = f"{find_build().python} -m agentrl.engine.vllm.plugin.server"
     python.write_text(f'#!/bin/sh\nshift 2\nexec {host} "$@"\n')
     python.chmod(0o755)
     own = f"--port {url.rpartition(':')[2]} --api-key s3cret --served-model-name policy"

@@ -60,10 +60,10 @@ def register() -> None:
     finish = NCCLWeightTransferEngine.finish_weight_update
 
     def finish_and_mend(engine: Any) -> None:
-        from agentrl.engine.vllm.plugin import mending
+        from agentrl.engine.vllm.plugin import cpu_fixes
 
         finish(engine)
-        mending.after_update(engine.model)
+        cpu_fixes.after_update(engine.model)
 
     nccl_common.stateless_init_process_group = join
     NCCLWeightTransferEngine.finish_weight_update = finish_and_mend
@@ -91,7 +91,7 @@ if "learner" in sys.orig_argv:
     import stand_in_gloo
     import torch
 
-    from agentrl.runtime import learner
+    from agentrl.run import learner
 
     stand_in_gloo.register()
     learner.device_of = lambda config: torch.device("cpu")

@@ -72,10 +72,10 @@ def register() -> None:
     finish = IPCWeightTransferEngine.finish_weight_update
 
     def finish_and_mend(engine: Any) -> None:
-        from agentrl.engine.vllm.plugin import mending
+        from agentrl.engine.vllm.plugin import cpu_fixes
 
         finish(engine)
-        mending.after_update(engine.model)
+        cpu_fixes.after_update(engine.model)
 
     IPCWeightTransferEngine.finish_weight_update = finish_and_mend
     packed_tensor.torch, packed_tensor.reduce_tensor = Torch(), handle

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from agentrl.learner.weight_export import WeightFile, export_weights
 from agentrl.records import Generation
-from agentrl.train.export import WeightFile, export_weights
 
 VOCAB = 128
 

@@ -11,10 +11,10 @@ import pytest
 
 from agentrl.engine.access import changes
 from agentrl.engine.client import EngineClient
-from agentrl.engine.transport import TrioTransport
-from agentrl.engine.weights import push
+from agentrl.engine.http_client import TrioTransport
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.owner import OwnedFolder
+from agentrl.host.janitor import OwnedFolder
 from agentrl.records import EngineKey
 
 from .conftest import Server, up

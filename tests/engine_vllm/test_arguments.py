@@ -13,11 +13,12 @@ import pytest
 
 from agentrl import config as configuration
 from agentrl.config import EngineSettings
-from agentrl.engine.vllm import arguments
+from agentrl.config.vllm_arguments import RESERVED, normal, words
+from agentrl.engine.vllm import check_arguments
 from agentrl.engine.vllm.launch import Build, VLLMServer, find_build
 from agentrl.errors import ConfigError, UsageError
-from agentrl.runtime import engines, trainer
-from agentrl.vllm_arguments import RESERVED, normal, words
+from agentrl.run import trainer
+from agentrl.run.processes import engine_process
 
 from .policy import make_model
 
@@ -35,7 +36,7 @@ def settings(given: dict[str, Any], **changes: Any) -> EngineSettings:
 
 
 def test_any_argument_of_the_server_reaches_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines.vllm, "find_build", lambda **_: CPU)
+    monkeypatch.setattr(engine_process.vllm, "find_build", lambda **_: CPU)
     given = {
         "max_num_batched_tokens": 8192,
         "trust-remote-code": True,
@@ -44,7 +45,7 @@ def test_any_argument_of_the_server_reaches_its_command_line(monkeypatch: pytest
         "kv-cache-dtype-skip-layers": ["0", "1"],
         "block-size": 64,  # in the place of ours
     }
-    one = engines.vllm_server(Path("/m"), settings(given), port=1, plugin_folder=Path("/p"), max_context=64)
+    one = engine_process.vllm_server(Path("/m"), settings(given), port=1, plugin_folder=Path("/p"), max_context=64)
     argv = one.argv()
     assert argv[argv.index("--max-num-batched-tokens") + 1] == "8192"
     assert {"--trust-remote-code", "--no-enable-prefix-caching"} <= set(argv)
@@ -146,7 +147,7 @@ def answering(folder: Path, script: str) -> VLLMServer:
 )
 def test_a_refusal_is_one_line_with_key_value_and_what_to_type(tmp_path: Path, answer: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
-        arguments.check(answering(tmp_path, f"echo noise; echo; cat <<'E'\n{json.dumps(answer)}\nE"))
+        check_arguments.check(answering(tmp_path, f"echo noise; echo; cat <<'E'\n{json.dumps(answer)}\nE"))
     asked = json.loads((tmp_path / "asked").read_text())
     assert asked["given"]["kv-cache-dtype"] == ["--kv-cache-dtype", "fp9"]
     assert "--model" in asked["base"] and "--kv-cache-dtype" not in asked["base"]
@@ -154,7 +155,7 @@ def test_a_refusal_is_one_line_with_key_value_and_what_to_type(tmp_path: Path, a
 
 def test_a_vllm_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot ask the vLLM of \S+python about \[engine\.vllm\]: broken"):
-        arguments.check(answering(tmp_path, "echo broken >&2; exit 1"))
+        check_arguments.check(answering(tmp_path, "echo broken >&2; exit 1"))
 
 
 @pytest.mark.parametrize("given", [{"speculative-config": {"method": "ngram"}}, {"spec-method": "ngram"}])
@@ -168,8 +169,8 @@ def test_drafts_are_refused_with_the_build_that_tells_wrong_log_probs_of_them(gi
 
 def test_a_run_asks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[VLLMServer] = []
-    monkeypatch.setattr(engines.vllm, "find_build", lambda **_: CUDA)
-    monkeypatch.setattr(engines.arguments, "check", asked.append)
+    monkeypatch.setattr(engine_process.vllm, "find_build", lambda **_: CUDA)
+    monkeypatch.setattr(engine_process.arguments, "check", asked.append)
     trainer.check_startable(configuration.parse({**RUN, "engine": {"kind": "vllm"}}))
     assert not asked  # it takes ten seconds: nobody waits for nothing
     trainer.check_startable(configuration.parse({**RUN, "engine": {"kind": "vllm", "vllm": {"seed": 7}}}))
@@ -192,7 +193,7 @@ CASES: list[tuple[dict[str, Any], str | None, str | None]] = [
 
 ASK = """
 import json, sys
-from agentrl.engine.vllm.plugin.arguments import server_parser, wrong
+from agentrl.engine.vllm.plugin.argument_parser import server_parser, wrong
 asked, parser = json.load(sys.stdin), server_parser()
 print(json.dumps([wrong(parser, asked["base"], given, asked["reserved"]) for given in asked["cases"]]))
 """

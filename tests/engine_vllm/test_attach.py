@@ -7,14 +7,14 @@ from contextlib import aclosing
 import pytest
 
 from agentrl.config import RunConfig
-from agentrl.engine import canary
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.probe import Need, probe
-from agentrl.engine.weights import push
+from agentrl.engine.vllm.capabilities import Need, probe
+from agentrl.engine.weight_sync import canary
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
-from agentrl.runtime.engines import Weights, attach
-from agentrl.runtime.publisher import Parcel, WeightPublisher
+from agentrl.run.processes.engine_process import Weights, attach
+from agentrl.run.weights.publisher import Parcel, WeightPublisher
 
 from .conftest import Started
 from .policy import Policy

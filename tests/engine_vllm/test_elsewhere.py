@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from agentrl.engine import adapters, canary, inbox
-from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
-from agentrl.engine.objects import Folder, Outbox
-from agentrl.engine.weights import push
-from agentrl.engine.wire import results
+from agentrl.engine.vllm_api import results
+from agentrl.engine.weight_sync import adapters, canary, uploads
+from agentrl.engine.weight_sync.adapters import AdapterClient
+from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.object_store import Folder, Outbox
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.records import Json
 
@@ -64,7 +64,7 @@ async def test_adapters_come_as_bytes_and_go_with_their_version(
     server: Server, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "is_near", lambda url: False)
-    monkeypatch.setattr(inbox, "_PIECE", 20_000)
+    monkeypatch.setattr(uploads, "_PIECE", 20_000)
     first, second = policy.adapter(), policy.adapter()
     current = first[0]
 

@@ -16,9 +16,9 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.fleet import Fleet, Replica, State
-from agentrl.engine.stitching import Stitcher
-from agentrl.engine.weights import push
+from agentrl.engine.router.router import Fleet, Replica, State
+from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.weight_sync.file_transport import push
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 import trio
 
-from agentrl import kept
 from agentrl.algos.grpo import GRPO
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded.sampler import distribution
-from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
+from agentrl.engine.vllm.capabilities import FOR_TRAINING, Need, probe
 from agentrl.errors import EngineError
+from agentrl.learner.data.batch import group_rows
+from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.model.policy import PolicyModel
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, Group, GroupState, SamplingParams, StopReason, Task, Trajectory, Turn
-from agentrl.train.model import PolicyModel
-from agentrl.train.packing import packs
-from agentrl.train.samples import group_rows
+from agentrl.tokens import sampling_mask
 
 from .conftest import Server, up
 from .policy import Policy
@@ -87,7 +87,7 @@ async def test_requests_of_one_batch_get_the_sets_of_their_own_settings(client: 
     for asked, generation in await sampled(client):
         logits_TV = logits(policy, asked.token_ids, generation)
         ours_TV = distribution(logits_TV, [asked.sampling] * len(generation.token_ids))
-        told = kept.decode(generation.columns["kept"])
+        told = sampling_mask.decode(generation.columns["kept"])
         assert len(told) == len(generation.token_ids)
         ours = [logprobs_V.isfinite().nonzero()[:, 0].tolist() for logprobs_V in ours_TV]
         same = [sorted(ids) == own for ids, own in zip(told, ours, strict=True)]

@@ -14,6 +14,7 @@ import pytest
 
 from agentrl.config import EngineSettings
 from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.capabilities import Facts, Need, needed
 from agentrl.engine.vllm.launch import (
     Build,
     VLLMServer,
@@ -23,9 +24,8 @@ from agentrl.engine.vllm.launch import (
     explain,
     find_build,
 )
-from agentrl.engine.vllm.probe import Facts, Need, needed
 from agentrl.errors import ConfigError, ModelError, UsageError
-from agentrl.runtime.engines import vllm_server
+from agentrl.run.processes.engine_process import vllm_server
 
 CPU = Build(python=Path("/vllm/bin/python"), version="0.32.0", cpu=True)
 CUDA = Build(python=Path("/vllm/bin/python"), version="0.32.1", cpu=False)
@@ -243,8 +243,8 @@ sys.path.insert(0, {str(tmp_path)!r})
 from importlib.metadata import entry_points
 (point,) = entry_points(group="vllm.general_plugins", name="agentrl")
 assert point.load().__name__ == "register"
-import agentrl.engine.vllm.plugin.host
-assert agentrl.engine.vllm.plugin.host.__file__.startswith({str(tmp_path)!r})
+import agentrl.engine.vllm.plugin.server
+assert agentrl.engine.vllm.plugin.server.__file__.startswith({str(tmp_path)!r})
 print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymnasium", "numpy"}}))
 """
     done = subprocess.run([sys.executable, "-S", "-P", "-c", code], capture_output=True, text=True, timeout=300)

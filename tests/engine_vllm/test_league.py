@@ -15,20 +15,20 @@ import pytest
 import trio
 
 from agentrl import config as configuration
-from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient, always
-from agentrl.engine.renderer import Renderer
+from agentrl.config.league import META, from_json
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import EngineUnavailable
-from agentrl.league import META, from_json
 from agentrl.records import Task, WeightVersion, context_ids
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.opponents import Opponents
-from agentrl.runtime.engines import Weights, fit
-from agentrl.runtime.league import League, folders, game
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.league import League, folders, game
+from agentrl.run.processes.engine_process import Weights, fit
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.audit.audit import audit
 from tests.rollout.test_roles import game as game_of
 
 from .conftest import LORA_RANK, Server

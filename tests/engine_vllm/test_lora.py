@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import trio
 
-from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient, adapter_name, always
-from agentrl.engine.canary import probe_tokens
 from agentrl.engine.client import EngineClient
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.adapters import AdapterClient, adapter_name, always
+from agentrl.engine.weight_sync.canary import probe_tokens
 from agentrl.errors import EngineUnavailable, WeightSyncError
 from agentrl.records import Generation
 

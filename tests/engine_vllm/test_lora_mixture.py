@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import Train
-from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
-from agentrl.engine.weights import push
-from agentrl.train import lora
-from agentrl.train.learner import Learner
-from tests.train.making import random_group, run_config
+from agentrl.engine.weight_sync import adapters
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
+from agentrl.engine.weight_sync.file_transport import push
+from agentrl.learner.learner import Learner
+from agentrl.learner.model import lora
+from tests.learner.making import random_group, run_config
 
 from .conftest import LORA_RANK, Server, up
 from .policy import VOCAB, Policy

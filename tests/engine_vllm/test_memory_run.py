@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.engine.canary import TOLERANCE
 from agentrl.engine.vllm.launch import find_build
-from agentrl.runtime.rundir import RunDir
+from agentrl.engine.weight_sync.canary import TOLERANCE
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from tests.runtime.gate import Gate
+from agentrl.store.audit.audit import audit
+from tests.run.gate import Gate
 
 from . import gloo
 from .test_run import RUN, RUN_S, assert_nothing_remains, end, kill_engine, steps_of, wait_for_step
@@ -38,7 +38,7 @@ def train(folder: Path, gate: Gate) -> subprocess.Popen[str]:
         f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
         # the CPU build is refused
         "from agentrl.engine.vllm import launch; launch.check_sender = lambda *_, **__: None; "
-        "from agentrl.cli import main; main()"
+        "from agentrl.cli.main import main; main()"
     )
     command = [find_build().python, "-c", main, "train", file, "--out", folder / "run"]
     command += [word for setting in (*SETTINGS, *gate.settings) for word in ("--set", setting)]

@@ -15,7 +15,7 @@ import trio
 from safetensors.torch import load_file
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.probe import Need, needed, probe
+from agentrl.engine.vllm.capabilities import Need, needed, probe
 from agentrl.errors import UsageError
 
 from . import gloo, mapped

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
+from agentrl.engine.vllm.capabilities import FOR_TRAINING, Need, probe
 from agentrl.errors import EngineUnavailable, UsageError
-from agentrl.ports import free_port
+from agentrl.host.ports import free_port
 
 from .conftest import Server
 

@@ -12,9 +12,9 @@ import trio
 
 from agentrl.config import EngineSettings, EnvSource, RunConfig, Train
 from agentrl.engine.client import EngineClient
+from agentrl.learner.learner import Learner
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Group, GroupState, RoutedExperts, SamplingParams, StopReason, Task, Trajectory, Turn
-from agentrl.train.learner import Learner
 
 from .policy import Policy, text_of, with_tokenizer
 

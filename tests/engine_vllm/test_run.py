@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.canary import TOLERANCE
-from agentrl.ports import free_port
-from agentrl.runtime.rundir import RunDir
+from agentrl.engine.weight_sync.canary import TOLERANCE
+from agentrl.host.ports import free_port
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from tests.runtime.gate import ENVS, Gate
+from agentrl.store.audit.audit import audit
+from tests.run.gate import ENVS, Gate
 
 from .test_fleet import alive
 
@@ -78,7 +78,7 @@ def train(out: Path, *settings: str, **environment: str) -> subprocess.Popen[str
     file = out.with_suffix(".toml")
     file.write_text(RUN)
     chosen = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", str(file), "--out", str(out)]
+    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "train", str(file), "--out", str(out)]
     pipe = subprocess.PIPE
     env = {**os.environ, **environment}
     return subprocess.Popen([*command, *chosen], stdout=pipe, stderr=pipe, text=True, env=env)
@@ -172,7 +172,7 @@ def listens(port: int) -> bool:
 @contextmanager
 def served(port: int) -> Iterator[None]:
     """A server of its own, which nobody looks after: up when the block begins, killed at its end."""
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder"]
+    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "serve", "agentrl/tiny-coder"]
     options = ["--kind", "vllm", "--port", str(port), "--kv-cache-mb", "64", "--max-context", "1024"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     watch = threading.Timer(RUN_S, process.kill)

@@ -13,7 +13,7 @@ import trio
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.scoring import ScoringClient
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import EngineError, ScoreError
 from agentrl.records import Message
 from agentrl.rewards import Judge, RewardModel

@@ -10,9 +10,9 @@ import trio
 
 from agentrl import config as configuration
 from agentrl.records import context_ids
-from agentrl.rewards.sources import Scorer
-from agentrl.runtime import scoring
-from agentrl.runtime.teaching import teacher_of
+from agentrl.rewards.scorer import Scorer
+from agentrl.run import reward_services
+from agentrl.run.teachers import teacher_of
 from agentrl.store import RunStore
 from tests.rewards.test_sources import desk, eventually
 from tests.store.play import admit, play_all, serve
@@ -38,7 +38,7 @@ async def test_what_a_real_teacher_says_of_each_token_is_journaled(
     store = RunStore.create(tmp_path / "store.sqlite", "{}")
     serve(store, 0)
     admit(store, limit=1)
-    scoring.declare(config, store)
+    reward_services.declare(config, store)
 
     async def nobody(_: str) -> None:
         return None

@@ -15,10 +15,10 @@ import torch
 import trio
 from safetensors.torch import load_file, save_file
 
-from agentrl.engine import canary, fingerprint, weightfile
-from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
-from agentrl.engine.weights import push, update_info
+from agentrl.engine.weight_sync import canary, fingerprints, weight_file
+from agentrl.engine.weight_sync.canary import Canary
+from agentrl.engine.weight_sync.file_transport import push, update_info
 from agentrl.errors import CanaryMismatch, WeightSyncError
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, Json, SamplingParams
@@ -58,7 +58,7 @@ async def turn(
     client: EngineClient, prompt: list[int], max_tokens: int, progress: Progress, *, stops: tuple[int, ...] = ()
 ) -> Generation:
     """One turn, token counts reported as they come."""
-    from agentrl.engine.stitching import Stitcher
+    from agentrl.engine.router.stitching import Stitcher
 
     request = GenerateRequest(
         request_id=uuid4().hex,
@@ -250,8 +250,8 @@ async def test_a_delta_is_the_whole_file(client: EngineClient, policy: Policy, t
     for _ in range(2):  # the second is against a result that only the engine ever held
         version, new = policy.update(scale=1e-4)
         delta = tmp_path / f"{version}.delta"
-        old, fresh = (weightfile.open_bytes(file.path) for file in (base, new))
-        assert weightfile.write_delta(old, fresh, delta, width=4) < new.size_bytes
+        old, fresh = (weight_file.open_bytes(file.path) for file in (base, new))
+        assert weight_file.write_delta(old, fresh, delta, width=4) < new.size_bytes
         await push(
             [client],
             delta,
@@ -300,7 +300,7 @@ async def test_a_server_knows_the_fingerprints_of_all_its_weights_but_experts(
         (answer,) = json.loads(body)["results"]
         known = {name for name in file.names if ".experts." not in name}
         assert answer["dtype"] == "float32" and answer["fingerprints"].keys() == known | {"lm_head.weight"}
-        assert fingerprint.differences(file.fingerprints, answer["fingerprints"]) == []
+        assert fingerprints.differences(file.fingerprints, answer["fingerprints"]) == []
         assert await canary.check([engine], probe_of(model, version, marked=True)) <= EXACT
 
 
@@ -363,7 +363,7 @@ async def test_what_is_wrong_with_an_update_is_named(
     bad = file.path.with_name("bad.safetensors")
     save_file(tensors, bad)
     try:
-        info = update_info(bad, weightfile.digest(weightfile.open_bytes(bad)))
+        info = update_info(bad, weight_file.digest(weight_file.open_bytes(bad)))
         await push([client], bad, version, deadline_s=ADMIN_S, clear_cache=True)
         with pytest.raises(CanaryMismatch) as caught:
             await canary.check([client], probe_of(policy, version, marked=True), update_info=info)

@@ -17,13 +17,13 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
-from agentrl.engine import canary
-from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
-from agentrl.engine.memory_transfer import Transfer
-from agentrl.train import sender as sending
-from agentrl.train.sender import Channel, Sender
-from agentrl.train.snapshot import take
+from agentrl.engine.weight_sync import canary
+from agentrl.engine.weight_sync.canary import Canary, probe_tokens
+from agentrl.engine.weight_sync.gpu_transport import Transfer
+from agentrl.learner import gpu_sender as sending
+from agentrl.learner.gpu_sender import Channel, Sender
+from agentrl.learner.weight_snapshot import take
 from tests.engine_vllm import gloo, mapped
 
 CHUNK = 40_000  # bytes: several pieces for the tiny model

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.env import answers
+from agentrl.env import step_results
 from agentrl.errors import EnvError
 from agentrl.records import Step, StopReason, Task
 
@@ -22,12 +22,12 @@ def env(answer: Any) -> Any:
 
 
 async def test_lists_of_messages_and_numbers_of_numpy_are_taken() -> None:
-    step = await answers.act(
+    step = await step_results.act(
         env(([WORD], np.float32(0.5), np.bool_(True), np.bool_(False), {"outcome": True})), "", TASK
     )
     assert (step.observation, step.reward, step.terminated, step.truncated) == ((WORD,), 0.5, True, False)
     assert (type(step.reward), type(step.terminated), type(step.truncated)) == (float, bool, bool)
-    assert await answers.start(env(([WORD], {})), TASK) == Step(observation=(WORD,))
+    assert await step_results.start(env(([WORD], {})), TASK) == Step(observation=(WORD,))
 
 
 async def test_what_a_run_acts_on_is_in_fields_and_the_rest_in_info() -> None:
@@ -45,7 +45,7 @@ async def test_what_a_run_acts_on_is_in_fields_and_the_rest_in_info() -> None:
         "kept": 3,
     }
     given = dict(info)
-    step = await answers.act(env(([], 0.0, True, False, info)), "", TASK)
+    step = await step_results.act(env(([], 0.0, True, False, info)), "", TASK)
     assert step == Step(
         observation=(),
         terminated=True,
@@ -65,13 +65,13 @@ async def test_what_a_run_acts_on_is_in_fields_and_the_rest_in_info() -> None:
 
 async def test_keys_that_say_nothing_are_as_if_they_were_not_there() -> None:
     nothing = dict.fromkeys(["outcome", "success", "stop_reason", "history", "masked", "role", "rewards", "unsettled"])
-    assert await answers.start(env(((), nothing)), TASK) == Step(observation=())
+    assert await step_results.start(env(((), nothing)), TASK) == Step(observation=())
 
 
 async def test_the_last_word_of_an_environment_goes_over_its_last_step() -> None:
     step = Step(observation=(WORD,), reward=1.0, outcome=0.25, success=True, role="ann", info={"a": 1, "b": 1})
-    last = await answers.end(env({"outcome": 0.0, "outcomes": {"ann": 0.0}, "b": 2}), StopReason.TURN_LIMIT, TASK)
-    assert answers.joined(step, last) == Step(
+    last = await step_results.end(env({"outcome": 0.0, "outcomes": {"ann": 0.0}, "b": 2}), StopReason.TURN_LIMIT, TASK)
+    assert step_results.joined(step, last) == Step(
         observation=(WORD,),
         reward=1.0,
         outcome=0.0,
@@ -127,12 +127,12 @@ FORM = "return (messages, reward, terminated, truncated, info)"
 )
 async def test_what_is_no_answer_is_one_line(answer: Any, said: str) -> None:
     with pytest.raises(EnvError) as raised:
-        await answers.act(env(answer), "", TASK)
+        await step_results.act(env(answer), "", TASK)
     assert str(raised.value) == f"my/Env-v0: {said}"
 
 
 async def test_reset_and_end_are_looked_at_too() -> None:
     with pytest.raises(EnvError, match=r"^my/Env-v0: reset returned 1 values: return \(messages, info\)$"):
-        await answers.start(env((WORD,)), TASK)
+        await step_results.start(env((WORD,)), TASK)
     with pytest.raises(EnvError, match=r"^my/Env-v0: end: info\['outcome'\] = inf: give a finite number"):
-        await answers.end(env({"outcome": float("inf")}), StopReason.TURN_LIMIT, TASK)
+        await step_results.end(env({"outcome": float("inf")}), StopReason.TURN_LIMIT, TASK)

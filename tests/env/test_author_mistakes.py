@@ -4,8 +4,8 @@ import pytest
 import trio
 
 from agentrl.env import EpisodeLimits, ToolEnv, tool
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import ConfigError, EnvError, UsageError
 from agentrl.records import StopReason
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.env import EpisodeLimits, ToolEnv
-from agentrl.env.rows import RowsEnv
+from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import ConfigError, UsageError
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.testing.fake_sandbox import FakeSandbox

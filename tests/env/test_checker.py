@@ -15,10 +15,10 @@ import trio
 
 import agentrl
 from agentrl.env import Env
-from agentrl.env.checker import Report
-from agentrl.env.checks import runs_eight_at_once
+from agentrl.env.checks.check_env import Report
+from agentrl.env.checks.checks import runs_eight_at_once
+from agentrl.env.gymnasium_ids import register
 from agentrl.errors import EnvCheckFailed, UsageError
-from agentrl.registration import register
 
 GO = {"role": "user", "content": "go"}
 
@@ -48,7 +48,7 @@ class Good(Env):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Fewer examples: what is found here is found at once."""
-    monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 20)
+    monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 20)
 
 
 def report(cls, **kwargs) -> Report:
@@ -248,10 +248,10 @@ _reports: dict[type, Report] = {}
 @pytest.mark.parametrize(("cls", "check", "problem", "line"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeypatch):
     if check != "answers_any_text":
-        monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 1)
+        monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 1)
     else:
-        monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 200)
-    monkeypatch.setattr("agentrl.env.checks.LEAK_PATIENCE_S", 0.3)
+        monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 200)
+    monkeypatch.setattr("agentrl.env.checks.checks.LEAK_PATIENCE_S", 0.3)
     if cls not in _reports:
         _reports[cls] = report(cls, deadline_s=3 if cls is HangsWhenCancelled else 120)
     while LeavesAProcess.started:
@@ -371,7 +371,7 @@ def test_many_plays_of_a_slow_environment_have_the_time_of_many(monkeypatch):
             time.sleep(0.15)
             return super().reset(seed=seed)
 
-    monkeypatch.setattr("agentrl.env.checker.CHECKS", (runs_eight_at_once,))
+    monkeypatch.setattr("agentrl.env.checks.check_env.CHECKS", (runs_eight_at_once,))
     assert report(Slow, deadline_s=1)
 
 

@@ -11,8 +11,8 @@ import trio
 
 import agentrl
 from agentrl.env import Env, ToolEnv, as_async, spaces
-from agentrl.env.bridge import MAX_THREADS, call, in_thread
-from agentrl.env.oracles import judge
+from agentrl.env.checks.oracles import judge
+from agentrl.env.sync_async import MAX_THREADS, call, in_thread
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import StopReason

@@ -8,7 +8,7 @@ from gymnasium.vector import AsyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 import agentrl
-from agentrl.env.for_gymnasium import Judged
+from agentrl.env.gymnasium_wrappers import Judged
 from agentrl.errors import UsageError
 
 ID = "agentrl/Calculator-v0"

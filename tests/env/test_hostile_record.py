@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from agentrl.env.resuming import Past, read_past
+from agentrl.env.snapshots import Past, read_past
 from agentrl.errors import EnvError
-from agentrl.sandbox.tape import Tape, result_of_json
+from agentrl.sandbox.recording import Tape, result_of_json
 
 MEBIBYTE = 1 << 20
 

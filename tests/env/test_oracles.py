@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 import agentrl
-from agentrl.env.oracles import Oracle, Verdict, judge, say, script
+from agentrl.env.checks.oracles import Oracle, Verdict, judge, say, script
 from agentrl.records import Messages
 
 

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.env.tool_env import ToolEnv
 from agentrl.errors import EnvError, SandboxError, SandboxPathError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.current_box import CurrentBox
 from agentrl.testing.fake_sandbox import FakeSandbox
 
 

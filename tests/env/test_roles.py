@@ -5,7 +5,7 @@ import trio
 from gymnasium.error import ResetNeeded
 
 import agentrl
-from agentrl.env.roles import OneRole, RolesEnv
+from agentrl.env.multi_agent import OneRole, RolesEnv
 from agentrl.errors import ContentParseError, SandboxError, UsageError
 from agentrl.records import StopReason
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.env.rows import RowsEnv
+from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import EnvError, UsageError
 
 HERE = __name__

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import registry
-from agentrl.env import tool_calls
-from agentrl.env.dialects import FORMATS, MAX_BROKEN, get_format
-from agentrl.env.tool_calls import Malformed, ToolCall
+from agentrl.env.tools import calls as tool_calls
+from agentrl.env.tools.calls import Malformed, ToolCall
+from agentrl.env.tools.parsers import FORMATS, MAX_BROKEN, get_format
 from agentrl.errors import ContentParseError, StructuralParseError, UnknownIdError
 
 HERMES = get_format("hermes")

@@ -7,8 +7,8 @@ import trio
 from gymnasium.error import ResetNeeded
 
 from agentrl.env import EpisodeLimits, Grade, ParsePolicy, ToolEnv, tool
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import (
     ConfigError,
     SandboxError,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from agentrl.env.tools import (
+from agentrl.env.tools.tools import (
     ArgumentCheck,
     FunctionTool,
     SchemaTool,

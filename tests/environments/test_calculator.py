@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentrl
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 import agentrl
-from agentrl.env.oracles import judge as play_oracles
+from agentrl.env.checks.oracles import judge as play_oracles
 from agentrl.errors import ConfigError, HostBusy
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl_environments.code_repair import CodeRepair, make_task

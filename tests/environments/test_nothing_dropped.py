@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.env.programs import ProgramEnv
+from agentrl.env.agent_programs import ProgramEnv
 from agentrl.errors import SandboxError, ToolError
 from agentrl.testing.hostile import check_nothing_dropped
 
@@ -122,6 +122,6 @@ async def test_the_check_finds_a_grade_that_is_no_number() -> None:
 async def test_the_check_finds_a_tool_that_cannot_take_a_whole_number_with_a_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentrl.env.tools._whole", lambda value: value)
+    monkeypatch.setattr("agentrl.env.tools.tools._whole", lambda value: value)
     with pytest.raises(AssertionError, match=r"(?s)replace_line.*TypeError"):
         await check_nothing_dropped(lambda: agentrl.make("agentrl/CodeRepair-v0"))

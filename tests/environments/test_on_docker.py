@@ -6,7 +6,7 @@ import pytest
 from sandbox.conftest import IMAGE, docker_engine  # noqa: F401  (a fixture)
 
 import agentrl
-from agentrl.env.oracles import judge
+from agentrl.env.checks.oracles import judge
 
 pytestmark = pytest.mark.docker
 

@@ -12,7 +12,7 @@ from rollout.conftest import context, renderer, store  # noqa: F401  (fixtures)
 from rollout.saying import saying
 
 import agentrl
-from agentrl.env.oracles import judge as play_oracles
+from agentrl.env.checks.oracles import judge as play_oracles
 from agentrl.errors import ConfigError
 from agentrl.records import Task
 from agentrl.rollout.episode import play

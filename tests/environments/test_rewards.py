@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxSpec
-from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl_environments import judging
 from agentrl_environments.rewards import LARGEST_ARTIFACT, LintDelta, PotentialDelta, carried

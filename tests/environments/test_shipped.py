@@ -11,7 +11,7 @@ from gymnasium.utils.env_checker import check_env
 
 import agentrl
 from agentrl import registry
-from agentrl.env.oracles import judge
+from agentrl.env.checks.oracles import judge
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Calculator-v0", {}),

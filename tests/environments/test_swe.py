@@ -17,7 +17,7 @@ from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture
 
 import agentrl
 import agentrl_environments.swe
-from agentrl.env.oracles import judge
+from agentrl.env.checks.oracles import judge
 from agentrl.errors import ConfigError, SandboxError
 from agentrl_environments.swe import SWE, CodingTasks, Harbor
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import agentrl_environments
+from agentrl.env.checks.validate import validate
 from agentrl.errors import UsageError
-from agentrl.runtime.validate import validate
 
 ENV = """
 import agentrl
-from agentrl.env.oracles import Oracle, say
+from agentrl.env.checks.oracles import Oracle, say
 
 class Parity(agentrl.ToolEnv):
     '''Say whether the seed is odd; `wrong_for` is a seed whose key is wrong.'''
@@ -55,7 +55,7 @@ def parity(tmp_path: Path) -> str:
 
 
 def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from agentrl.cli import main; main()"
+    code = "from agentrl.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -111,7 +111,7 @@ def test_the_command(parity: str) -> None:
 SET = """
 import dataclasses
 import agentrl
-from agentrl.env.oracles import Oracle, say
+from agentrl.env.checks.oracles import Oracle, say
 from agentrl.env.tool_env import Grade
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ import yaml
 from test_docs import wrong_agentrl
 
 from agentrl import config
-from agentrl.cluster_settings import Cluster
+from agentrl.config.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "cluster"

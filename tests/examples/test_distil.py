@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from agentrl.cli import app
-from agentrl.runtime.models import model_dir
+from agentrl.cli.main import app
+from agentrl.models.resolve import model_dir
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "distil.toml"
 SMALL = (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import RunConfig
+from agentrl.config.sections import RewardSource
 from agentrl.records import Message, Step, StopReason, Task, Trajectory, Turn, VersionSpan
-from agentrl.runtime import scoring
-from agentrl.settings import RewardSource
+from agentrl.run import reward_services
 from agentrl.store import RunStore
 from tests.store.play import admit, serve
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunStore]:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         serve(store, 0)
         admit(store, limit=1)
-        scoring.declare(run_config(request.module.settings()), store)
+        reward_services.declare(run_config(request.module.settings()), store)
         yield store
 
 

@@ -11,14 +11,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError, SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.rewards.box_tests import ArtifactsOf, value_of
-from agentrl.rewards.sources import Scorer, rewarder_of
-from agentrl.runtime import scoring
-from agentrl.settings import RewardSource
+from agentrl.rewards.hidden_tests import ArtifactsOf, value_of
+from agentrl.rewards.scorer import Scorer, rewarder_of
+from agentrl.run import reward_services
 from agentrl.store import LeaseLost, RunStore, StoreError
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from tests.rewards.conftest import run_config
 from tests.rewards.test_sources import eventually
 from tests.store.play import START, answer, play_all, serve, turn
@@ -250,4 +250,4 @@ def test_tests_that_cannot_be_run_are_refused(changes: dict[str, Any], said: str
 
 def test_a_run_does_not_begin_without_the_folder_of_tests(store: RunStore) -> None:
     with pytest.raises(UsageError, match=r"rewards\.files = 'no_such_folder' is no folder"):
-        scoring.declare(run_config(settings(files="no_such_folder")), store)
+        reward_services.declare(run_config(settings(files="no_such_folder")), store)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from agentrl import config
+from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError
 from agentrl.records import VersionSpan
-from agentrl.rewards.sources import rewarder_of
-from agentrl.settings import RewardSource
+from agentrl.rewards.scorer import rewarder_of
 from tests.algos.test_credit import expected_estimate
 from tests.rewards.conftest import episode, turn
 

@@ -12,14 +12,14 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError
 from agentrl.records import StopReason, Trajectory
+from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.rewards.shaping import Shaping
-from agentrl.rewards.sources import Scorer, rewarder_of
-from agentrl.runtime import scoring
-from agentrl.settings import RewardSource
+from agentrl.run import reward_services
 from agentrl.store import Claim, RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from tests.algos.test_credit import PATHS, expected_estimate
 from tests.algos.test_credit import Path as Actions
 from tests.rewards.conftest import episode, run_config
@@ -124,7 +124,7 @@ async def test_the_sum_is_nothing_after_turns_were_set_aside(store: RunStore) ->
 
 
 async def test_of_an_episode_whose_scores_come_too_late_none_count(store: RunStore) -> None:
-    scoring.declare(run_config(settings(late="neutral")), store)
+    reward_services.declare(run_config(settings(late="neutral")), store)
     claim, _ = play_all(store, turns=3)
     scorer = Scorer(settings(late="neutral"), AsyncStore(store, inline=True), rewarder_of(settings()))
     await scorer.score("1.0.1")

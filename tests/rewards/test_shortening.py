@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.config.sections import RewardSource
 from agentrl.errors import EngineRefusal
 from agentrl.records import Message
 from agentrl.rewards import Judge, RewardModel, ScoringClient
-from agentrl.rewards.sources import rewarder_of
+from agentrl.rewards.scorer import rewarder_of
 from agentrl.rewards.transcripts import shortened
-from agentrl.settings import RewardSource
 from agentrl.testing.scoring import FakeScoring
 from tests.rewards.conftest import episode, turn
 

@@ -12,14 +12,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from agentrl.config.sections import RewardSource
 from agentrl.errors import ConfigError, ScoreError, UsageError
 from agentrl.records import Trajectory
-from agentrl.rewards import sources
-from agentrl.rewards.sources import Scorer, rewarder_of, until
-from agentrl.runtime import scoring
-from agentrl.settings import RewardSource
+from agentrl.rewards import scorer as sources
+from agentrl.rewards.scorer import Scorer, rewarder_of, until
+from agentrl.run import reward_services
 from agentrl.store import RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.testing.scoring import FakeScoring
 from tests.rewards.conftest import run_config
 from tests.store.play import START, answer, play_all, turn
@@ -171,17 +171,17 @@ async def test_a_stored_run_is_scored_again_under_a_version_of_its_own(store: Ru
     config = run_config(settings())
     play_all(store)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scoring.serve, config, desk(store))
+        nursery.start_soon(reward_services.serve, config, desk(store))
         await until_scored(store)
         nursery.cancel_scope.cancel()
     before = store.trajectory(1).rewards
-    assert await scoring.rescore(config, store, "prm") == (2, 0)
-    first, second = scoring.reports(store)
+    assert await reward_services.rescore(config, store, "prm") == (2, 0)
+    first, second = reward_services.reports(store)
     assert (first.version, first.turns, first.counted, first.mean, first.most) == (1, 4, 4, 1.5, 2.0)
     assert (second.version, second.turns, second.counted, second.mean) == (2, 4, 0, 1.5)
     assert store.trajectory(1).rewards == before == (1.0, 2.25)
     with pytest.raises(UsageError, match=r"no reward source 'style'; it has: prm"):
-        await scoring.rescore(config, store, "style")
+        await reward_services.rescore(config, store, "style")
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_a_source_that_cannot_be_is_refused(changes: dict[str, Any], said: str) 
 
 def test_a_run_does_not_begin_with_a_source_that_cannot_be_asked(store: RunStore) -> None:
     with pytest.raises(UsageError, match=r"has no 'nothing'"):
-        scoring.declare(run_config(settings(call="tests.rewards.test_sources:nothing")), store)
+        reward_services.declare(run_config(settings(call="tests.rewards.test_sources:nothing")), store)
     keyed = settings(kind="prm", url="http://localhost:1", api_key_env="NOT_SET_ANYWHERE")
     with pytest.raises(ConfigError, match="this environment variable is not set: export it"):
-        scoring.declare(run_config(keyed), store)
+        reward_services.declare(run_config(keyed), store)
     assert [one.name for one in store.sources()] == ["prm"]
 
 

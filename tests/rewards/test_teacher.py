@@ -12,15 +12,15 @@ import trio
 from trio.testing import MockClock
 
 from agentrl import config
-from agentrl.engine.renderer import Renderer
-from agentrl.engine.scoring import ScoringClient
+from agentrl.config.sections import RewardSource
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ConfigError
+from agentrl.models.resolve import model_dir
 from agentrl.records import context_ids
-from agentrl.rewards.sources import Scorer
+from agentrl.rewards.scorer import Scorer
 from agentrl.rewards.teacher import Teacher, prefix_of
-from agentrl.runtime.models import model_dir
-from agentrl.runtime.teaching import check_teachers
-from agentrl.settings import RewardSource
+from agentrl.run.teachers import check_teachers
 from agentrl.store import RunStore
 from tests.rewards.test_sources import desk, eventually
 from tests.store.play import play_all

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from agentrl.models.resolve import model_dir
 from agentrl.records import Message, Trajectory
 from agentrl.rewards.transcripts import defused, defused_messages, fenced, messages_of
-from agentrl.runtime.models import model_dir
 
 from .conftest import episode, turn
 

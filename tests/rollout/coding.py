@@ -13,11 +13,11 @@ import trio
 
 import agentrl
 from agentrl.config import Rollout
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.protocols import ExecResult
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 
 from .saying import saying
 

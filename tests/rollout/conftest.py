@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl.config import Rollout
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.store import Claim, RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 TEMPLATE = (

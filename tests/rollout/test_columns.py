@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl import columns, registry
+from agentrl import registry
 from agentrl.algos.grpo import GRPO
-from agentrl.columns import Column
-from agentrl.engine.stitching import Stitcher
-from agentrl.engine.wire import ChunkParser
+from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.vllm_api import ChunkParser
 from agentrl.errors import EngineError, StoreError, UsageError
+from agentrl.learner.data.batch import BUILT_IN, group_rows
+from agentrl.learner.data.prefix_trees import packs
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, StopReason, Turn, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.store.codec import pack_tokens, unpack_tokens
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
-from agentrl.train.packing import packs
-from agentrl.train.samples import BUILT_IN, group_rows
+from agentrl.tokens import columns
+from agentrl.tokens.columns import Column
 
 from .conftest import ScriptedEnv, done, going
 
@@ -175,7 +176,7 @@ def test_a_column_that_cannot_be_is_refused() -> None:
 
 def test_a_package_offers_a_column_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_columns.py").write_text(
-        "from agentrl.columns import Column\nTEACHER = Column(name='teacher_logprobs', default=0.0)\n"
+        "from agentrl.tokens.columns import Column\nTEACHER = Column(name='teacher_logprobs', default=0.0)\n"
     )
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()

@@ -9,9 +9,9 @@ import trio
 from trio.testing import MockClock
 
 import agentrl
-from agentrl.clock import policy_time
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import PolicyFault
+from agentrl.host.clocks import policy_time
 from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore

@@ -10,13 +10,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError, ToolError, split_place
 from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context_ids
 from agentrl.rollout.episode import play
-from agentrl.rollout.sampling import untold
+from agentrl.rollout.generate_turn import untold
 from agentrl.store import Claim, RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.testing.engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going, said

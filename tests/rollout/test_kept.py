@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from agentrl import kept
 from agentrl.algos.grpo import GRPO
-from agentrl.engine.wire import ChunkParser
+from agentrl.engine.vllm_api import ChunkParser
 from agentrl.errors import EngineError
+from agentrl.learner.data.batch import group_rows
+from agentrl.learner.data.prefix_trees import packs
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, StopReason, Task, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import TRAIN, Claim, RunStore
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
-from agentrl.train.packing import packs
-from agentrl.train.samples import group_rows
+from agentrl.tokens import sampling_mask
 
 from .conftest import ScriptedEnv, done, going
 
@@ -34,7 +34,7 @@ class Cutting(FakeEngine):
     """Tells the set of each token."""
 
     def _chunk(self, start: int, tokens: Sequence[int]) -> Chunk:
-        return replace(super()._chunk(start, tokens), columns={"kept": kept.encode(map(set_of, tokens))})
+        return replace(super()._chunk(start, tokens), columns={"kept": sampling_mask.encode(map(set_of, tokens))})
 
 
 async def test_the_sets_of_a_turn_are_in_the_pack_after_a_round_trip_through_the_journal(
@@ -80,12 +80,12 @@ async def test_a_turn_that_goes_on_elsewhere_keeps_the_sets_it_has(
     with pytest.raises(Killed):
         await play(first, place(Mortal(lambda _: long, version=1)))
     second = next(c for c in store.claim("second", 2, lease_s=10, now=999.0) if c.episode_id == first.episode_id)
-    assert second.partial is not None and kept.decode(second.partial.columns["kept"]) == [
+    assert second.partial is not None and sampling_mask.decode(second.partial.columns["kept"]) == [
         tuple(set_of(token)) for token in long[:8]
     ]
     assert (await play(second, place(Cutting(lambda _: long, version=1)))).stop_reason is StopReason.DONE
     (turn,) = store.trajectory(first.episode_id).turns
-    assert kept.decode(turn.columns["kept"]) == [tuple(set_of(token)) for token in long]
+    assert sampling_mask.decode(turn.columns["kept"]) == [tuple(set_of(token)) for token in long]
 
 
 async def test_an_engine_that_keeps_the_sets_to_itself_trains_nothing(
@@ -123,14 +123,14 @@ def answer(tokens: list[int], sets: object, logprobs: list[float] | None = None)
 
 def test_a_servers_sets_become_a_column() -> None:
     chunk = ChunkParser(1, ASKED, 64).parse(answer([7, 40], [[7, 40], [40]]))
-    assert chunk is not None and kept.decode(chunk.columns["kept"]) == [(7, 40), (40,)]
+    assert chunk is not None and sampling_mask.decode(chunk.columns["kept"]) == [(7, 40), (40,)]
     unasked = ChunkParser(1, replace(ASKED, kept=False), 64).parse(answer([7], [[7]]))
     assert unasked is not None and not unasked.columns
 
 
 def test_sets_go_with_the_tokens_before_a_log_prob_that_cannot_be() -> None:
     chunk = ChunkParser(1, ASKED, 64).parse(answer([7, 8], [[7, 9], []], [-0.5, -9999.0]))
-    assert chunk is not None and chunk.token_ids == (7,) and kept.decode(chunk.columns["kept"]) == [(7, 9)]
+    assert chunk is not None and chunk.token_ids == (7,) and sampling_mask.decode(chunk.columns["kept"]) == [(7, 9)]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_a_set_that_cannot_be_is_the_engines_fault(sets: object, wrong: str) -> 
 def test_a_set_costs_a_bit_for_each_token_of_the_vocabulary_at_most() -> None:
     for count in (1, 2, 40, 3000, 100_000):
         ids = list(range(0, 100_000, 100_000 // count))
-        numbers = kept.encode([ids])
-        assert kept.decode(numbers) == [tuple(ids)]
+        numbers = sampling_mask.encode([ids])
+        assert sampling_mask.decode(numbers) == [tuple(ids)]
         assert len(numbers) <= min(len(ids), 100_000 // 32) + 1
 
 
 def test_an_engines_chunk_is_cut_with_its_sets() -> None:
     """A stop text that began at another engine ends the turn within a chunk."""
-    from agentrl.engine.turn import Turn
+    from agentrl.engine.router.turn_request import Turn
 
     request = replace(ASKED, sampling=SamplingParams(max_tokens=9, top_p=0.5, stop=("bc",)))
     turn = Turn(request, decode=lambda ids: "".join(chr(97 + id) for id in ids))
@@ -172,5 +172,5 @@ def test_an_engines_chunk_is_cut_with_its_sets() -> None:
     turn.take(Chunk(token_ids=(1,), logprobs=(-1.0,), spans=(VersionSpan(1, 0, 1),), columns={"kept": (1, 1)}))
     turn.rest()
     whole = Chunk(token_ids=(2, 3), logprobs=(-1.0, -1.0), spans=(VersionSpan(1, 0, 2),))
-    taken = turn.take(replace(whole, columns={"kept": kept.encode(sets[:2])}))
-    assert taken.token_ids == (2,) and kept.decode(taken.columns["kept"]) == [tuple(range(70))]
+    taken = turn.take(replace(whole, columns={"kept": sampling_mask.encode(sets[:2])}))
+    assert taken.token_ids == (2,) and sampling_mask.decode(taken.columns["kept"]) == [tuple(range(70))]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import StopReason, Task
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore

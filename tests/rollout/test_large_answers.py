@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore

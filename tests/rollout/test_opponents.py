@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from agentrl.algos.grpo import GRPO
-from agentrl.league import META, LeagueSettings, Member, to_json
+from agentrl.config.league import META, LeagueSettings, Member, to_json
+from agentrl.learner.data.batch import group_rows
 from agentrl.records import Task
 from agentrl.rollout.episode import play
 from agentrl.rollout.opponents import Opponents
-from agentrl.runtime.league import game
+from agentrl.run.league import game
 from agentrl.store import RunStore
 from agentrl.testing.engine import FakeEngine
-from agentrl.train.samples import group_rows
 
 from .test_roles import Table
 from .test_roles import game as game_of

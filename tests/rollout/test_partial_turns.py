@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from agentrl.config import parse
 from agentrl.engine.client import EngineClient
-from agentrl.engine.fleet import Fleet
+from agentrl.engine.router.router import Fleet
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import POLICY, Generation, StopReason, Turn, VersionSpan

@@ -10,9 +10,9 @@ import trio
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, SamplingParams, VersionSpan
-from agentrl.rollout.sampling import sample
+from agentrl.rollout.generate_turn import sample
 from agentrl.store import Partial
-from agentrl.store.database import Result
+from agentrl.store.databases.database import Result
 
 TOKENS = 12
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 
-from agentrl.engine.renderer import Renderer
-from agentrl.env.programs import ProgramEnv
-from agentrl.env.programs.session import Session
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.env.agent_programs import ProgramEnv
+from agentrl.env.agent_programs.session import Session
 from agentrl.records import StopReason, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import Message, StopReason
 from agentrl.rollout.episode import play
-from agentrl.rollout.rendering import plain
+from agentrl.rollout.render_messages import plain
 from agentrl.store import RunStore
 
 from .conftest import TEMPLATE, ScriptedEnv, done, going, write_tokenizer

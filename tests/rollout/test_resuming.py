@@ -10,12 +10,12 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.engine.client import EngineClient
-from agentrl.engine.fleet import Fleet
+from agentrl.engine.router.router import Fleet
 from agentrl.errors import ConfigError, LeaseLost
 from agentrl.records import StopReason
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import Claim, RunStore
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.testing.engine import FakeEngine, counting_script
 from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.testing.vllm_server import FakeVLLM

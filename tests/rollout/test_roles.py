@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from agentrl.algos.grpo import GRPO
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import PolicyFault, SandboxPathError
+from agentrl.learner.data.batch import group_rows
 from agentrl.records import StopReason, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.testing.engine import FakeEngine
-from agentrl.train.samples import group_rows
 
 from .conftest import ScriptedEnv, going, said
 

@@ -10,7 +10,7 @@ import pytest
 from agentrl.errors import PolicyFault
 from agentrl.records import StopReason, Trajectory, turn_id
 from agentrl.rollout.episode import play
-from agentrl.runtime.report import transcript
+from agentrl.run.reporting.report import transcript
 from agentrl.store import RunStore, StoreError
 from tests.store.play import turn
 

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 import agentrl
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore

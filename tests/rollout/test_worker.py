@@ -13,14 +13,14 @@ from trio.testing import MockClock
 
 import agentrl
 from agentrl.config import RunConfig, parse
-from agentrl.env import bridge
+from agentrl.env import sync_async
 from agentrl.env.tasks import Curriculum, Seeds, TaskSource
 from agentrl.errors import DiskFull, WornOut
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
-from agentrl.store.aside import Aside
+from agentrl.store.asynchronous.threads import Aside
 
 from .conftest import ScriptedEnv, done, going, said
 from .writing import instead, written
@@ -320,7 +320,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
 ) -> None:
     """The clock jumps past the deadline of four steps once they hang, while another episode samples its first turn."""
     mock_clock.rate = 1.0
-    monkeypatch.setattr(bridge, "MAX_THREADS", 8)
+    monkeypatch.setattr(sync_async, "MAX_THREADS", 8)
     monkeypatch.setattr(Stuck, "hanging", threading.Semaphore(0))
     monkeypatch.setattr(Stuck, "released", threading.Event())
     store.set_meta("phase", "eval")
@@ -360,7 +360,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
     assert trajectories[5].stop_reason is None
     assert len(trajectories[5].turns) == 1, "the turn under way was ended and journaled"
     mock_clock.rate = 5.0  # of polls; a step has five seconds for what takes it a moment
-    await until(lambda: not bridge.worn_out())
+    await until(lambda: not sync_async.worn_out())
     # another process has threads of its own
     await run(worker(lambda task: Stuck()), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
     assert [store.trajectory(id).outcome for id in (5, 6)] == [1.0, 1.0]

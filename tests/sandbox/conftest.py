@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.owner import OwnedFolder
-from agentrl.ports import free_port
+from agentrl.host.janitor import OwnedFolder
+from agentrl.host.ports import free_port
 
 from . import certificates, rootfs
 

@@ -18,7 +18,7 @@ import trio
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
-from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap, BubblewrapBox
 from agentrl.testing.chaos import left_by, sweep
 from agentrl.testing.sandbox import CASES, Case
 
@@ -72,7 +72,7 @@ async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewra
 OWNER = """
 import os, signal, sys, trio
 from agentrl.sandbox import namespace
-from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap, BubblewrapBox
 
 def dying_after(function, when=lambda *arguments: True):
     def call(*arguments, **options):
@@ -125,7 +125,7 @@ def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
 EACH_CALL = """
 import sys, trio
 from agentrl import owner
-from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 from agentrl.testing.chaos import killed_after_each_call
 
 owner.reap = lambda home: []  # nobody else cleans up here

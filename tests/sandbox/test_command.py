@@ -8,8 +8,8 @@ import pytest
 
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
-from agentrl.sandbox.container import Container
-from agentrl.sandbox.container_engine import Engine
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.engine_protocol import Engine
 
 
 class Never:

@@ -11,13 +11,13 @@ import pytest
 import trio
 import trio.testing
 
-from agentrl import clock
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
+from agentrl.host import clocks
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox import container, scripts
-from agentrl.sandbox.container import Container
-from agentrl.sandbox.container_engine import Engine
-from agentrl.sandbox.streams import AttachedStreams
+from agentrl.sandbox.docker import container, shell_scripts
+from agentrl.sandbox.docker.attached_streams import AttachedStreams
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.engine_protocol import Engine
 
 
 class Gone:
@@ -66,7 +66,7 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
     async def own(
         self: Container, script: str, *words: str, stdin: bytes = b"", limit: int
     ) -> tuple[int, bytes, bytes]:
-        script = f"cd {work}; {script.replace(scripts.WORKSPACE, str(work))}"
+        script = f"cd {work}; {script.replace(shell_scripts.WORKSPACE, str(work))}"
         command = ["sh", "-c", script, "sh", *words]
         ran = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False, env={"PATH": way})
         return ran.returncode, ran.stdout, ran.stderr
@@ -150,7 +150,7 @@ class Slow(Late):
         self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
     ) -> tuple[str, AttachedStreams]:
         ours, theirs = trio.testing.memory_stream_pair()
-        if argv[-1] == scripts.SWEEP_ALL:
+        if argv[-1] == shell_scripts.SWEEP_ALL:
             self.sweeps += 1
             await theirs.aclose()
             if self.sweeps == 2:
@@ -185,7 +185,7 @@ class Held(Late):
         self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
     ) -> tuple[str, AttachedStreams]:
         ours, theirs = trio.testing.memory_stream_pair()
-        if argv[-1] == "the policy's" or argv[-1] == scripts.SWEEP_ALL:
+        if argv[-1] == "the policy's" or argv[-1] == shell_scripts.SWEEP_ALL:
             for stream in (theirs, *self.held):
                 await stream.aclose()
             self.held.clear()
@@ -206,12 +206,12 @@ async def test_law_3_the_time_for_which_a_box_keeps_its_files_back_is_the_policy
     calls = (lambda: box.read("f"), lambda: box.write("f", b""), box.snapshot, box.fork, lambda: box.pack(1_000))
     late = pytest.raises(SandboxPathError, match="did not answer within 60 s")
     for call in calls:
-        with clock.watch(own_s=1.0, policy_s=1_000.0) as watch, late:
+        with clocks.watch(own_s=1.0, policy_s=1_000.0) as watch, late:
             await call()
-        assert watch.over is None and watch.left(clock.Whose.POLICY) <= 940.0
-    with clock.watch(own_s=1_000.0, policy_s=1.0) as watch, late:  # nobody has acted in a new box
+        assert watch.over is None and watch.left(clocks.Whose.POLICY) <= 940.0
+    with clocks.watch(own_s=1_000.0, policy_s=1.0) as watch, late:  # nobody has acted in a new box
         await Container(cast(Engine, Held()), SandboxSpec(), set()).write("f", b"")
-    assert watch.over is None and watch.left(clock.Whose.OWN) <= 940.0
+    assert watch.over is None and watch.left(clocks.Whose.OWN) <= 940.0
 
 
 class Away(Late):

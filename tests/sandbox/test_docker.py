@@ -13,9 +13,10 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
-from agentrl.sandbox import container, container_engine, docker
-from agentrl.sandbox.docker import Docker
-from agentrl.sandbox.warm import WarmPython
+from agentrl.sandbox.docker import backend as docker
+from agentrl.sandbox.docker import container, engine_protocol
+from agentrl.sandbox.docker.backend import Docker
+from agentrl.sandbox.warm_python import WarmPython
 from agentrl.testing.sandbox import CASES, Case
 
 from .conftest import IMAGE, env
@@ -71,7 +72,7 @@ async def test_runs_that_only_compute_are_forks_in_a_container(backend: Docker) 
 
 OWNER = """
 import os, signal, sys, trio
-from agentrl.sandbox.docker import Docker, DockerEngine
+from agentrl.sandbox.docker.backend import Docker, DockerEngine
 
 call, done = DockerEngine.call, []
 
@@ -174,7 +175,7 @@ async def test_memory_that_ran_out_is_told_where_the_engine_s_clock_is_another(
 ) -> None:
     """Our clock is an hour ahead of the engine's."""
     ahead = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
-    for module in (docker, container, container_engine):
+    for module in (docker, container, engine_protocol):
         monkeypatch.setattr(module, "time", ahead)
     limits = Limits(memory_bytes=64 << 20, disk_bytes=1 << 20)
     box = await backend.create(SandboxSpec(limits=limits))

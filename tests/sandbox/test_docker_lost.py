@@ -18,13 +18,16 @@ import trio
 import trio.testing
 from store.proxy import Proxy, before
 
-from agentrl import clock, config
+from agentrl import config
 from agentrl.errors import ConfigError, SandboxLost, SandboxUnavailable
+from agentrl.host import clocks
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox import docker, engine_address, sharing
-from agentrl.sandbox.container import Container
-from agentrl.sandbox.container_engine import Command
-from agentrl.sandbox.docker import Docker, DockerEngine
+from agentrl.sandbox import shared_backend
+from agentrl.sandbox.docker import backend as docker
+from agentrl.sandbox.docker import engine_address
+from agentrl.sandbox.docker.backend import Docker, DockerEngine
+from agentrl.sandbox.docker.container import Container
+from agentrl.sandbox.docker.engine_protocol import Command
 
 from .conftest import IMAGE, TlsEngine
 
@@ -109,7 +112,7 @@ async def test_law_3_a_host_that_vanishes_under_a_command_takes_no_time_of_the_p
 
         async def run() -> None:
             with pytest.raises(SandboxLost) as caught:
-                with clock.watch(policy_s=5.0) as watch:
+                with clocks.watch(policy_s=5.0) as watch:
                     await box.exec(["sh", "-c", "echo began; sleep 60"], timeout_s=4.5)
                 assert watch.over is None
             lost.append(caught.value)
@@ -207,8 +210,8 @@ def read(folder: Path, **settings: str) -> config.RunConfig:
 async def test_the_run_file_says_where_the_engine_of_shared_boxes_is(tls_engine: TlsEngine) -> None:
     """`cert_path` is taken from the folder of the run file, and survives being stored with the run."""
     read_at = read(tls_engine.folder.parent, base_url=tls_engine.url, cert_path=tls_engine.folder.name, image=IMAGE)
-    sharing.configure(config.from_json(config.to_json(read_at)).sandbox.arguments())
-    boxes = sharing.shared("docker")
+    shared_backend.configure(config.from_json(config.to_json(read_at)).sandbox.arguments())
+    boxes = shared_backend.shared("docker")
     await boxes.enter()
     box = await boxes.create(SandboxSpec())
     result = await box.exec(["id", "-u"])
@@ -237,7 +240,7 @@ def test_an_engine_that_cannot_be_meant_is_refused(
 @pytest.mark.slow
 def test_a_run_whose_certificates_are_missing_ends_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", "run.toml", "--out", "run"]
+    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "train", "run.toml", "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and f"cert_path = '{tmp_path}/certificates': there is no ca.pem" in done.stderr, done
 

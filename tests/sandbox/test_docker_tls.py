@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.docker import Docker
+from agentrl.sandbox.docker.backend import Docker
 from agentrl.testing.sandbox import CASES, Case
 
 from .certificates import Authority

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SandboxError, SandboxPathError
-from agentrl.owner import is_dead, label, reap
-from agentrl.sandbox import archive
-from agentrl.sandbox.folder import MAX_DEPTH, Folder, stays_inside, usage
+from agentrl.host.janitor import is_dead, label, reap
+from agentrl.sandbox.docker import tar as archive
+from agentrl.sandbox.work_folder import MAX_DEPTH, Folder, stays_inside, usage
 
 MB = 1 << 20
 

@@ -14,10 +14,10 @@ import trio
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
-from agentrl.sandbox import network
-from agentrl.sandbox.bubblewrap import Bubblewrap
-from agentrl.sandbox.docker import Docker
-from agentrl.sandbox.network import Network, opened
+from agentrl.sandbox import network_policy
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap
+from agentrl.sandbox.docker.backend import Docker
+from agentrl.sandbox.network_policy import Network, opened
 
 from . import certificates
 from .conftest import IMAGE, docker_engine  # noqa: F401  (a fixture)
@@ -72,7 +72,7 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
             raise socket.gaierror(f"no {host}") from None
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (with_address, port))]
 
-    monkeypatch.setattr(network.trio.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network_policy.trio.socket, "getaddrinfo", getaddrinfo)
 
 
 async def fetched(way: Network, box: Sandbox, url: str) -> tuple[int, bytes, bytes]:
@@ -173,8 +173,8 @@ async def test_an_address_is_the_one_that_was_looked_at(
             raise OSError("unreachable from here")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, number))]
 
-    monkeypatch.setattr(network.trio.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(network, "_is_public", lambda address: address == "203.0.113.1")
+    monkeypatch.setattr(network_policy.trio.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network_policy, "_is_public", lambda address: address == "203.0.113.1")
     async with opened(box, NetworkPolicy(allow=[f"rebound.example:{port}"])) as way:
         answer = await spoken(way, box, b"GET http://rebound.example:%d/ HTTP/1.1\r\n\r\n" % port)
     assert b"does not answer" in answer and not heads and "rebound.example" not in calls[1:]
@@ -299,12 +299,12 @@ def test_names_in_a_client_hello_are_read_as_openssl_writes_them() -> None:
         with pytest.raises(ssl.SSLWantReadError):
             tls.do_handshake()
         hello = outgoing.read()
-        assert network._server_name(hello) == host
+        assert network_policy._server_name(hello) == host
         for cut in (0, 1, 5, 40, len(hello) - 1):
-            assert network._server_name(hello[:cut]) is None
+            assert network_policy._server_name(hello[:cut]) is None
         body = hello[5:]
         parted = b"".join(b"\x16\x03\x01" + struct.pack(">H", len(part)) + part for part in (body[:50], body[50:]))
-        assert network._server_name(parted) == host
+        assert network_policy._server_name(parted) == host
 
 
 @pytest.mark.parametrize("allow", [[], "pypi.org:443", ["pypi.org"], ["*.org:443"], ["http://x:80"], [3], ["x:0"]])

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from agentrl.errors import SandboxError, SandboxPathError
-from agentrl.sandbox.packing import pack, unpack
+from agentrl.sandbox.pack_files import pack, unpack
 
 MB = 1 << 20
 

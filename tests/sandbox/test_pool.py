@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.sandbox.bubblewrap import Bubblewrap
-from agentrl.sandbox.pool import Pool, Setup, kind_of
+from agentrl.sandbox.backend_pool import Pool, Setup, kind_of
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 
 SPEC = SandboxSpec()

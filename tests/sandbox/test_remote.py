@@ -21,7 +21,7 @@ import pytest
 import trio
 
 from agentrl.errors import SandboxLost, SandboxUnavailable, UsageError
-from agentrl.owner import OwnedFolder
+from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.remote import box as remote_box
 from agentrl.sandbox.remote.box import Remote, RemoteBackend

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.sandbox.scripts import MARK, SWEEP_OTHERS
+from agentrl.sandbox.docker.shell_scripts import MARK, SWEEP_OTHERS
 
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "busybox": ["busybox", "sh"]}
 PROCESSES = {  # environment and arguments

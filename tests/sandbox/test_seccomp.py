@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import SandboxUnavailable
-from agentrl.sandbox import seccomp
+from agentrl.sandbox.bubblewrap import seccomp
 
 pyseccomp = pytest.importorskip("pyseccomp", exc_type=(ImportError, RuntimeError), reason="needs libseccomp")
 

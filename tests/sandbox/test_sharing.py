@@ -11,7 +11,7 @@ import trio.testing
 from agentrl import registry
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.sharing import SharedBackend, shared
+from agentrl.sandbox.shared_backend import SharedBackend, shared
 from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 
 

@@ -9,9 +9,10 @@ import trio
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
-from agentrl.sandbox import backend, seccomp
-from agentrl.sandbox.sharing import SharedBackend
-from agentrl.sandbox.warm import WarmPython
+from agentrl.sandbox import backend
+from agentrl.sandbox.bubblewrap import seccomp
+from agentrl.sandbox.shared_backend import SharedBackend
+from agentrl.sandbox.warm_python import WarmPython
 
 pytestmark = pytest.mark.bubblewrap
 

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from agentrl.simulate.ideal import best_of_bound
-from agentrl.simulate.policies import ours, parse_close
-from agentrl.simulate.service import Constant, Play, parse_episodes
-from agentrl.simulate.simulation import Simulation, World
+from agentrl.planning.simulate.ideal import best_of_bound
+from agentrl.planning.simulate.policies import ours, parse_close
+from agentrl.planning.simulate.service import Constant, Play, parse_episodes
+from agentrl.planning.simulate.simulation import Simulation, World
 
 LAG = 4
 

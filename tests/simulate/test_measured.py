@@ -9,12 +9,12 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.errors import UsageError
+from agentrl.planning.simulate.measured import measure
+from agentrl.planning.simulate.service import MeasuredSteps
+from agentrl.planning.simulate.sweep_cases import limits
 from agentrl.records import StopReason, Task, Turn, VersionSpan
-from agentrl.simulate.measured import measure
-from agentrl.simulate.plan import limits
-from agentrl.simulate.service import MeasuredSteps
 from agentrl.store import RunStore
-from agentrl.store.admission import Bounds
+from agentrl.store.buffer.admission import Bounds
 
 BOUNDS = Bounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
 

@@ -7,12 +7,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from agentrl.planning.simulate.memory import Member, MemoryBuffer, ids
+from agentrl.planning.simulate.policies import WindowedFifo
 from agentrl.records import GroupState, StopReason, Task, Turn, VersionSpan
-from agentrl.simulate.memory import Member, MemoryBuffer, ids
-from agentrl.simulate.policies import WindowedFifo
 from agentrl.store import FULL, Claim, ClosePolicy, Quorum, RunStore
-from agentrl.store.admission import Bounds
-from agentrl.store.orders import OLDEST, Windowed
+from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.group_order import OLDEST, Windowed
 
 DEADLINE_S = 50.0
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from agentrl.simulate.sweep import Row, not_reproduced
+from agentrl.planning.simulate.sweep import Row, not_reproduced
 
 
 @pytest.mark.parametrize(

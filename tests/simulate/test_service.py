@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from agentrl.errors import UsageError
-from agentrl.simulate.policies import parse_close
-from agentrl.simulate.service import parse_episodes
+from agentrl.planning.simulate.policies import parse_close
+from agentrl.planning.simulate.service import parse_episodes
 from agentrl.store import FULL, Quorum
 
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from agentrl.simulate.policies import Policy, others, ours, parse_close
-from agentrl.simulate.service import Constant, Play, parse_episodes
-from agentrl.simulate.simulation import Found, Simulation, World
+from agentrl.planning.simulate.policies import Policy, others, ours, parse_close
+from agentrl.planning.simulate.service import Constant, Play, parse_episodes
+from agentrl.planning.simulate.simulation import Found, Simulation, World
 from agentrl.store import FULL, ClosePolicy, Quorum
 
 SIZE = 8

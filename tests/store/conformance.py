@@ -20,8 +20,8 @@ from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import FULL, Claim, Quorum, Snapshot, Source
+from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 from agentrl.store.recovery import Saved
-from agentrl.store.roles import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 
 from .play import START, answer, bounds, part, turn
 

@@ -9,10 +9,10 @@ from typing import Any
 from agentrl.errors import LeaseLost
 from agentrl.records import StopReason, VersionSpan
 from agentrl.store import Claim, RunStore, Source
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.store.codec import unpack_record
-from agentrl.store.endings import Ending
-from agentrl.store.entries import Entry
+from agentrl.store.episodes.endings import Ending
+from agentrl.store.episodes.entries import Entry
 
 from .play import START, admit, answer, part, turn
 

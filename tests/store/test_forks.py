@@ -9,11 +9,11 @@ import pytest
 
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import StoreError, UsageError
+from agentrl.learner.data.batch import group_rows
 from agentrl.records import GroupState, StopReason, turn_id
 from agentrl.store import Claim, RunStore, Snapshot
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
-from agentrl.train.samples import group_rows
 
 from .play import START, admit, answer, play, serve, task, turn
 

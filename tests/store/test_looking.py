@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.cli import app
+from agentrl.cli.main import app
 from agentrl.errors import StoreError, StoreVersionError, UsageError
 from agentrl.records import GroupState, turn_id
 from agentrl.store import RunStore, Source, schema

@@ -16,14 +16,15 @@ from trio.testing import MockClock
 
 from agentrl.config import parse
 from agentrl.errors import StoreAway
-from agentrl.runtime import pipeline, worker
-from agentrl.runtime.scaling import Scaler
-from agentrl.runtime.watch import Watch
+from agentrl.run import supervisor
+from agentrl.run.cluster.scaling import Scaler
+from agentrl.run.processes import worker_process
+from agentrl.run.processes.engine_health import Watch
 from agentrl.store import RunStore
-from agentrl.store.choice import ADDRESS, part, parts
-from agentrl.store.desks import desk_of
-from agentrl.store.looks import Looks, Newest
-from agentrl.store.waiting import Waiting
+from agentrl.store.asynchronous.reads import Looks, Newest
+from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous.writers import desk_of
+from agentrl.store.databases.open_store import ADDRESS, part, parts
 
 from .play import admit, serve
 from .proxy import Proxy, before
@@ -150,7 +151,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
     far: Path, lost: bool, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What workers and supervisors ask in their loops, all of it at once, by connections that are there or dialled."""
-    session = pytest.importorskip("agentrl.store.postgres_session")
+    session = pytest.importorskip("agentrl.store.databases.postgres.connection")
     monkeypatch.setattr(session, "ANSWER_S", ANSWER_S)
     config = parse({"model": "agentrl/tiny-coder", "env": {"id": "test/Env"}, "engine": {"kind": "vllm"}})
     run: Any = SimpleNamespace(lock_path=tmp_path / "lock", path=tmp_path)
@@ -174,22 +175,22 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
 
     async def tell(*_: str) -> None: ...
 
-    monkeypatch.setattr(worker, "_FOLLOW_S", 0.01)
-    monkeypatch.setattr(pipeline, "_ASKED_S", 0.01)
+    monkeypatch.setattr(worker_process, "_FOLLOW_S", 0.01)
+    monkeypatch.setattr(supervisor, "_ASKED_S", 0.01)
     with RunStore.open(far) as opened, RunStore.read(far, away_s=0) as reader, RunStore.read(far) as writer:
         looks: Any = Looks(reader)
-        known = await looks(partial(worker.known_of, config))
-        sight = worker.Sight(config, looks, known)
+        known = await looks(partial(worker_process.known_of, config))
+        sight = worker_process.Sight(config, looks, known)
         fleet: Any = SimpleNamespace(follow=lambda *_: None)
         leaves: Any = SimpleNamespace(sharing=1, leave=lambda: None)
         children: Any = SimpleNamespace(present=lambda kind: {0})
         watch = Watch(url="http://nowhere", config=config, looks=looks, weights=tell, locks=tmp_path)  # type: ignore[arg-type]
         again = Waiting(RunStore.read(far))
         asked: dict[str, Callable[[], Awaitable[object]]] = {
-            "where engines are": partial(worker._follow, sight, {None: fleet}, {}, leaves, 0),
+            "where engines are": partial(worker_process._follow, sight, {None: fleet}, {}, leaves, 0),
             "an adapter": sight.adapter,
             "whether weights fit": partial(sight.fits, 99),
-            "whether to end": partial(pipeline._stop_when_asked, run, looks),
+            "whether to end": partial(supervisor._stop_when_asked, run, looks),
             "the size": Scaler(config, looks, children, tell).run,
             "an engine's weights": partial(watch._fits, 99),
             "room for groups": partial(Waiting(writer), "control", 60.0),

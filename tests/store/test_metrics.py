@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import DiskFull
+from agentrl.run.telemetry import Tally, Telemetry
 from agentrl.store import RunStore, StoreError
-from agentrl.telemetry import Tally, Telemetry
 
 from .play import Clock, admit, play, serve
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.sections import Buffer
 from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
-from agentrl.settings import Buffer
 from agentrl.store import Quorum, RunStore
-from agentrl.store.audit import audit
-from agentrl.store.returns import Returns, advantages, strength
+from agentrl.store.audit.audit import audit
+from agentrl.store.buffer.no_signal import Returns, advantages, strength
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, Clock, admit, play, serve

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.store import Freshest, Oldest, Pick, Prioritised, Ready, RunStore, TakeOrder, Windowed
-from agentrl.store.orders import inclusion
+from agentrl.store.buffer.group_order import inclusion
 
 from .play import admit, play, play_all, serve
 

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.errors import StoreBusy, StoreDamaged, StoreError
-from agentrl.runtime.ending import ENDS_THE_RUN, run_role
-from agentrl.store import RunStore, database, sqlite
+from agentrl.run.processes.exit_status import ENDS_THE_RUN, run_role
+from agentrl.store import RunStore
+from agentrl.store.databases import database, sqlite
 
 from .play import admit, play_all, serve
 

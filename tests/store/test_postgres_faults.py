@@ -13,16 +13,16 @@ import pytest
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.awaitable import AsyncStore
-from agentrl.store.choice import ADDRESS
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.audit.audit import audit
+from agentrl.store.databases.open_store import ADDRESS
 
 from .play import START, admit, answer, play_all, serve, turn
 from .proxy import Proxy, before
 from .server import Server, running
 
-postgres = pytest.importorskip("agentrl.store.postgres")  # its driver is an extra
-session = pytest.importorskip("agentrl.store.postgres_session")
+postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")  # its driver is an extra
+session = pytest.importorskip("agentrl.store.databases.postgres.connection")
 
 pytestmark = pytest.mark.postgres
 

@@ -16,20 +16,21 @@ from typing import Any
 import pytest
 import trio
 
+from agentrl.cli.store import copy as store_copy
 from agentrl.config import parse
 from agentrl.errors import RunFailed, UsageError
-from agentrl.runtime.extending import change
-from agentrl.runtime.pipeline import Supervisor, run_to_end
-from agentrl.runtime.rundir import RunDir
-from agentrl.store import RunStore, choice
-from agentrl.store.choice import ADDRESS
-from agentrl.store.owning import NOTE
-from agentrl.store_cli import copy as store_copy
+from agentrl.run.resume_overrides import change
+from agentrl.run.run_folder import RunDir
+from agentrl.run.supervisor import Supervisor, run_to_end
+from agentrl.store import RunStore
+from agentrl.store.databases import open_store
+from agentrl.store.databases.open_store import ADDRESS
+from agentrl.store.databases.postgres.ownership import NOTE
 
 from .play import admit, serve
 from .server import Server
 
-Address = pytest.importorskip("agentrl.store.postgres").Address  # its driver is an extra
+Address = pytest.importorskip("agentrl.store.databases.postgres.postgres").Address  # its driver is an extra
 pytestmark = pytest.mark.postgres
 
 DEADLINE_S = 60
@@ -84,7 +85,7 @@ def test_nor_does_its_lease_hold_for_longer_when_it_is_gone(path: Path) -> None:
 
 def test_the_servers_time_is_asked_for_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that counts on by itself drifts, or the server's is set."""
-    from agentrl.store import postgres
+    from agentrl.store.databases.postgres import postgres
 
     with RunStore.open(path) as store:
         db: Any = store._db  # pyright: ignore[reportPrivateUsage]
@@ -114,7 +115,7 @@ def folders(tmp_path: Path, server: Server) -> tuple[RunDir, RunDir]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.store.postgres_supervisor._FREED_S", 0.5)
+    monkeypatch.setattr("agentrl.store.databases.postgres.supervisor_lock._FREED_S", 0.5)
 
 
 async def nothing(_: Supervisor) -> None:
@@ -132,7 +133,7 @@ def test_the_second_supervisor_of_a_run_is_refused_by_name_and_changes_nothing(
         "overwrite": lambda: RunDir.create(second.path, second.config(), overwrite=True),
     }
     name = f"process {os.getpid()} on {socket.gethostname()} (folder {first.path})"
-    with choice.supervising(first.store_path) as check, RunStore.open(first.store_path) as store:
+    with open_store.supervising(first.store_path) as check, RunStore.open(first.store_path) as store:
         store.set_meta("phase", "train")
         for tried, call in tries.items():
             with pytest.raises(UsageError) as refused:
@@ -146,25 +147,25 @@ def test_the_second_supervisor_of_a_run_is_refused_by_name_and_changes_nothing(
 
 def test_a_supervisor_goes_on_when_the_database_is_back(folders: tuple[RunDir, RunDir], server: Server) -> None:
     first, second = folders
-    with choice.supervising(first.store_path) as check:
+    with open_store.supervising(first.store_path) as check:
         server.stop("immediate")
         check()  # it is waited for elsewhere
         server.start()
         check()
         with pytest.raises(UsageError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("agentrl.store.postgres_supervisor._FREED_S", 0.0)
-            with choice.supervising(second.store_path):
+            patch.setattr("agentrl.store.databases.postgres.supervisor_lock._FREED_S", 0.0)
+            with open_store.supervising(second.store_path):
                 pass
 
 
 def test_one_that_lost_the_run_to_another_ends_with_its_name(folders: tuple[RunDir, RunDir], soon: None) -> None:
     """It was cut off for so long that the database let it go."""
     first, second = folders
-    with choice.supervising(first.store_path) as check:
+    with open_store.supervising(first.store_path) as check:
         address = Address.read(first.store_path)
         with address.connect() as session:
             session.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
-        with choice.supervising(second.store_path):
+        with open_store.supervising(second.store_path):
             deadline = time.monotonic() + DEADLINE_S
             with pytest.raises(RunFailed, match=re.escape(f"(folder {second.path}) supervises this run now")):
                 while time.monotonic() < deadline:

@@ -15,16 +15,16 @@ import pytest
 
 from agentrl.errors import StoreVersionError, UsageError
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.choice import ADDRESS, STORE
+from agentrl.store.audit.audit import audit
+from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, admit, answer, play, serve, turn
 from .server import Server
 
-parts = pytest.importorskip("agentrl.store.postgres_parts")  # its driver is an extra
-postgres = pytest.importorskip("agentrl.store.postgres")
-move = pytest.importorskip("agentrl.store.copying").move
+parts = pytest.importorskip("agentrl.store.databases.postgres.partitions")  # its driver is an extra
+postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")
+move = pytest.importorskip("agentrl.store.copy_database").move
 
 pytestmark = pytest.mark.postgres
 

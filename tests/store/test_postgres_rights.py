@@ -13,11 +13,11 @@ from sandbox.certificates import Authority
 
 from agentrl.config import parse
 from agentrl.errors import StoreError
-from agentrl.ports import free_port
-from agentrl.runtime.rundir import RunDir
+from agentrl.host.ports import free_port
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.choice import ADDRESS, remove
+from agentrl.store.audit.audit import audit
+from agentrl.store.databases.open_store import ADDRESS, remove
 
 from .play import admit, play_all, serve
 from .server import Server

@@ -11,14 +11,14 @@ import pytest
 from agentrl.errors import StoreError
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.choice import ADDRESS
-from agentrl.store.endings import Ending
+from agentrl.store.audit.audit import audit
+from agentrl.store.databases.open_store import ADDRESS
+from agentrl.store.episodes.endings import Ending
 
 from .play import START, admit, answer, play_all, serve, turn
 from .server import Server
 
-session = pytest.importorskip("agentrl.store.postgres_session")  # its driver is an extra
+session = pytest.importorskip("agentrl.store.databases.postgres.connection")  # its driver is an extra
 
 pytestmark = pytest.mark.postgres
 

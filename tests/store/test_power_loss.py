@@ -16,10 +16,10 @@ import pytest
 from agentrl.config import parse
 from agentrl.errors import RunFailed
 from agentrl.records import GroupState
-from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.rundir import RunDir
+from agentrl.run.run_folder import RunDir
+from agentrl.run.start_point import start_point
 from agentrl.store import Quorum, RunStore
-from agentrl.store.audit import audit
+from agentrl.store.audit.audit import audit
 
 from .play import admit, play, play_all, serve
 

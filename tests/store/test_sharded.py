@@ -15,11 +15,11 @@ import pytest
 from agentrl.errors import LeaseLost, StoreAway, StoreError, UsageError
 from agentrl.records import GroupState, StopReason
 from agentrl.store import Quorum, RunStore
-from agentrl.store.audit import audit
-from agentrl.store.choice import ADDRESS, STORE, part
-from agentrl.store.copying import move
-from agentrl.store.desks import desk_of
-from agentrl.store.shards import home
+from agentrl.store.asynchronous.writers import desk_of
+from agentrl.store.audit.audit import audit
+from agentrl.store.copy_database import move
+from agentrl.store.databases.open_store import ADDRESS, STORE, part
+from agentrl.store.sharded.placement import home
 from agentrl.testing import postgres_copy, store_rows
 from agentrl.testing.outside_audit import OutsideAuditor
 
@@ -28,8 +28,8 @@ from .conformance import Again, Offer
 from .play import START, admit, play, play_all, serve, task, turn
 from .server import Server
 
-postgres = pytest.importorskip("agentrl.store.postgres")  # its driver is an extra
-ShardedStore = pytest.importorskip("agentrl.store.sharded").ShardedStore
+postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")  # its driver is an extra
+ShardedStore = pytest.importorskip("agentrl.store.sharded.store").ShardedStore
 
 pytestmark = pytest.mark.postgres
 

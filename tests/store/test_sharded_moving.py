@@ -11,18 +11,18 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.errors import StoreError, UsageError
-from agentrl.runtime.moving import Moved, export_episodes, import_episodes
+from agentrl.offline.episode_export import Moved, export_episodes, import_episodes
 from agentrl.store import RunStore
-from agentrl.store.audit import audit
-from agentrl.store.choice import ADDRESS, STORE
-from agentrl.store.copying import move
-from agentrl.store.shards import home
+from agentrl.store.audit.audit import audit
+from agentrl.store.copy_database import move
+from agentrl.store.databases.open_store import ADDRESS, STORE
+from agentrl.store.sharded.placement import home
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, admit, answer, part, play, serve, turn
 from .server import Server
 
-sharded = pytest.importorskip("agentrl.store.sharded")  # its driver is an extra
+sharded = pytest.importorskip("agentrl.store.sharded.store")  # its driver is an extra
 
 pytestmark = pytest.mark.postgres
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ModelError
 
 from .catalogue import Real

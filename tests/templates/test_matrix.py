@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.renderer import Renderer
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.records import Message
 
 from .catalogue import Real, everything, missing, write_folder

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
-from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 
 
 @pytest.fixture

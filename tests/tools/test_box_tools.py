@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxPathError, ToolArgumentError, ToolError
 from agentrl.protocols import ExecResult, Sandbox, SandboxSpec, Tool
-from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.current_box import CurrentBox
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl_tools.base import command_result
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile

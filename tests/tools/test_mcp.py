@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
-from agentrl.ports import free_port
+from agentrl.host.ports import free_port
 from agentrl.protocols import Sandbox
 from agentrl.testing.chaos import sweep
 from agentrl_tools.mcp import McpServer, McpTool

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools import readable
+from agentrl.env.tools.tools import readable
 from agentrl.errors import PolicyFault, SandboxPathError, ToolError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json

@@ -21,9 +21,9 @@ from typing import Any, Final
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools import argument_check, clean_text
+from agentrl.env.tools.tools import argument_check, clean_text
 from agentrl.errors import InfrastructureError, ToolError, UsageError, boundary
-from agentrl.owner import owned_folder
+from agentrl.host.janitor import owned_folder
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, text_result

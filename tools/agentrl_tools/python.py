@@ -14,11 +14,11 @@ from typing import Final
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools import readable
+from agentrl.env.tools.tools import readable
 from agentrl.errors import SandboxError, ToolError
 from agentrl.protocols import BoxProcess, Sandbox, ToolResult
 from agentrl.records import Json
-from agentrl.sandbox.command import NOT_FOUND
+from agentrl.sandbox.check_command import NOT_FOUND
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
 
 _START_S = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools import readable
+from agentrl.env.tools.tools import readable
 from agentrl.errors import ToolError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json

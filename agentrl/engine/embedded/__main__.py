@@ -69,10 +69,10 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     import torch
 
     from agentrl.engine.embedded.batching import Batcher
-    from agentrl.engine.embedded.checkpoint import read_weights
+    from agentrl.engine.embedded.load_weights import read_weights
     from agentrl.engine.embedded.model import KVStore, Model
     from agentrl.engine.embedded.server import EngineServer
-    from agentrl.engine.sources import Sources, everyday
+    from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
     torch.set_num_threads(arguments.threads)
     length = arguments.max_model_len or min(architecture.max_positions, 2048)
@@ -150,7 +150,7 @@ async def serve(
     import uvicorn
 
     from agentrl.engine.access import Guard
-    from agentrl.engine.embedded.http import BoundedProtocol
+    from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
     from agentrl.http.bounds import Bounds, Connections, raise_open_files
 
     bounds = Bounds()

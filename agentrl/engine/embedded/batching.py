@@ -17,11 +17,11 @@ from typing import cast
 
 import torch
 
-from agentrl.engine.embedded.adapter import Adapter, adapted
+from agentrl.engine.embedded.cache_slots import Slots
+from agentrl.engine.embedded.lora import Adapter, adapted
 from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
+from agentrl.engine.embedded.prefix_sharing import share
 from agentrl.engine.embedded.sampler import sample
-from agentrl.engine.embedded.sharing import share
-from agentrl.engine.embedded.slots import Slots
 from agentrl.records import Finish, SamplingParams, VersionSpan
 
 _WORTH_WAITING = 16  # tokens of a shared prompt for which a request waits a pass rather than compute them again

@@ -1,7 +1,7 @@
 """OpenAI's `/v1/chat/completions` on the embedded engine: a conversation to tokens, and sampled tokens to an answer.
 
-Owns the API's shapes. Rendering is the model's own template, through `agentrl.engine.renderer`; how calls of tools are
-read is a parser that the server was started with. Never samples: `EngineServer` does.
+Owns the API's shapes. Rendering is the model's own template, through `agentrl.engine.rendering.renderer`; how calls of
+tools are read is a parser that the server was started with. Never samples: `EngineServer` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol, cast
 from uuid import uuid4
 
 from agentrl.engine.embedded.batching import Emission
-from agentrl.engine.embedded.wire import BadRequest
-from agentrl.engine.renderer import Renderer
+from agentrl.engine.embedded.requests import BadRequest
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ModelError, UsageError
 from agentrl.records import Json, Message
 
@@ -46,7 +46,7 @@ class Found(Protocol):
 
 
 class ToolParser(Protocol):
-    """How a model's calls of tools are written, as `agentrl.env.dialects.ToolFormat`. One that is not `native` has
+    """How a model's calls of tools are written, as `agentrl.env.tools.parsers.ToolFormat`. One that is not `native` has
     `instructions`, which the template lacks, and its results are messages of the user."""
 
     native: bool

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from agentrl.engine.embedded.adapter import Adapted, rotary
 from agentrl.engine.embedded.architecture import Architecture
-from agentrl.engine.embedded.checkpoint import check_weights
+from agentrl.engine.embedded.load_weights import check_weights
+from agentrl.engine.embedded.lora import Adapted, rotary
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.engine import inbox, objects, weightfile
-from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
 from agentrl.engine.embedded.chat import Asked as ChatAsked
 from agentrl.engine.embedded.chat import Chat, fresh
-from agentrl.engine.embedded.metrics import Histograms, render
-from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
-from agentrl.engine.sources import Sources
+from agentrl.engine.embedded.lora import Adapter, read
+from agentrl.engine.embedded.prometheus import Histograms, render
+from agentrl.engine.embedded.requests import Asked, BadRequest, answer_json, parse_generate, parse_object
+from agentrl.engine.weight_sync import object_store, uploads, weight_file
+from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
@@ -44,14 +44,14 @@ class EngineServer:
 
     def __init__(self, batcher: Batcher, *, name: str, sources: Sources, chat: Chat | None = None) -> None:
         self._batcher, self._name, self._chats = batcher, name, chat
-        self._sources, self._inbox = sources, inbox.Inbox(inbox.new_place())
+        self._sources, self._inbox = sources, uploads.Inbox(uploads.new_place())
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._paused = False
         self._asleep, self._awake = set[str](), asyncio.Event()  # what of it sleeps; whether nothing does
         self._awake.set()
         self._updating = False
         self._staged: dict[str, torch.Tensor] = {}
-        self._base: tuple[str, weightfile.Bytes] | None = None  # of the last weights from a store: deltas change it
+        self._base: tuple[str, weight_file.Bytes] | None = None  # of the last weights from a store: deltas change it
         self._serial = 0
         self._adapters: dict[str, Adapter] = {}
         self._adapters_read = 0
@@ -323,7 +323,7 @@ class EngineServer:
             raise BadRequest("update_info.sha256: the SHA-256 of that file is required")
         started, staged = time.perf_counter(), self._staged  # of this update: a later start drops it
         try:
-            if objects.is_url(path):
+            if object_store.is_url(path):
                 data = await asyncio.to_thread(self._sources.fetch, path, digest, self._base, deadline_s)
                 self._base = (digest, data)
             else:
@@ -365,10 +365,10 @@ class EngineServer:
 
     async def _receive(self, request: HTTPRequest) -> Response:
         match await _object(request):
-            case {"method": inbox.METHOD, "args": [str(message)]}:
+            case {"method": uploads.METHOD, "args": [str(message)]}:
                 return JSONResponse({"results": [await asyncio.to_thread(self._inbox.receive, message)]})
             case other:
-                raise BadRequest(f"method = {other.get('method')!r}: the embedded engine has {inbox.METHOD!r} alone")
+                raise BadRequest(f"method = {other.get('method')!r}: the embedded engine has {uploads.METHOD!r} alone")
 
     async def _load_adapter(self, request: HTTPRequest) -> Response:
         document = await _object(request)
@@ -457,7 +457,7 @@ async def _object(request: HTTPRequest) -> dict[str, Any]:
     return parse_object(await _read(request.receive))
 
 
-def _tensors(data: weightfile.Bytes, path: str) -> dict[str, torch.Tensor]:
+def _tensors(data: weight_file.Bytes, path: str) -> dict[str, torch.Tensor]:
     try:
         return {name: tensor.float() for name, tensor in load_bytes(data.tobytes()).items()}
     except SafetensorError as error:

@@ -28,16 +28,16 @@ from typing import Any, Literal, Self, cast
 import trio
 
 import agentrl
+from agentrl.config.vllm_arguments import split_over, words
 from agentrl.engine.access import OPEN
 from agentrl.engine.client import EngineClient
-from agentrl.engine.launch import end_group
-from agentrl.engine.sources import everyday
+from agentrl.engine.embedded_process import end_group
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
+from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
-from agentrl.ports import free_port
+from agentrl.host.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
-from agentrl.vllm_arguments import split_over, words
 
 PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
 OLDEST, BELOW = (0, 32), (0, 33)
@@ -145,7 +145,7 @@ class VLLMServer:
     """One server to start. `gpus` are those it takes, as torch counts them: its layers are split over several (tensor
     parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `lora_targets` are ends of the names
     of layers that adapters adapt, which the CPU build has to know of a mixture. `arguments` are further ones of vLLM's
-    server, as `agentrl.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
+    server, as `agentrl.config.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. It
     listens on the Unix socket `socket` if there is one, else on `host` and `port`, and asks for `key`; one that is
     `open` only proves by it who it is. A server with `kept_sets` tells them, and takes no greedy request. One that
@@ -231,7 +231,7 @@ class VLLMServer:
         options |= dict.fromkeys(flags, True)
         options |= split_over(self.arguments, len(self.gpus)) if self.gpus else {}
         options |= {} if bare else self.arguments
-        return ["-m", "agentrl.engine.vllm.plugin.host", *words(options), *self.extra]
+        return ["-m", "agentrl.engine.vllm.plugin.server", *words(options), *self.extra]
 
     def env(self) -> dict[str, str]:
         """Variables to add to the environment. The plugin travels on the path: nothing of ours is installed there."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
+from agentrl.env.agent_programs import ProgramEnv, Session
 from agentrl.env.core import as_messages
-from agentrl.env.optional import require
-from agentrl.env.programs import ProgramEnv, Session
+from agentrl.env.optional_imports import require
 from agentrl.env.tool_env import Grade
 from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json

@@ -20,14 +20,14 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from agentrl.clock import host_time, policy_time
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable, boundary
+from agentrl.host.clocks import host_time, policy_time
 from agentrl.protocols import BoxProcess, ExecResult, Limits, SandboxSpec
-from agentrl.sandbox import archive
-from agentrl.sandbox.background import NeverStarted
-from agentrl.sandbox.command import Refused, checked_argv, checked_env, checked_wall_s
-from agentrl.sandbox.folder import WORKSPACE
-from agentrl.sandbox.scripts import checked_path
+from agentrl.sandbox.background_process import NeverStarted
+from agentrl.sandbox.check_command import Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.docker import tar
+from agentrl.sandbox.docker.shell_scripts import checked_path
+from agentrl.sandbox.work_folder import WORKSPACE
 
 _CALL_S: Final = 60.0  # deadline of a call, beside what it waits for
 _AGAIN_S: Final = 60.0  # how long calls are made again after a connection broke
@@ -241,7 +241,7 @@ class RemoteBox:
         if await path.is_file():
             await self._write(target, await path.read_bytes(), (await path.stat()).st_mode & 0o777)
             return
-        data = await trio.to_thread.run_sync(archive.pack, source, self.spec.limits.disk_bytes)
+        data = await trio.to_thread.run_sync(tar.pack, source, self.spec.limits.disk_bytes)
         await self._unpack(target, data, clear=False)
 
     async def download(self, source: str, target: Path) -> None:
@@ -253,12 +253,12 @@ class RemoteBox:
             await trio.Path(target).write_bytes(data)
             return
         tree = await self._pack(source)
-        await trio.to_thread.run_sync(archive.unpack, tree, target, self.spec.limits.disk_bytes)
+        await trio.to_thread.run_sync(tar.unpack, tree, target, self.spec.limits.disk_bytes)
 
     async def _pack(self, path: str = ".") -> bytes:
         name = f"{secrets.token_hex(8)}.tar"
         where = _text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
+        most = 2 * self.spec.limits.disk_bytes + tar.OVERHEAD
         try:
             reply = await self._path(path, "tar", id=name, path=where, packs=True, clear=False, most=most)
             data = bytearray()
@@ -274,7 +274,7 @@ class RemoteBox:
     async def _unpack(self, path: str, data: bytes, *, clear: bool) -> None:
         name = f"{secrets.token_hex(8)}.tar"
         where = _text(os.fsencode(checked_path(path) or "."))
-        most = 2 * self.spec.limits.disk_bytes + archive.OVERHEAD
+        most = 2 * self.spec.limits.disk_bytes + tar.OVERHEAD
         try:
             for at in range(0, len(data), _PIECE):
                 await self._path(path, "spool", id=name, data=_text(data[at : at + _PIECE]), again=False)

@@ -18,9 +18,9 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from agentrl.clock import host_time
 from agentrl.errors import SandboxUnavailable, UsageError, boundary
-from agentrl.owner import OwnedFolder
+from agentrl.host.clocks import host_time
+from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.remote.box import Remote, RemoteBackend
 from agentrl.sandbox.remote.loop import AsyncioLoop

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from agentrl.env import EpisodeLimits, ToolEnv, tool
-from agentrl.env.oracles import Oracle, say, script
+from agentrl.env.checks.oracles import Oracle, say, script
 from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 

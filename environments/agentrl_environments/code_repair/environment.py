@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
-from agentrl.env.oracles import Oracle, script
-from agentrl.env.plugged import Named
+from agentrl.env.checks.oracles import Oracle, script
+from agentrl.env.tools.by_name import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
-from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
+from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import DEADLINE_S, Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task

@@ -16,10 +16,10 @@ from typing import Final
 
 import trio
 
-from agentrl.clock import granted
 from agentrl.errors import HostBusy
+from agentrl.host.clocks import granted
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
-from agentrl.sandbox.warm import WarmPython
+from agentrl.sandbox.warm_python import WarmPython
 from agentrl_environments.remembering import Remembered
 
 Values = tuple[str, ...] | str

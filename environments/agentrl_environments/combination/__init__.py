@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentrl.env import EpisodeLimits, ToolEnv
-from agentrl.env.oracles import Oracle, say, script
+from agentrl.env.checks.oracles import Oracle, say, script
 from agentrl.errors import UsageError
 
 Pair = tuple[int, int]

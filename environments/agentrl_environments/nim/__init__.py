@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from agentrl.env.oracles import Oracle, say
-from agentrl.env.roles import OneRole, Policy, RolesEnv
+from agentrl.env.checks.oracles import Oracle, say
+from agentrl.env.multi_agent import OneRole, Policy, RolesEnv
 from agentrl.errors import ContentParseError, ToolError, UsageError
 from agentrl.records import Messages
 

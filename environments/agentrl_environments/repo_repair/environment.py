@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
+from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.core import StepResult
-from agentrl.env.oracles import Oracle, script
-from agentrl.env.plugged import Named
+from agentrl.env.tools.by_name import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
-from agentrl.sandbox.current import CurrentBox
-from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
+from agentrl.sandbox.current_box import CurrentBox
+from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.judging import DEADLINE_S, Judge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded

@@ -11,8 +11,8 @@ from types import UnionType
 from typing import Any, Final, Literal
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv, tool
+from agentrl.env.checks.oracles import Oracle, say, script
 from agentrl.env.datasets import read_rows
-from agentrl.env.oracles import Oracle, say, script
 from agentrl.errors import ConfigError, ToolError, UsageError
 from agentrl_environments.retrieval.search import Document, Index, excerpt
 

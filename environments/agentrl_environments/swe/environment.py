@@ -19,15 +19,15 @@ from typing import Any, Final
 import trio
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
+from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.limits import positive_seconds
-from agentrl.env.oracles import Oracle, script
-from agentrl.env.plugged import Named, check_limits
+from agentrl.env.tools.by_name import Named, check_limits
 from agentrl.errors import ConfigError, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
 from agentrl.records import Json
-from agentrl.sandbox.current import CurrentBox
-from agentrl.sandbox.pool import Setup, set_up
-from agentrl.sandbox.sharing import SharedBackend, shared
+from agentrl.sandbox.backend_pool import Setup, set_up
+from agentrl.sandbox.current_box import CurrentBox
+from agentrl.sandbox.shared_backend import SharedBackend, shared
 from agentrl_environments.swe import carrying, harbor, jsonl
 from agentrl_environments.swe.task import Act, BadTask, Grading, Task, TaskSet, text_of
 from agentrl_environments.swe.trees import apply_patch

@@ -34,7 +34,7 @@ from agentrl.env import Grade
 from agentrl.errors import ConfigError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Json
-from agentrl.sandbox.folder import WORKSPACE
+from agentrl.sandbox.work_folder import WORKSPACE
 from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
 from agentrl_environments.swe.task import Act, Collect, Grading, Task, TaskSet, text_of

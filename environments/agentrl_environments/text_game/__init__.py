@@ -8,9 +8,9 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from agentrl.env import Env
+from agentrl.env.checks.oracles import Oracle, say, script
 from agentrl.env.core import Info, ResetResult, StepResult
-from agentrl.env.oracles import Oracle, say, script
-from agentrl.env.tools import clean_text
+from agentrl.env.tools.tools import clean_text
 from agentrl.errors import UsageError
 from agentrl.records import Message, StopReason
 from agentrl_environments.text_game.world import COLOURS, HELP, ROOMS, act, begin, describe, draw, solve, won

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.env.roles import RolesEnv
+from agentrl.env.multi_agent import RolesEnv
 
 
 class SolverVerifier(RolesEnv):

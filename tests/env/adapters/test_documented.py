@@ -12,7 +12,7 @@ from serving import serving
 
 import agentrl
 from agentrl import config
-from agentrl.env.adapters import open_env
+from agentrl.env.adapters import openenv_env
 from agentrl.env.core import as_messages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +30,7 @@ def test_every_adapter_has_its_run() -> None:
         id
         for id in registry.ids("environments")
         if registry.resolve("environments", id).__module__.startswith(
-            ("agentrl.env.adapters.", "agentrl.env.programs.")
+            ("agentrl.env.adapters.", "agentrl.env.agent_programs.")
         )
     }
     assert adapters <= documented
@@ -45,7 +45,7 @@ def test_a_documented_run_is_played(run: dict, monkeypatch: pytest.MonkeyPatch) 
     if "base_url" not in env.kwargs:
         play(env.id, env.kwargs)
         return
-    with serving(open_env.serve(lambda: agentrl.make("agentrl/Calculator-v0"))) as address:
+    with serving(openenv_env.serve(lambda: agentrl.make("agentrl/Calculator-v0"))) as address:
         play(env.id, {**env.kwargs, "base_url": address})
 
 

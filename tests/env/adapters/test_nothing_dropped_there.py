@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from serving import serving
 
-from agentrl.env.adapters.open_env import OpenEnv
-from agentrl.env.adapters.trl_class import TrlEnv
+from agentrl.env.adapters.openenv_env import OpenEnv
+from agentrl.env.adapters.trl_env import TrlEnv
 from agentrl.env.adapters.verifiers_env import Verifiers
 from agentrl.testing.hostile import check_nothing_dropped
 

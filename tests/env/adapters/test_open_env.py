@@ -7,9 +7,9 @@ import pytest
 from serving import serving
 
 import agentrl
-from agentrl.env.adapters.open_env import OpenEnv, serve
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.adapters.openenv_env import OpenEnv, serve
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EnvError
 
 pytestmark = pytest.mark.adapters

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.env.adapters.petting_zoo import PettingZoo
-from agentrl.env.roles import OneRole
+from agentrl.env.adapters.pettingzoo_env import PettingZoo
+from agentrl.env.multi_agent import OneRole
 from agentrl.errors import UsageError
 
 pytestmark = pytest.mark.adapters

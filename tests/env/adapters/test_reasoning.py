@@ -5,7 +5,7 @@ import re
 import pytest
 
 import agentrl
-from agentrl.env.adapters.reasoning import ReasoningGym, answer_in
+from agentrl.env.adapters.reasoning_gym_tasks import ReasoningGym, answer_in
 from agentrl.errors import UsageError
 from agentrl.testing.printing import check_linear
 
@@ -109,7 +109,7 @@ async def test_a_question_depends_on_its_seed_alone(monkeypatch):
 
 ASKS = """
 import sys
-from agentrl.env.adapters.reasoning import ReasoningGym
+from agentrl.env.adapters.reasoning_gym_tasks import ReasoningGym
 for task in sys.argv[1:]:
     env = ReasoningGym(task)
     print("\\n@", task, env.replayable, [env.reset(seed=seed)[0][-1]["content"] for seed in range(3)])
@@ -134,7 +134,7 @@ def asked_in_processes(tasks, *hashes):
 
 
 def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed():
-    from agentrl.env.adapters.reasoning import UNORDERED
+    from agentrl.env.adapters.reasoning_gym_tasks import UNORDERED
 
     loose, other, first, again = asked_in_processes(sorted(UNORDERED), "random", "random", "7", "7")
     assert all(flag == "False" for flag, _ in loose.values()) and loose != other
@@ -145,7 +145,7 @@ def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed()
 @pytest.mark.slow
 def test_every_data_set_said_to_be_replayable_is_so_whatever_the_order_of_sets():
     factory = pytest.importorskip("reasoning_gym.factory")
-    from agentrl.env.adapters.reasoning import UNORDERED
+    from agentrl.env.adapters.reasoning_gym_tasks import UNORDERED
 
     tasks = sorted(set(factory.DATASETS) - UNORDERED - {"composite"})
     first, second = asked_in_processes(tasks, "1", "2")

@@ -6,8 +6,8 @@ import re
 import pytest
 
 import agentrl
-from agentrl.env.adapters.text_arena import TextArena
-from agentrl.env.roles import OneRole
+from agentrl.env.adapters.textarena import TextArena
+from agentrl.env.multi_agent import OneRole
 from agentrl.errors import UsageError
 
 pytestmark = pytest.mark.adapters

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.env.adapters.text_arena import TextArena
+from agentrl.env.adapters.textarena import TextArena
 from agentrl.errors import UsageError
 
 pytestmark = pytest.mark.adapters

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.env.adapters.text_gym import Blackjack, FrozenLake, Taxi, TextGym
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.adapters.gym import Blackjack, FrozenLake, Taxi, TextGym
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import UsageError
 
 HERMES = get_format("hermes")

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 
 import agentrl
-from agentrl.env.adapters.trl_class import TrlEnv
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.adapters.trl_env import TrlEnv
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import UsageError
 
 HERMES = get_format("hermes")

@@ -8,8 +8,8 @@ import pytest
 
 import agentrl
 from agentrl.env.adapters.verifiers_env import Verifiers
-from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import evaluate, written
 

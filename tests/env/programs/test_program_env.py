@@ -13,11 +13,11 @@ import trio.testing
 from gymnasium.error import ResetNeeded
 
 import agentrl
-from agentrl.env.dialects import get_format
-from agentrl.env.programs import ProgramEnv
-from agentrl.env.programs.api import Conversation, Reply
-from agentrl.env.programs.program_env import news_of
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.agent_programs import ProgramEnv
+from agentrl.env.agent_programs.model_apis import Conversation, Reply
+from agentrl.env.agent_programs.program_env import news_of
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EnvError, SandboxError, UsageError
 from agentrl.testing.chaos import sweep
 
@@ -442,7 +442,7 @@ async def test_closing_ends_a_program_in_the_middle(tmp_path):
 
 EACH_CALL = """
 import sys, trio
-from agentrl.env.programs import ProgramEnv
+from agentrl.env.agent_programs import ProgramEnv
 from agentrl import owner
 from agentrl.testing.chaos import MAKING, killed_after_each_call
 

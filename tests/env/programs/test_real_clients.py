@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from agentrl.env.dialects import get_format
-from agentrl.env.programs import ProgramEnv
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.agent_programs import ProgramEnv
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import get_format
 
 pytestmark = pytest.mark.adapters
 HERMES = get_format("hermes")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 
 BACKEND = "shm"
-EXTENSION = "agentrl.engine.vllm.plugin.worker.WorkerExtension"
+EXTENSION = "agentrl.engine.vllm.plugin.worker_extension.WorkerExtension"
 GUARD = "agentrl.engine.access.Guard"
 
 MEND_VARIABLE = "AGENTRL_VLLM_MEND"
@@ -29,17 +29,24 @@ INBOX_VARIABLE = "AGENTRL_VLLM_INBOX"
 
 def register() -> None:
     """Add everything to this process. Safe to call again."""
-    from agentrl.engine.vllm.plugin import publish, reading, routing, sets, transfer, versions
+    from agentrl.engine.vllm.plugin import (
+        file_transfer,
+        read_weights,
+        routed_experts,
+        sampling_masks,
+        swap_weights,
+        version_stamps,
+    )
 
     _die_with_parent()
-    reading.decide()
-    reading.install()
-    transfer.register()
-    versions.install()
-    publish.install()
-    sets.allow()
+    read_weights.decide()
+    read_weights.install()
+    file_transfer.register()
+    version_stamps.install()
+    swap_weights.install()
+    sampling_masks.allow()
     if os.environ.get(ROUTING_VARIABLE) == "1":
-        routing.install()
+        routed_experts.install()
 
 
 def _die_with_parent() -> None:

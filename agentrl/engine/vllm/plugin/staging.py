@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from agentrl.engine import fingerprint
-from agentrl.engine.vllm.plugin import diagnosis, mending
+from agentrl.engine.vllm.plugin import cpu_fixes, layer_diagnosis
+from agentrl.engine.weight_sync import fingerprints
 from agentrl.errors import WeightSyncError
 
 _OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -203,7 +203,7 @@ def build(
     with _stream_of(device):
         second = Second(model)
         second.ready_for_load()
-        mending.ready_for_update(second.model)  # its experts are packed anew, and their kernel is made anew
+        cpu_fixes.ready_for_update(second.model)  # its experts are packed anew, and their kernel is made anew
         initialize_layerwise_reload(second.model)
         try:
             with _marks(second.model, model_config.dtype) as marks:
@@ -213,7 +213,7 @@ def build(
         finally:
             second.loaded()
     lacking = sorted(f"{name} (not in the file)" for name in marks.keys() - expected.keys())
-    wrong = fingerprint.differences(expected, marks) + (lacking if marks.keys() & expected.keys() else [])
+    wrong = fingerprints.differences(expected, marks) + (lacking if marks.keys() & expected.keys() else [])
     if wrong:
         raise WeightSyncError(f"the staged weights are not those of the file: {', '.join(wrong[:_SHOWN])}")
     return second
@@ -233,7 +233,7 @@ def _marks(model: Any, dtype: Any) -> Iterator[dict[str, str]]:
         if hasattr(layer, "base_layer") or get_tensor_model_parallel_world_size() > 1:
             continue
         if type(method).__name__ == "UnquantizedLinearMethod":
-            names = diagnosis.names_of(name.replace(".base_layer", ""), packed)
+            names = layer_diagnosis.names_of(name.replace(".base_layer", ""), packed)
             method.process_weights_after_loading = _marking(method.process_weights_after_loading, names, dtype, found)
             marked.append(method)
     try:
@@ -250,9 +250,9 @@ def _marking(
         weight = layer.weight
         sizes = layer.output_sizes if len(names) > 1 else [len(weight)]
         if weight.dim() == 2 and weight.dtype == dtype and sum(sizes) == len(weight):
-            columns = weight[:, fingerprint.columns(weight.shape[1])]
+            columns = weight[:, fingerprints.columns(weight.shape[1])]
             for name, part in zip(names, columns.split(sizes), strict=True):
-                found[name] = fingerprint.of(part.float().cpu().numpy())
+                found[name] = fingerprints.of(part.float().cpu().numpy())
         process(layer)
 
     return marked

@@ -1,0 +1,529 @@
+"""The command line: a thin shell over `agentrl.run`. Errors of ours become one line and their exit code.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl.cli import tables
+from agentrl.cli.chaos import chaos
+from agentrl.cli.episodes import add_commands
+from agentrl.cli.export import export
+from agentrl.cli.plan import advise, plan
+from agentrl.cli.retrain import retrain
+from agentrl.cli.rewards import rescore, rewards
+from agentrl.cli.run import logs, scale, status, stop, tasks
+from agentrl.cli.sft import sft
+from agentrl.cli.shared_engines import fleet
+from agentrl.cli.simulate import simulate
+from agentrl.cli.store import store
+from agentrl.cli.submit import submit
+from agentrl.errors import AgentRLError, UsageError
+
+if TYPE_CHECKING:
+    from agentrl.run.evaluation.held_out import EvalResult
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train language-model agents with reinforcement learning.",
+)
+_new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
+app.add_typer(_new, name="new")
+add_commands(app)
+for command in (
+    status,
+    logs,
+    tasks,
+    scale,
+    stop,
+    submit,
+    rewards,
+    rescore,
+    simulate,
+    plan,
+    advise,
+    chaos,
+    retrain,
+    sft,
+    export,
+    fleet,
+):
+    app.command()(command)
+app.add_typer(store, name="store")
+_SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
+
+
+def main() -> None:
+    """Entry point of the `agentrl` command. References such as `my_env:MyEnv` are found in the working folder too."""
+    sys.path.append(str(Path.cwd()))  # last: it shadows nothing that is installed
+    try:
+        app()
+    except AgentRLError as error:
+        _fail(str(error), error.exit_code, at_once=error.at_once)
+    except BaseExceptionGroup as group:  # a Ctrl-C that came while tasks ran
+        if group.split(KeyboardInterrupt)[1] is not None:
+            raise
+        raise SystemExit(130) from None
+
+
+def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
+    if kept := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
+        Path(kept).write_text(line + "\n", encoding="utf-8")
+    print(f"agentrl: {line}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"agentrl {version('agentrl')}")
+        raise typer.Exit
+
+
+_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")]
+
+
+@app.callback()
+def _of_all(version: _VERSION = False) -> None:
+    """Train language-model agents with reinforcement learning."""
+
+
+@app.command()
+def train(
+    file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
+    settings: _SETTINGS = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
+    alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
+) -> None:
+    """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
+    from agentrl import config as configuration
+    from agentrl.run.reporting import report
+    from agentrl.run.reporting.live_view import LiveView
+    from agentrl.run.trainer import Trainer
+
+    if (file is None) == (resume is None):
+        raise UsageError("give either a run file or --resume RUN_DIR")
+    if resume is not None and (out or overwrite):
+        raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
+    if tiny and (resume is not None or alive):
+        raise UsageError("--tiny tries a run file: give one, without --resume and --keep-alive")
+    if alive:
+        from agentrl.run.processes.keep_alive import keep_training
+
+        words = [word for word in sys.argv[1:] if word != "--keep-alive"]
+        raise SystemExit(keep_training(words, file, settings, out, resume))
+    if resume is not None:
+        path, summary = resume, Trainer.resume(resume, LiveView(), settings=settings or [])
+    else:
+        assert file is not None
+        config = configuration.load(file, settings)
+        path = out or Path("runs") / (f"{config.name}-tiny" if tiny else config.name)
+        if tiny:
+            from agentrl.offline.tiny_run import shrunk
+
+            config = shrunk(config, path.with_name(f"{path.name}-model"))
+        summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
+    report.show(tables.console(), path, summary)
+    if summary["unmeasured"]:
+        _fail(f"the run is trained, and not measured: {summary['unmeasured']}; mend it and: agentrl eval {path}", 1)
+
+
+@app.command("eval")
+def evaluate(
+    what: Annotated[str | None, typer.Argument(help="A run directory, a model folder, a registered or hub id")] = None,
+    env: Annotated[str | None, typer.Option(help="Environment id; default: the run's own")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
+    settings: _SETTINGS = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at that server")] = None,
+    key_variable: Annotated[str | None, typer.Option(help="With the server's key; default: OPENAI_API_KEY")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes at once there; default: 16")] = None,
+) -> None:
+    """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID, measure a
+    model on any server; episodes that --out holds already are not played again."""
+    if endpoint is not None:
+        key = os.environ.get(key_variable or "OPENAI_API_KEY")
+        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16)]
+    else:
+        alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
+        if given := [option for option, value in alone.items() if value is not None]:
+            raise UsageError(f"{', '.join(given)}: only with --endpoint URL; leave it out for a run or a model folder")
+        results = _evaluate_model(what, env, n, settings or [], out)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        _show_evaluation(results)
+    if not all(result.n for result in results):
+        raise SystemExit(1)
+
+
+def _show_evaluation(results: list[EvalResult]) -> None:
+    from agentrl.run.reporting import failed_tasks
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
+    for r in results:
+        means = number(r.success, 3), number(r.outcome, 3), number(r.turns, 2), number(r.tokens, 1)
+        table.add_row(r.name, str(r.n), *means, str(r.failed))
+    tables.console().print(table)
+    if rows := [row for result in results for row in result.failed_tasks]:
+        tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
+
+
+def _evaluate_model(
+    what: str | None, env: str | None, n: int, settings: list[str], out: Path | None
+) -> list[EvalResult]:
+    from agentrl.host.janitor import OwnedFolder
+    from agentrl.run.evaluation.of_checkpoint import measured
+    from agentrl.run.trainer import evaluate as measure
+
+    if what is None:
+        raise UsageError("name a run directory or a model; or give --endpoint URL --model NAME --env ID")
+    config, adapters = measured(what, env, n, settings)
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return measure(config, adapters, out=out or owner.path / "run")
+
+
+def _evaluate_endpoint(
+    url: str,
+    what: str | None,
+    model: str | None,
+    env: str | None,
+    n: int,
+    settings: list[str],
+    out: Path | None,
+    key: str | None,
+    concurrency: int,
+) -> EvalResult:
+    from agentrl.config.sections import check_url
+    from agentrl.engine.scoring_client import ScoringClient
+    from agentrl.host.janitor import OwnedFolder
+    from agentrl.run.evaluation import of_endpoint as endpoint
+
+    if what is not None or model is None or env is None:
+        raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
+    config = endpoint.configured(model, env, settings)
+    check_url("--endpoint", url)
+    client = ScoringClient(url, model=model, api_key=key, concurrency=concurrency)
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return endpoint.evaluate(
+            config,
+            endpoint.Endpoint(client=client, concurrency=concurrency, options=endpoint.sampling(config)),
+            n,
+            out or owner.path,
+            on_result=lambda row: print(endpoint.line(row), file=sys.stderr),
+        )
+
+
+@app.command()
+def audit(
+    path: Annotated[Path, typer.Argument(help="A run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check that a run kept the laws; exit code 1 if one is broken."""
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store import RunStore
+    from agentrl.store.audit.audit import audit as check
+
+    run = RunDir.open(path)
+    with RunStore.read(run.store_path) as store:
+        report = check(store, run.checkpoints)
+    if as_json:
+        print(report.to_json())
+    else:
+        table = Table("checked", "found")
+        for name, value in json.loads(report.to_json()).items():
+            table.add_row(name, json.dumps(value))
+        tables.console().print(table)
+    if report.violations:
+        raise SystemExit(1)
+
+
+@app.command()
+def play(
+    env: Annotated[str, typer.Argument(help="Environment id")],
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+) -> None:
+    """Play the policy's part yourself."""
+    from agentrl.cli.play import play as play_episode
+    from agentrl.config import apply_override
+
+    kwargs: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(kwargs, setting)
+    play_episode(env, seed=seed, kwargs=kwargs, read=input, write=print)
+
+
+@_new.callback()
+def _of_new() -> None:
+    """Keeps `env` a command of its own while it is the only one."""
+
+
+@_new.command("env")
+def new_env(
+    name: Annotated[str, typer.Argument(help="Name of the package, such as my_env")],
+    out: Annotated[Path | None, typer.Option(help="Its folder; default ./NAME")] = None,
+) -> None:
+    """Make a package with an environment, tools, tests and a run file."""
+    from agentrl.scaffold import new_env as write
+
+    folder = out or Path(name)
+    id, written = write(name, folder)
+    for path in written:
+        print(path)
+    print(f"{id} is ready: cd {folder} && pip install -e '.[dev]' && pytest")
+
+
+@app.command()
+def validate(
+    env: Annotated[str, typer.Argument(help="Environment id")],
+    n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
+    drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
+) -> None:
+    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
+    from agentrl.config import apply_override
+    from agentrl.env.checks.validate import validate as play_oracles
+
+    kwargs: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(kwargs, setting)
+    found = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
+    table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
+    for tally in found.tallies:
+        missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
+        turns = f"{tally.turns / tally.episodes:.1f}"
+        table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
+    console = tables.console()
+    if found.tallies:
+        console.print(table)
+    if found.tests:
+        console.print(f"test ids: {found.absent} of {found.tests} are not in the log of the gold patch")
+    for kind, faults in (("no task", found.bad), ("failed", found.failed), ("missed", found.missed)):
+        for fault in faults[:20]:
+            name = "" if fault.task in fault.reason else f"{fault.task}: "
+            console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)
+        if faults[20:]:
+            console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
+    if drop is not None:
+        name = escape(str(drop))
+        console.print(f"{found.drop(drop)} tasks are in {name}: leave them out by --set skip={name}")
+    if found.faults:
+        raise SystemExit(1)
+
+
+@app.command("list")
+def list_ids(
+    kind: Annotated[
+        Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms"] | None,
+        typer.Argument(help="Only of this kind"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """List the installed environments, tools, sandboxes, models, per-token columns and algorithms."""
+    from agentrl.cli.catalogue import KINDS, entries
+
+    kinds = KINDS if kind is None else (kind,)
+    if as_json:
+        rows = [{"kind": each, "id": entry.id, "summary": entry.summary} for each in kinds for entry in entries(each)]
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table("kind", "id", "what it is")
+    for each in kinds:
+        for entry in entries(each):
+            table.add_row(each, escape(entry.id), escape(entry.summary))
+    tables.console().print(table)
+
+
+@app.command()
+def keys(
+    of: Annotated[str, typer.Argument(help="Only keys with this beginning, such as rollout")] = "",
+    page: Annotated[
+        bool, typer.Option("--page", help="The whole table as Markdown, as docs/run-file.md has it")
+    ] = False,
+) -> None:
+    """List the keys of a run file with their defaults and meanings."""
+    from agentrl.config import reference as run_file
+
+    if page:
+        print(run_file.page(), end="")
+        return
+    found = [key for key in run_file.all_keys() if key.name.startswith(of)]
+    if not found:
+        raise UsageError(f"no key begins with {of!r}: agentrl keys shows all")
+    table = Table("key", "value", "default", "meaning")
+    for key in found:
+        table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
+    tables.console().print(table)
+
+
+@app.command()
+def show(
+    id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
+) -> None:
+    """Show what an id stands for and which arguments it takes."""
+    from agentrl.cli.catalogue import find
+
+    entry = find(id)
+    console = tables.console()
+    console.print(f"{entry.id}  ({entry.kind}, {entry.target})\n\n{entry.text}\n", markup=False, highlight=False)
+    table = Table("argument", "kind", "default")
+    for argument in entry.arguments:
+        table.add_row(*map(escape, (argument.name, argument.kind, argument.default or "required")))
+    if entry.open:
+        table.add_row("…", "", "and whatever it passes on")
+    if table.row_count:
+        console.print(table)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
+    """List what this machine has, and how to get what is missing."""
+    from agentrl.cli.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    table = Table("part", "", "seen", "what to do")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
+        table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.hint))
+    if not as_json:
+        tables.console().print(table)
+    if any(finding.needed and not finding.works for finding in findings):
+        raise SystemExit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A model folder or a registered model id")],
+    kind: Annotated[Literal["embedded", "vllm"], typer.Option(help="Which engine")] = "embedded",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    host: str = "127.0.0.1",
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    max_context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together")] = 2048,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests computed at once")] = 128,
+    kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="dtype of vLLM's weights")] = "float32",
+    gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
+    lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
+    lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",
+    sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
+    routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
+    kept_sets: Annotated[bool, typer.Option(help="Tell the set that each token is drawn from (vLLM)")] = False,
+    weights_from: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder or URL that runs' weights may come from, beside /dev/shm, /tmp and this folder"),
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with its key; default: a new key, printed")
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody who reaches the address use it")] = False,
+) -> None:
+    """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it."""
+    from agentrl.config import EngineSettings
+    from agentrl.engine.vllm.launch import check_gpus
+    from agentrl.models.resolve import model_dir
+    from agentrl.run.serving.serve import Door, key_of
+    from agentrl.run.serving.serve import serve as serve_model
+
+    if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
+        raise UsageError(f"--gpus {gpus!r}: write their numbers as 0,1")
+    if gpus and kind == "embedded":
+        raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
+    if lora_rank and kind == "embedded":
+        raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
+    if sync != "auto" and kind == "embedded":
+        raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
+    if routed_experts and kind == "embedded":
+        raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
+    numbers = [int(number) for number in gpus.split(",") if number]
+    if numbers:
+        check_gpus(numbers)
+    settings = EngineSettings(
+        kind=kind,
+        gpus=[numbers] if numbers else [],
+        threads=threads,
+        max_batch=max_batch,
+        kv_cache_mb=kv_cache_mb,
+        dtype=dtype,
+        sync=sync,
+        routed_experts=routed_experts,
+        weights_from=weights_from or [],
+    )
+    targets = tuple(target for target in lora_targets.split(",") if target)
+    serve_model(
+        model_dir(model),
+        settings,
+        door=Door(host=host, port=port, key=key_of(api_key_env, none=no_key)),
+        name=model,
+        key_variable=api_key_env,
+        max_context=max_context,
+        lora_rank=lora_rank,
+        lora_targets=targets,
+        kept_sets=kept_sets,
+    )
+
+
+@app.command("vllm-plugin")
+def vllm_plugin(
+    folder: Annotated[Path | None, typer.Argument(help="Where to; default ~/.cache/agentrl/vllm-plugin")] = None,
+) -> None:
+    """Copy our vLLM plugin into a folder and print its path: PYTHONPATH=$(agentrl vllm-plugin) vllm serve …"""
+    from agentrl.engine.vllm.launch import carry_plugin
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (folder or cache / "agentrl" / "vllm-plugin").resolve()
+    try:
+        carry_plugin(folder)
+    except OSError as error:
+        raise UsageError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from error
+    print(folder)
+
+
+# `agentrl bench NAME --help` is the benchmark's own help.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="loop, engine, weights, sandbox …")]
+) -> None:
+    """Run a benchmark of this source checkout. It gets all further arguments, `--help` too."""
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
+    if name in ("-h", "--help"):
+        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {known}")
+        return
+    if name not in found:
+        raise UsageError(f"no benchmark {name!r}; known: {known}")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us

@@ -1,0 +1,140 @@
+"""The commands `agentrl plan` and `agentrl advise`, as `agentrl.cli` offers them. Nothing heavy is imported before they
+run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from agentrl.cli import tables
+
+if TYPE_CHECKING:
+    from agentrl.planning.plan import Plan, Work
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
+    gpu: Annotated[str, typer.Option(help="A name, as h100 or l40s; or name,TFLOP/s,GB,GB/s of another")] = "h100",
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="GPUs in total")] = 1,
+    row: Annotated[int | None, typer.Option(min=2, help="Tokens of an episode; default: rollout.max_context")] = None,
+    sampled: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of them that the policy samples")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak that the learner reaches")] = 0.1,
+    mbu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the bandwidth that an engine reaches")] = 0.5,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the cost")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Say what a run needs of GPUs: memory, tokens a second, how to divide them, cost. Nothing is downloaded but the
+    model's configuration, if it is a folder not even that; exit code 1 if it does not fit."""
+    from agentrl import config as configuration
+    from agentrl.planning import plan as planning
+
+    of = planning.gpu_of(gpu)
+    config, chosen = planning.started(configuration.load(file, settings), of, n)
+    work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
+    found = planning.plan(config, of, n, work)
+    if as_json:
+        best = None if found.best is None else {**asdict(found.best), "step_s": found.best.step_s}
+        print(json.dumps({"chosen": chosen, **asdict(found), "best": best}, indent=2))
+        if best is None:
+            raise SystemExit(1)
+        return
+    console = tables.console()
+    if chosen:
+        values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
+        console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)
+    for line in _said(found, work, price):
+        console.print(line, markup=False, highlight=False)
+    console.print(_table(found))
+    if found.best is None:
+        for change in dict.fromkeys(planning.changes(config, of, n, work)):
+            console.print(f"It fits with {change}", markup=False, highlight=False)
+        raise SystemExit(1)
+
+
+def _said(found: Plan, work: Work, price: float | None) -> list[str]:
+    parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
+    sizes = ", ".join(f"{name} {getattr(found.held, name) / 1e9:.2f}" for name in parts)
+    host = f" In host memory wait {found.held.host / 1e9:.2f} GB of the optimizer." if found.held.host else ""
+    learners = 1 if found.best is None else found.best.learners
+    each = (
+        ""
+        if found.best is None or learners < 2
+        else (f" Divided over the {learners} GPUs of the best way, each holds {found.best.learner_bytes / 1e9:.2f} GB.")
+    )
+    lines = [
+        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}."
+        f"{host}{each}",
+        f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
+        f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
+        f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
+        "is skipped for want of signal.",
+    ]
+    best = found.best
+    if best is None:
+        return [*lines, "It does not fit."]
+    if best.host_bytes:
+        lines.append(
+            f"By turns: {best.engine_bytes / 1e9:.2f} GB on the GPU while the engine samples, "
+            f"{best.learner_bytes / 1e9:.2f} while the learner steps; {best.host_bytes / 1e9:.2f} GB wait in host "
+            f"memory, and a step spends {best.swap_s:.3g} s on bringing one and the other there."
+        )
+    room_mb = int(best.cache_room) >> 20
+    if best.at_once < found.max_running and room_mb > 1.1 * found.cache_mb:
+        lines.append(
+            f"Keys and values of {best.at_once} episodes at once, of rollout.max_running = {found.max_running}, fill "
+            f"engine.kv_cache_mb = {found.cache_mb}: there is room for --set engine.kv_cache_mb={room_mb}"
+        )
+    hours = found.n * best.step_s * 1000 / 3600
+    cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"
+    return [
+        *lines,
+        f"Best: {_name(best.engines, best.learners)}, {best.step_s:.3g} s a step, "
+        f"{found.tokens_per_step / best.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best.max_lag}; 1,000 steps "
+        f"take {hours:.3g} GPU hours{cost}.",
+    ]
+
+
+def _name(engines: int, learners: int) -> str:
+    return f"{engines} for engines, {learners} for the learner" if engines else "one GPU for both"
+
+
+def _table(found: Plan) -> Table:
+    table = Table("engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s")
+    for name in ("sampled tokens/s", "max_lag"):
+        table.add_column(name)
+    for one in found.splits:
+        table.add_row(
+            f"{one.engines} + {one.learners}" if one.engines else "1, by turns" if one.host_bytes else "1, shared",
+            "yes" if one.fits else "no",
+            f"{one.learner_bytes / 1e9:.1f}",
+            f"{one.engine_bytes / 1e9:.1f}",
+            str(one.at_once),
+            *(
+                (f"{one.learner_s:.3g}", f"{one.engine_s:.3g}", f"{found.tokens_per_step / one.step_s:,.0f}")
+                if one.fits
+                else ("-", "-", "-")
+            ),
+            str(one.max_lag) if one.fits else "-",
+        )
+    return table
+
+
+def advise(
+    run: Annotated[Path, typer.Argument(help="A run directory, of a finished run or one that goes on")],
+    gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs too")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the lines")] = False,
+) -> None:
+    """Say what to change in a run, from its own times: lag, quorum, batch, and with --gpus which side gets them."""
+    from agentrl.run.advise import advise as look
+
+    if as_json:
+        print(json.dumps(list(look(run, gpus)), indent=2))
+        return
+    for line in look(run, gpus):
+        print(line)

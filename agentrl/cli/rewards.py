@@ -1,0 +1,57 @@
+"""The commands on reward sources, as `agentrl.cli` offers them. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl.cli import tables
+
+_RUN = Annotated[Path, typer.Argument(help="A run directory")]
+
+
+def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
+    """Show what each reward source of a run said, took and cost, and the means of the environment's reward functions in
+    its first and last ten steps."""
+    from agentrl.run.reward_services import by_function, reports
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store import RunStore
+
+    with RunStore.read(RunDir.open(path).store_path) as store:
+        found = list(reports(store))
+        functions = by_function([row.values for row in store.metrics("step")])
+    if as_json:
+        print(json.dumps({"sources": [asdict(one) for one in found], "functions": functions}, indent=2))
+        return
+    table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
+    for one in found:
+        numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]
+        table.add_row(one.source, str(one.version), str(one.turns), str(one.counted), *numbers, f"{one.cost:g}")
+    console = tables.console()
+    if found or not functions:
+        console.print(table if found else "no reward source scored a turn of this run")
+    if functions:
+        means = Table("reward function", "first steps", "last steps")
+        for name, one in functions.items():
+            means.add_row(escape(name), f"{one['first']:.3f}", f"{one['last']:.3f}")
+        console.print(means)
+
+
+def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:
+    """Have a source score a stored run again, as a version of its own; what was trained stays as it was."""
+    import trio
+
+    from agentrl.run.reward_services import rescore as score_again
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    with RunStore.open(run.store_path) as store:
+        version, failed = trio.run(score_again, run.config(), store, source)
+    print(f"scored as version {version} of {source}, {failed} turns failed; see: agentrl rewards {path}")

@@ -1,0 +1,139 @@
+"""The commands `agentrl status`, `logs`, `tasks`, `scale` and `stop`, as `agentrl.cli` offers them. Imports nothing
+heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from agentrl.run.run_folder import RunDir
+
+_RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")]
+_TAIL = 1 << 20  # bytes at a log's end that are searched for its last lines
+_POLL_S = 0.2
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""A log has what a policy and its programs printed: no control character of it reaches the terminal."""
+
+
+def status(
+    path: _RUN,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+) -> None:
+    """Say what a run does now, and what to type next. Changes nothing."""
+    from agentrl.run.reporting import status as found
+    from agentrl.run.run_folder import RunDir
+
+    now = found.status(RunDir.open(path))
+    for line in [json.dumps(now)] if as_json else found.lines(now):
+        print(line.translate(_SHOWN))
+
+
+def logs(
+    path: _RUN,
+    part: Annotated[str | None, typer.Argument(help="learner, worker-0, engine-0 …; default: all")] = None,
+    n: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each log")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends")] = False,
+) -> None:
+    """Show the last lines of a run's logs, one log for each of its processes."""
+    from agentrl.run.reporting.status import holder
+    from agentrl.run.run_folder import RunDir
+
+    run = RunDir.open(path)
+    read: dict[Path, int] = {}
+    for log in _chosen(run, part):
+        with log.open("rb") as file:
+            _tell(log, *_last(file, n))
+            read[log] = file.tell()
+    while follow:
+        live = holder(run).kind != "nobody"  # before the look: what was written until the end is shown
+        for log in _chosen(run, part):
+            with log.open("rb") as file:
+                at = read.get(log, 0)
+                file.seek(at if at <= os.fstat(file.fileno()).st_size else 0)  # an attempt began its log anew
+                _tell(log, *file.read(_TAIL).decode(errors="replace").splitlines())
+                read[log] = file.tell()
+        if not live:
+            return
+        time.sleep(_POLL_S)
+
+
+def tasks(
+    path: _RUN,
+    failed: Annotated[bool, typer.Option("--failed", help="Only tasks of which an episode failed")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """List a run's tasks: how many of their episodes ended, with which success. With --failed, those that failed
+    through no doing of the policy: why, where and how often."""
+    from agentrl.cli import tables
+    from agentrl.run.reporting import failed_tasks
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    config = run.config()
+    with RunStore.read(run.store_path) as store:
+        rows = failed_tasks.as_rows(store.failed_tasks(), config) if failed else failed_tasks.all_rows(store, config)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        print("no episode failed through no doing of the policy" if failed else "no episode has ended")
+        return
+    console = tables.console()
+    console.print(failed_tasks.table(rows) if failed else failed_tasks.tasks_table(rows))
+    if failed and (line := failed_tasks.mend(rows, path)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def stop(
+    path: _RUN,
+    deadline_s: Annotated[float, typer.Option(min=0, help="How long to wait for its end")] = 120.0,
+) -> None:
+    """End a run in order, as Ctrl-C does where it was started. It can be resumed."""
+    from agentrl.run.reporting.status import stop as end
+    from agentrl.run.run_folder import RunDir
+
+    print(end(RunDir.open(path), deadline_s))
+
+
+def scale(
+    path: _RUN,
+    engines: Annotated[int | None, typer.Option(help="Engines of each model that learns, at least 1")] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers, at least 1")] = None,
+) -> None:
+    """Change how many engines and workers a run has, while it goes on. Nothing sampled is lost, and a run that is
+    resumed keeps the numbers."""
+    from agentrl.run.reporting.status import scale as ask
+    from agentrl.run.run_folder import RunDir
+
+    print(ask(RunDir.open(path), engines=engines, workers=workers))
+
+
+def _chosen(run: RunDir, part: str | None) -> list[Path]:
+    found = {log.stem: log for log in sorted(run.logs.glob("*.log"))}
+    if part is None:
+        return list(found.values())
+    if part not in found:
+        raise UsageError(f"{run.path} has no log {part!r}; it has: {', '.join(found) or 'none'}")
+    return [found[part]]
+
+
+def _last(file: IO[bytes], n: int) -> list[str]:
+    """The last n lines, of the last MiB at most."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL))
+    lines = file.read(_TAIL).decode(errors="replace").splitlines()
+    return lines[-n:] if n else []
+
+
+def _tell(log: Path, *lines: str) -> None:
+    for line in lines:
+        print(f"{log.stem}: {line}".translate(_SHOWN), flush=True)

@@ -1,0 +1,35 @@
+"""The run file: one module a table, with its defaults and checks. Imports no torch."""
+
+from agentrl.config.run_config import (
+    MAX_LORA_RANK,
+    Buffer,
+    EngineSettings,
+    EnvSource,
+    Rollout,
+    RunConfig,
+    TaskTable,
+    Train,
+    algorithm,
+    apply_override,
+    from_json,
+    load,
+    parse,
+    to_json,
+)
+
+__all__ = [
+    "MAX_LORA_RANK",
+    "Buffer",
+    "EngineSettings",
+    "EnvSource",
+    "Rollout",
+    "RunConfig",
+    "TaskTable",
+    "Train",
+    "algorithm",
+    "apply_override",
+    "from_json",
+    "load",
+    "parse",
+    "to_json",
+]

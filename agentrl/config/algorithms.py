@@ -1,0 +1,118 @@
+"""The algorithms of a run: read from the tables of its run file, and what must hold between several of them.
+
+Owns their kinds, and the models that they need together. Never knows what they train, nor a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from agentrl import registry
+from agentrl.algos.algorithm import Algorithm, Slots
+from agentrl.config.sections import Buffer, config_error, switched_off
+from agentrl.errors import ConfigError, UnknownIdError
+
+
+def algorithm(kind: str) -> type[Algorithm]:
+    """The class of an algorithm: ours, or one that a package offers. Raises UnknownIdError."""
+    return cast("type[Algorithm]", registry.resolve("algorithms", kind))
+
+
+def read(given: Any, field: str) -> Any:
+    """The algorithm that the table at `field` of the run file names by its `kind`: GRPO, if it names none. What is no
+    table stays as it is. Raises ConfigError."""
+    if not isinstance(given, dict):
+        return given
+    table = cast("dict[str, Any]", given)
+    try:
+        kind = algorithm(str(table.get("kind", "grpo")))
+    except UnknownIdError as error:
+        raise ConfigError(f"{field}.kind", table["kind"], str(error)) from None
+    try:
+        return kind.model_validate(switched_off(table, kind))
+    except ValidationError as error:
+        raise config_error(error, kind, tuple(field.split("."))) from None
+
+
+def leave(table: dict[str, Any], kind: str) -> None:
+    """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
+    try:
+        old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
+    except UnknownIdError:
+        return  # said where the table is read
+    used = new.model_fields.keys() - new.unused
+    for name in [name for name in table if name in old.model_fields and name not in used]:
+        del table[name]
+
+
+def read_tables(document: dict[str, Any]) -> dict[str, Any]:
+    """A run file's document with the algorithms of its `[[tasks]]` and `[[roles]]` read. Raises ConfigError naming the
+    entry."""
+
+    def read_one(table: Any, field: str) -> Any:
+        if not isinstance(table, dict) or "algo" not in table:
+            return cast("Any", table)
+        return {**cast("dict[str, Any]", table), "algo": read(table["algo"], f"{field}.algo")}
+
+    found = {name: document[name] for name in ("tasks", "roles") if isinstance(document.get(name), list)}
+    return document | {
+        name: [read_one(table, f"{name}.{at}") for at, table in enumerate(cast("list[Any]", tables))]
+        for name, tables in found.items()
+    }
+
+
+def distinct(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
+    """Those that differ, each under the first of its fields: entries that say the same are one algorithm."""
+    found: dict[str, Algorithm] = {}
+    for field, algo in algorithms.items():
+        if algo not in found.values():
+            found[field] = algo
+    return found
+
+
+def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
+    """The models that algorithms need together, by the fields that name them. There is one critic, and one other model
+    of a name: raises ConfigError if two algorithms mean different ones."""
+    others: dict[str, Any] = {}
+    critic, critic_of = Slots(), ""
+    for field, algo in algorithms.items():
+        needed = algo.slots
+        for name, model in {**needed.frozen, **needed.moving}.items():
+            if others.setdefault(name, model) != model:
+                hint = f"a run has one model of this name, and another entry {others[name]!r}: give both the same"
+                raise ConfigError(f"{field}.{name}", model, hint)
+        if needed.critic is None:
+            continue
+        if critic.critic is None:
+            critic, critic_of = needed, field
+        elif (needed.critic, needed.critic_lr) != (critic.critic, critic.critic_lr):
+            hint = f"a run has one critic, and {critic_of} another: give both the same critic and critic_lr"
+            raise ConfigError(f"{field}.critic", needed.critic, hint)
+    return Slots(
+        frozen={name: folder for one in algorithms.values() for name, folder in one.slots.frozen.items()},
+        moving={name: follows for one in algorithms.values() for name, follows in one.slots.moving.items()},
+        critic=critic.critic,
+        critic_lr=critic.critic_lr,
+    )
+
+
+def check(algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: int, quorum: int | None) -> None:
+    """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
+    slots(algorithms)
+    if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):
+        named = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
+        hint = f"{named} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
+        raise ConfigError("buffer.skip_without_signal", True, hint)
+    for field, algo in algorithms.items():
+        named = f"{field}.kind = {algo.kind!r}"
+        if buffer.max_lag > 0 and not algo.corrects and algo.diverges:
+            raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
+        if group_size < (least := algo.least_members):
+            hint = f"{named} compares siblings: give at least {least}, or another algorithm"
+            raise ConfigError("rollout.group_size", group_size, hint)
+        if quorum is not None and quorum < least:
+            hint = f"{named} learns nothing from fewer than {least} members: give buffer.quorum = {least}"
+            raise ConfigError("buffer.quorum", quorum, hint)

@@ -1,0 +1,162 @@
+"""Settings of a run file that another one takes back: they would have no effect, or end what they allow.
+
+None of them is refused, as a run may go on without. Knows settings alone, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from agentrl.algos.clipped_loss import Clipped
+from agentrl.config.league import LeagueSettings
+from agentrl.config.run_config import RunConfig
+from agentrl.config.sections import RewardSource
+
+_SERVED = ("prm", "judge", "teacher")
+_OF_KINDS = {  # settings of a reward source, and what has a use for them
+    "call": ("callable", "tests"),
+    **dict.fromkeys(("command", "files", "score", "sandbox", "image", "box_s"), ("tests",)),
+    **dict.fromkeys(("potential", "gamma"), ("shaping",)),
+    **dict.fromkeys(("most_tokens", "margin_tokens"), ("overlong",)),
+    **dict.fromkeys(("url", "model", "api_key_env"), _SERVED),
+    **dict.fromkeys(("prompt", "envs"), ("teacher",)),
+    "rubric": ("judge",),
+    **dict.fromkeys(("label", "activation"), ("prm",)),
+}
+
+_OF_OWN_ENGINES = {"replicas", "threads"}
+"""Settings of engines that the run starts."""
+
+
+_OF_ALGORITHMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("kl_in", "kl_gradient"), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
+    (("kl_gradient",), lambda algo: algo.kl_weight and algo.kl_in == "reward", "with {}.kl_in = 'reward'"),
+    (("reject_below", "reject_above"), lambda algo: algo.reject == "none", "without {}.reject"),
+    (("importance_floor", "importance_cap"), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
+    (("divisor",), lambda algo: algo.normalise != "constant", "without {}.normalise = 'constant'"),
+    (("distil_level",), lambda algo: not algo.distil_weight, "without {}.distil_weight"),
+    (("gae_lambda",), lambda algo: algo.gae_length_alpha is not None, "beside {}.gae_length_alpha"),
+)
+"""Settings of algorithms, when they have no effect on one that has them, and what takes it."""
+
+
+def contradictions(config: RunConfig) -> Iterator[str]:
+    """One line for each, with what to change."""
+    yield from _of_deadlines(config)
+    yield from _of_groups(config)
+    first = next(iter(config.algorithms))
+    off = all(algo.process_weight == 0 for algo in config.algorithms.values())
+    for source in config.rewards:
+        yield from _of_source(source)
+        if off and source.kind != "teacher":
+            what = f"leaves reward source {source.source!r} without effect"
+            yield f"{first}.process_weight = 0 {what}: {_typed(first, 'process_weight', 1)}"
+    yield from _of_engines(config)
+    yield from _of_training(config)
+    for field, algo in config.algorithms.items():
+        if isinstance(algo, Clipped):
+            yield from _of_algorithm(field, algo)
+    yield from _of_alarms(config)
+    if config.league != LeagueSettings() and not config.league_roles:
+        for name in sorted(_changed(config.league)):
+            how = 'no [[roles]] table has plays = "league" or "either"'
+            yield f"league.{name} has no effect, as {how}: --set league.{name}={_default(config.league, name)}"
+    if config.eval.every and not config.eval.sets:
+        yield "eval.every has no effect without held-out sets: give an [[eval.sets]] table with a name"
+
+
+def _of_engines(config: RunConfig) -> Iterator[str]:
+    engine, given = config.engine, config.engine.model_fields_set
+    if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
+        yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
+    if engine.weights_url is not None and config.sync == "adapter":
+        yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
+    if engine.canary_tolerance is not None and not engine.canary:
+        yield "engine.canary_tolerance has no effect without the canary: --set engine.canary=true"
+    if engine.stage == "file" and (engine.kind == "embedded" or config.sync not in ("full", "delta")):
+        yield "engine.stage has no effect: vLLM alone stages, and only what is a file: --set engine.stage=auto"
+    if engine.kind == "embedded" and engine.dtype != "float32" and not engine.urls:
+        yield f"engine.dtype = {engine.dtype!r}: the embedded engine computes in float32: --set engine.dtype=float32"
+    if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
+        yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
+
+
+def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
+    changed = _changed(algo)
+    for names, useless, why in _OF_ALGORITHMS:
+        for name in names:
+            if name in changed and useless(algo):
+                yield f"{field}.{name} has no effect {why.format(field)}: {_typed(field, name, _default(algo, name))}"
+
+
+def _typed(field: str, name: str, value: object) -> str:
+    """The mend of an algorithm's setting: the command line reaches no entry of a list."""
+    return f"--set {field}.{name}={value}" if field == "algo" else "leave it out"
+
+
+def _of_alarms(config: RunConfig) -> Iterator[str]:
+    alarms = config.alarms
+    for name in alarms.actions:
+        bounds = [bound for bound in type(alarms).model_fields if bound in (f"{name}_above", f"{name}_below")]
+        if bounds and getattr(alarms, bounds[0]) is None:
+            mend = _default(alarms, bounds[0]) or 0.1
+            yield f"alarms.actions.{name} has no effect without alarms.{bounds[0]}: --set alarms.{bounds[0]}={mend}"
+
+
+def _changed(section: BaseModel) -> set[str]:
+    return {name for name in type(section).model_fields if getattr(section, name) != _default(section, name)}
+
+
+def _default(section: BaseModel, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
+def _of_training(config: RunConfig) -> Iterator[str]:
+    train, given = config.train, config.train.model_fields_set
+    if train.optimizer == "sgd" and "betas" in given:
+        yield "train.betas has no effect with train.optimizer = 'sgd': --set train.optimizer=adamw"
+    if train.warmup_steps >= train.steps and "warmup_steps" in given:
+        how = f"the rate never reaches train.lr within train.steps = {train.steps}"
+        yield f"train.warmup_steps = {train.warmup_steps}: {how}: --set train.warmup_steps={train.steps // 10}"
+
+
+def _of_deadlines(config: RunConfig) -> Iterator[str]:
+    rollout, stall_s = config.rollout, config.train.stall_deadline_s
+    for name in ("turn_deadline_s", "step_deadline_s"):
+        if (value := getattr(rollout, name)) >= stall_s:
+            how = f"while every episode is in one, the run ends after train.stall_deadline_s = {stall_s:g}"
+            yield f"rollout.{name} = {value:g}: {how}: --set train.stall_deadline_s={2 * value:g}"
+    for name in ("turn_deadline_s", "episode_deadline_s"):
+        if (value := getattr(rollout, name)) > rollout.group_deadline_s:
+            how = f"longer episodes are lost to rollout.group_deadline_s = {rollout.group_deadline_s:g}"
+            yield f"rollout.{name} = {value:g}: {how}: --set rollout.group_deadline_s={2 * value:g}"
+
+
+def _of_groups(config: RunConfig) -> Iterator[str]:
+    buffer, pivot = config.buffer, config.rollout.pivot
+    if buffer.quorum is not None and config.quorum is None:
+        closes = "all members" if buffer.close == "full" else "all members at buffer.max_lag = 0"
+        yield f"buffer.quorum has no effect, as groups wait for {closes}: --set buffer.quorum=false"
+    if buffer.close == "quorum" and buffer.max_lag == 0:
+        yield "buffer.max_lag = 0 leaves the late members of a quorum untrained: --set buffer.max_lag=1"
+    if buffer.window != type(buffer).model_fields["window"].default and buffer.order != "windowed":
+        yield f"buffer.window has no effect with buffer.order = {buffer.order!r}: --set buffer.order=windowed"
+    if not buffer.skip_without_signal and "skip_at_most" in _changed(buffer):
+        yield "buffer.skip_at_most has no effect, as no group is skipped: --set buffer.skip_without_signal=auto"
+    if pivot is not None and pivot.below and pivot.rule != "low_reward":
+        yield f"rollout.pivot.below has no effect with rule = {pivot.rule!r}: --set rollout.pivot.rule=low_reward"
+
+
+def _of_source(source: RewardSource) -> Iterator[str]:
+    changed = _changed(source)
+    useless = [
+        name for name, kinds in _OF_KINDS.items() if not {source.kind, source.measure} & {*kinds} and name in changed
+    ]
+    if source.kind == "teacher" and source.weight != 1.0:
+        useless.append("weight")
+    if useless:
+        what = f"reward source {source.source!r} of kind {source.kind!r}"
+        yield f"{what} has no use for {', '.join(useless)}: leave it out"

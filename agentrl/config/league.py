@@ -1,0 +1,121 @@
+"""A league of past selves: its settings, its members, and the rules by which an opponent is drawn.
+
+A member is a weight version of the run that a checkpoint holds; version 0 is the model that the run began with, and
+always one. Owns the draw, which is a function of the run's seed, the group and the members. Never knows a store, an
+engine or a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from agentrl import registry
+from agentrl.config.sections import Count, Positive, Section
+from agentrl.errors import ConfigError, UsageError
+
+META: Final = "league"
+"""The store's key for the members, as `to_json` writes them."""
+
+
+class LeagueSettings(Section):
+    """Which past selves play the roles that `[[roles]] plays` gives to them, and how often."""
+
+    every: Count = 20  # steps after which a checkpoint is saved and joins
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the groups that meet past selves; in the others all learn
+    rule: str = "uniform"  # who is drawn: latest, uniform, pfsp (those that the policy beats least), or module:function
+    newest: Count = 32  # members that are drawn from, beside the model that the run began with
+    pfsp_power: Positive = 2.0  # of pfsp: the weight of a member is so high a power of the share of games that it wins
+    measured: Literal["first", "latest", "drawn"] = "first"  # evaluation meets what the run began with, or past selves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """`version` was made by optimizer step `step`. It `played` so many scored episodes against the policy, which won
+    `won` of them: a draw counts one half."""
+
+    version: int
+    step: int
+    played: int = 0
+    won: float = 0.0
+
+    @property
+    def beaten(self) -> float:
+        """The share of games that the policy wins against it, as if one more had been won and one lost."""
+        return (self.won + 1) / (self.played + 2)
+
+
+Rule = Callable[[Sequence[Member]], Sequence[float]]
+"""Weights of members, oldest first: each is drawn in proportion to its own. A rule of yours is such a function."""
+
+FIRST: Final = Member(version=0, step=0)
+
+
+def rule(settings: LeagueSettings) -> Rule:
+    """The rule that the settings name. Raises ConfigError.
+
+    `pfsp` is prioritised fictitious self-play (Vinyals et al. 2019, AlphaStar): (1 - P[the policy wins])^power."""
+    if settings.rule == "latest":
+        return lambda members: [float(member is members[-1]) for member in members]
+    if settings.rule == "uniform":
+        return lambda members: [1.0] * len(members)
+    if settings.rule == "pfsp":
+        return lambda members: [(1 - member.beaten) ** settings.pfsp_power for member in members]
+    try:
+        return registry.load_reference(settings.rule)
+    except UsageError as error:
+        hint = f"give 'latest', 'uniform', 'pfsp' or module:function ({error})"
+        raise ConfigError("league.rule", settings.rule, hint) from None
+
+
+def shares(members: Sequence[Member], settings: LeagueSettings) -> dict[int, float]:
+    """How probable each member is to be drawn, by version. Raises ConfigError for a rule that gives no such weights."""
+    among = [*members[:1], *members[1:][-settings.newest :]]
+    weights = [float(weight) for weight in rule(settings)(among)]
+    total = sum(weights)
+    if len(weights) != len(among) or min(weights) < 0 or not 0 < total < float("inf"):
+        hint = f"it must give each of {len(among)} members a weight from 0, not all of them 0; it gave {weights}"
+        raise ConfigError("league.rule", settings.rule, hint)
+    return {member.version: weight / total for member, weight in zip(among, weights, strict=True)}
+
+
+def given(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, group_id: int) -> frozenset[str]:
+    """The roles that past selves play in a group, of those in `tables` (role to "league" or "either"). Of the roles
+    that either plays, one is drawn for the policy."""
+    chance = random.Random(f"{seed}/{group_id}")
+    if chance.random() >= settings.share:
+        return frozenset()
+    either = sorted(role for role, plays in tables.items() if plays == "either")
+    return frozenset(tables) - ({chance.choice(either)} if either else frozenset())
+
+
+def draw(members: Sequence[Member], settings: LeagueSettings, *, seed: int, group_id: int, role: str) -> int:
+    """The version that plays a role in a group. It depends on the members, so a group should always be given the same:
+    then all its episodes meet the same one.
+
+    Each member's clock rings after a time of its own, at a rate of its share; the first wins. So one more member, or
+    other shares, change few draws."""
+    found = shares(members, settings)
+    clocks = {
+        version: -math.log(1 - random.Random(f"{seed}/{group_id}/{role}/{version}").random()) / share
+        for version, share in found.items()
+        if share
+    }
+    return min(clocks, key=clocks.__getitem__)
+
+
+def to_json(members: Sequence[Member]) -> str:
+    """The members as the store keeps them."""
+    return json.dumps([asdict(member) for member in members])
+
+
+def from_json(text: str | None) -> list[Member]:
+    """What `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
+    told: list[dict[str, Any]] = json.loads(text) if text else []
+    return [Member(**one) for one in told] or [FIRST]

@@ -1,0 +1,90 @@
+"""Chooses the settings that a run file leaves out, by the machine and the model's size; never changes those it gives.
+
+Without a GPU, or for a tiny model, the defaults of `agentrl.config` hold. The rules are arithmetic on memory; their
+numbers were checked, but not by runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from agentrl.config import run_config as configuration
+from agentrl.config.run_config import RunConfig
+
+_GIB: Final = 1 << 30
+_TINY: Final = 50_000_000  # parameters; a CPU trains a smaller model as fast
+_FULL_BYTES: Final = 16  # memory for each trained parameter: weight, gradient and two moments in float32
+_SHARE: Final = 0.5  # the part of a GPU's memory for them; the rest is for activations, or for engines on the same GPU
+_LORA_RANK: Final = 32
+_LARGE_GIB: Final = 40
+_KV_SHARE: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The facts that defaults depend on: number of GPUs, memory of each in bytes, whether vLLM is installed here."""
+
+    gpus: int = 0
+    gpu_bytes: int = 0
+    vllm: bool = False
+
+    @classmethod
+    def seen(cls) -> Machine:
+        """This machine, as torch sees it; without torch it has no GPU."""
+        if importlib.util.find_spec("torch") is None:
+            return cls()
+        import torch
+
+        if not torch.cuda.is_available():
+            return cls()
+        memory = int(cast(Any, torch.cuda).get_device_properties(0).total_memory)
+        vllm = importlib.util.find_spec("vllm") is not None
+        return cls(gpus=torch.cuda.device_count(), gpu_bytes=memory, vllm=vllm)
+
+
+def parameters_of(folder: Path) -> int:
+    """The number of parameters of the model in `folder`, by the size of its safetensors; 0 if it has none."""
+    config = json.loads((folder / "config.json").read_text())
+    width = 4 if (config.get("dtype") or config.get("torch_dtype")) == "float32" else 2
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // width
+
+
+def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, Any]:
+    """Values chosen for this machine, by key, of the settings that `config` leaves out."""
+    if machine.gpus == 0 or parameters < _TINY:
+        return {}
+    large = machine.gpu_bytes >= _LARGE_GIB * _GIB
+    ranks = min(config.train.parallel.ranks, machine.gpus)  # each holds its share of them
+    full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes * ranks
+    wanted: dict[str, Any] = {
+        "train.device": "cuda:1" if machine.gpus > 1 else "cuda",  # engines take the first one
+        "train.dtype": "bfloat16",
+        "train.tokens_per_batch": max(16_384 if large else 8_192, config.rollout.max_context),
+        "train.gradient_checkpointing": parameters > 1_000_000_000,
+        "train.lora_rank": 0 if full else _LORA_RANK,
+    }
+    if machine.vllm and not config.engine.urls:
+        cache_mb = int(_KV_SHARE * machine.gpu_bytes) >> 20
+        wanted |= {"engine.kind": "vllm", "engine.dtype": "bfloat16", "engine.kv_cache_mb": cache_mb}
+        wanted["rollout.max_running"] = max(256 if large else 128, config.rollout.group_size)
+    return {key: value for key, value in wanted.items() if not _is_set(config, key)}
+
+
+def fitted(config: RunConfig, machine: Machine, parameters: int) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration for this machine, and the values chosen for it. Raises ConfigError if these contradict the run
+    file."""
+    found = chosen(config, machine, parameters)
+    document = config.model_dump(mode="json", exclude_unset=True)
+    for key, value in found.items():
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = value
+    return (configuration.parse(document) if found else config), found
+
+
+def _is_set(config: RunConfig, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in config.model_fields_set and name in getattr(config, section).model_fields_set

@@ -1,0 +1,191 @@
+"""The `[[roles]]` of the run file: what trains each role of an environment.
+
+Never knows the environment: `agentrl.run.trainer` compares names with its roles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import SerializeAsAny
+
+from agentrl.algos.algorithm import Algorithm
+from agentrl.config.sections import RewardSource, Section
+from agentrl.config.train import Train
+from agentrl.errors import ConfigError
+
+
+class RoleTable(Section):
+    """One role of the environment. Roles without a table are played and trained as `[algo]` and `[[tasks]]` say."""
+
+    name: str  # the role, as the environment names it
+    algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: its task's
+    plays: Literal["self", "league", "either"] = "self"  # "league": past selves; "either": these, or the policy
+    adapter: bool = False  # train a LoRA adapter of its own (train.lora_rank); else it shares that of the other roles
+    model: str | None = None  # train all weights of this model of its own, on engines of its own; default: the run's
+
+
+class WithRoles:
+    """What the tables say together."""
+
+    if TYPE_CHECKING:
+        model: str
+        roles: list[RoleTable]
+
+        @property
+        def algorithms(self) -> dict[str, Algorithm]: ...
+
+    @property
+    def algo_by_role(self) -> dict[str, Algorithm]:
+        """The algorithms of the roles that have their own, in every environment."""
+        return {table.name: table.algo for table in self.roles if table.algo is not None}
+
+    @property
+    def adapted_roles(self) -> tuple[str, ...]:
+        """The roles that have an adapter of their own."""
+        return tuple(table.name for table in self.roles if table.adapter)
+
+    @property
+    def role_models(self) -> dict[str, str]:
+        """The models of the roles that train one of their own."""
+        return {table.name: table.model for table in self.roles if table.model is not None}
+
+    def model_of(self, role: str | None) -> str:
+        """What a role begins with, or the roles that share a model."""
+        return self.model if role is None else self.role_models[role]
+
+    @property
+    def own_roles(self) -> tuple[str, ...]:
+        """The roles that have a policy of their own: an adapter or a model."""
+        return tuple(table.name for table in self.roles if table.adapter or table.model is not None)
+
+    def algorithms_of(self, role: str | None) -> Mapping[str, Algorithm]:
+        """Those that may train the model of a role with its own, or that of all others, by the field that names
+        them."""
+        tables = {f"roles.{at}.algo": table for at, table in enumerate(self.roles)}
+        named = {field: tables[field] for field in self.algorithms if field in tables}
+        mine = [field for field, table in named.items() if table.name == role]
+        shared = [field for field in self.algorithms if field not in named or (not role and not named[field].model)]
+        return {field: self.algorithms[field] for field in mine or shared}
+
+    @property
+    def league_roles(self) -> dict[str, str]:
+        """The roles that past selves play, and whether they always do ("league") or in some groups ("either")."""
+        return {table.name: table.plays for table in self.roles if table.plays != "self"}
+
+
+def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, sync: str, share: float = 1.0) -> None:
+    """`frozen` roles are not trained; past selves play in a `share` of the groups. Raises ConfigError."""
+    seen: set[str] = set()
+    for at, table in enumerate(tables):
+        if table.name in seen:
+            raise ConfigError(f"roles.{at}.name", table.name, "another [[roles]] table has this name: join the two")
+        seen.add(table.name)
+        if table.algo is not None and table.name in frozen:
+            hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
+            raise ConfigError(f"roles.{at}.algo", table.algo.kind, hint)
+        if table.plays != "self":
+            _check_league(f"roles.{at}", table, frozen, train=train, sync=sync, never_learns=share == 1.0)
+        if table.adapter:
+            _check_adapter(f"roles.{at}", table, frozen, train=train, sync=sync)
+    either = [f"roles.{at}.plays" for at, table in enumerate(tables) if table.plays == "either"]
+    if len(either) == 1:
+        raise ConfigError(either[0], "either", "give it to two roles or more: each group draws one for the policy")
+
+
+def _check_league(
+    field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str, never_learns: bool
+) -> None:
+    if table.name in frozen:
+        hint = f"rollout.roles gives {table.name} to another policy: leave one of the two out"
+        raise ConfigError(f"{field}.plays", table.plays, hint)
+    for name in ("algo", "adapter"):
+        if table.plays == "league" and never_learns and (given := getattr(table, name)):
+            hint = f"{field}.plays = 'league' gives the role to past selves, so it learns nothing: leave it out"
+            raise ConfigError(f"{field}.{name}", given, hint)
+    if not train.lora_rank:
+        hint = "past selves are adapters beside each other: train one (train.lora_rank = 16, for instance)"
+        raise ConfigError(f"{field}.plays", table.plays, hint)
+    if sync != "adapter":
+        hint = f"{field}.plays = {table.plays!r} needs engines that hold several adapters: give 'auto'"
+        raise ConfigError("engine.sync", sync, hint)
+
+
+def _check_adapter(field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str) -> None:
+    if table.name in frozen:
+        hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
+        raise ConfigError(f"{field}.adapter", True, hint)
+    if not train.lora_rank:
+        raise ConfigError(f"{field}.adapter", True, "say how large an adapter is: train.lora_rank = 16, for instance")
+    if sync != "adapter":
+        hint = f"{field}.adapter needs engines that hold several adapters: give 'auto'"
+        raise ConfigError("engine.sync", sync, hint)
+    if (ranks := train.parallel.ranks) > 1:
+        raise ConfigError("train.parallel.ranks", ranks, f"{field}.adapter is trained by one rank: leave it out")
+    _check_name(field, table)
+
+
+def _check_name(field: str, table: RoleTable) -> None:
+    if not re.fullmatch(r"\w[\w-]*", table.name):
+        hint = "a folder and an adapter are named after it: letters, digits, _ and - only"
+        raise ConfigError(f"{field}.name", table.name, hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """How weights travel to a run's engines, the URLs of those that it attaches to, and whether Ray places the rest."""
+
+    sync: str
+    urls: list[str]
+    on_ray: bool
+
+
+def check_models(
+    config: WithRoles,
+    frozen: Collection[str],
+    *,
+    train: Train,
+    engines: Engines,
+    rewards: Sequence[RewardSource],
+) -> None:
+    """Raises ConfigError for what a run cannot have beside roles that train a model of their own."""
+    for at, table in enumerate(config.roles):
+        if table.model is None:
+            continue
+        field = f"roles.{at}.model"
+        _check_name(f"roles.{at}", table)
+        if table.name in frozen:
+            hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
+            raise ConfigError(field, table.model, hint)
+        _check_beside(field, config, train=train)
+        if engines.sync != "full":
+            raise ConfigError("engine.sync", engines.sync, f"the weights of {field} travel as whole files: give 'auto'")
+        if engines.urls:
+            hint = f"the run starts the engines of {field} itself: leave it out and give engine.replicas"
+            raise ConfigError("engine.urls", engines.urls, hint)
+        if engines.on_ray:
+            raise ConfigError("cluster.launcher", "ray", f"Ray places no engines for {field}: give 'local'")
+        for named, algo in config.algorithms_of(table.name).items():
+            if algo.slots.critic == "shared":
+                hint = f"it is on the trunk of the run's model, and {table.name} has another model: give 'own'"
+                raise ConfigError(f"{named}.critic", "shared", hint)
+        if any(one.kind == "teacher" and one.url == "policy" for one in rewards):
+            hint = f"{field} makes two policies, of which none teaches both: give the URL of a server"
+            raise ConfigError("rewards.url", "policy", hint)
+
+
+def _check_beside(field: str, config: WithRoles, *, train: Train) -> None:
+    """`field` trains all weights, by one rank."""
+    for at, table in enumerate(config.roles):
+        for name in ("adapter", "plays"):
+            if (given := getattr(table, name)) not in (False, "self"):
+                hint = f"it is of adapters, and {field} trains all weights: leave one of the two out"
+                raise ConfigError(f"roles.{at}.{name}", given, hint)
+    if train.lora_rank:
+        hint = f"{field} trains all weights of every model: leave it out, or give the role adapter = true for its model"
+        raise ConfigError("train.lora_rank", train.lora_rank, hint)
+    if train.parallel.ranks > 1:
+        raise ConfigError("train.parallel.ranks", train.parallel.ranks, f"{field} is trained by one rank: leave it out")

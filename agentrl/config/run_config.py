@@ -1,0 +1,518 @@
+"""The run file: one TOML document, validated here and nowhere else.
+
+Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and hint. Units stand
+in the names (`_s` seconds, `_mb` megabytes). Defaults are those of a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError, field_validator, model_validator
+
+from agentrl.algos.algorithm import Algorithm
+from agentrl.algos.grpo import GRPO
+from agentrl.config import algorithms, gpu_placement, shared_engines, vllm_arguments
+from agentrl.config import cluster as cluster_settings
+from agentrl.config import roles as role_settings
+from agentrl.config.algorithms import algorithm as algorithm
+from agentrl.config.cluster import Cluster, WithCluster
+from agentrl.config.league import LeagueSettings
+from agentrl.config.roles import RoleTable, WithRoles
+from agentrl.config.sandbox import Sandboxes
+from agentrl.config.sections import (
+    URL_SCHEMES,
+    Alarms,
+    Buffer,
+    Count,
+    CurriculumSettings,
+    EnvSource,
+    Evaluation,
+    Gpus,
+    Pivot,
+    Positive,
+    Resume,
+    RewardSource,
+    as_stored,
+    check_sources,
+    check_sync,
+    check_temperatures,
+    check_template,
+    check_url,
+    config_error,
+)
+from agentrl.config.sections import Section as _Section
+from agentrl.config.train import Train as Train
+from agentrl.config.train import check_experts
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import POLICY, EngineKey, SamplingParams
+
+MAX_LORA_RANK = 512  # that vLLM takes
+
+
+def key_in(variable: str, field: str) -> EngineKey:
+    """The key in an environment variable that the setting `field` names. Raises ConfigError if it is not set."""
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(field, variable, "this environment variable is not set: export it")
+    return EngineKey.of(key)
+
+
+class TaskTable(_Section):
+    """One source of training tasks: rows of a data set as reset options, a range of seeds, or (neither) an endless
+    stream of seeds that also the run's seed decides. What is left out is `env`'s."""
+
+    id: str | None = None  # environment; default: that of env
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
+    options: dict[str, Any] = Field(default_factory=dict)  # reset options; a row adds its own
+    weight: Positive = 1.0  # its share of the tasks, beside the other tables' weights
+    rows: str | None = None  # .jsonl, .json, .csv, .parquet beside the run file, or hf:NAME[:CONFIG][:SPLIT]
+    first_seed: Annotated[int, Field(ge=0)] = 0  # where its seeds begin
+    seeds: Count | None = None  # so many, from first_seed on
+    epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
+    algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: that one
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.rows is not None and self.seeds is not None:
+            raise ConfigError("tasks.seeds", self.seeds, "rows bring their own seeds: leave one of the two out")
+        if self.rows is None and self.seeds is None and self.epochs is not None:
+            raise ConfigError("tasks.epochs", self.epochs, "an endless stream of seeds has none: give seeds or rows")
+        return self
+
+    def beside(self, folder: Path) -> Self:
+        """With a file of rows taken from `folder`."""
+        if self.rows is None or self.rows.startswith("hf:"):
+            return self
+        return self.model_copy(update={"rows": str((folder / self.rows).resolve())})
+
+
+class Rollout(_Section):
+    """How episodes run."""
+
+    workers: Count = 1  # processes that play episodes
+    group_size: Count = 8  # episodes of one task; an algorithm that compares them needs 2
+    max_running: Count = 128  # episodes at once, all workers together
+    max_turns: Count | None = None  # of an episode; without it as many as the environment allows
+    max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
+    max_context: Count = 1024  # tokens of one row
+    max_observation_bytes: Count | None = None  # more is cut, and flagged; default: 16 for each token of max_context
+    temperature: Positive = 1.0  # of sampling; [eval] may have its own, also of the next three
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the fewest tokens that have this probability
+    top_k: Annotated[int, Field(ge=0)] = 0  # sample from so many likeliest tokens; 0: from all
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sample from tokens at least so likely, relative to the likeliest
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
+    turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
+    step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
+    episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
+    group_deadline_s: Positive = 600.0  # a group closes with what has ended, its late members end after as long again
+    checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
+    resume: Resume = "tokens"  # what an interrupted episode goes on from; the others lose work, for comparisons
+    lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
+    liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
+    snapshot_every_turns: Annotated[int, Field(ge=0)] = 1  # of environments that offer snapshots; 0: none are taken
+    max_snapshot_bytes: Count = 4 << 20  # an environment that gives more is not asked again in its episode
+    max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
+    max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
+    skip_tasks: list[str] = Field(default_factory=list)  # ids of tasks not to train on, see agentrl tasks RUN --failed
+    failure_budget: Annotated[float, Field(ge=0, le=1)] = (
+        0.2  # share of episodes that may fail; an outage is one of them
+    )
+    template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
+    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
+    roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names
+    pivot: Pivot | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
+
+    @field_validator("template")
+    @classmethod
+    def _of_template(cls, template: dict[str, Any]) -> dict[str, Any]:
+        return check_template(template)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How training samples a turn; token ids that end it are the renderer's."""
+        return SamplingParams(
+            max_tokens=self.max_tokens_per_turn,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+        )
+
+    @property
+    def observation_bytes(self) -> int:
+        """The most bytes of text in one answer of an environment."""
+        return self.max_observation_bytes or 16 * self.max_context
+
+    @property
+    def hang_deadline_s(self) -> float:
+        """After so long a worker whose loop stands still is ended: before another may claim the episode that blocks
+        it, and hang as well."""
+        return min(self.liveness_deadline_s, self.lease_s / 2)
+
+    @property
+    def hang_setting(self) -> str:
+        """What decides `hang_deadline_s`."""
+        return "rollout.lease_s / 2" if self.lease_s / 2 < self.liveness_deadline_s else "rollout.liveness_deadline_s"
+
+    def roles_key(self) -> EngineKey | None:
+        """The key of engines in `roles` that somebody else runs. Raises ConfigError if its variable is not set."""
+        if self.roles_api_key_env is None:
+            return None
+        return key_in(self.roles_api_key_env, "rollout.roles_api_key_env")
+
+    def frozen_roles(self) -> dict[str, str]:
+        """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
+        the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.
+        All must have the tokenizer of the run's model."""
+        return {role: policy for role, policy in self.roles.items() if policy != "trained"}
+
+    def given_models(self) -> set[str]:
+        """What of `frozen_roles` the run has to start an engine for."""
+        return {policy for policy in self.frozen_roles().values() if not policy.startswith(URL_SCHEMES)}
+
+
+class EngineSettings(_Section):
+    """Where tokens are sampled."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
+    urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
+    api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
+    secret_env: list[str] = Field(default_factory=list)  # variables with secrets that our engines and learner need too
+    shared: bool = False  # with other runs, from `agentrl fleet FLEET.toml`: only adapters travel
+    untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
+    replicas: Count = 1  # engines that the run starts
+    gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
+    colocated: bool = False  # engine and learner take turns on one GPU: the engine sleeps while the learner steps
+    threads: Count = 1  # of arithmetic, in each engine
+    max_batch: Count = 128  # requests that an engine computes at once
+    kv_cache_mb: Count = 512  # keys and values of an engine
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
+    stream_tokens: Count = 16  # tokens per streamed chunk
+    sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
+    weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
+    weights_from: list[str] = Field(default_factory=list)  # further folders and URLs that engines may read weights from
+    stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
+    canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
+    canary_every_s: Positive = 20.0  # in the mean: it is compared again, at moments that nobody knows
+    canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
+    routed_experts: bool = False  # journal the experts that a mixture computed each token with
+    preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
+    vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there
+    recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
+    admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
+    stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
+    hedge_after: Positive | None = None  # times the median wait for a first token: then a second engine is asked
+    outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
+    start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
+    liveness_deadline_s: Positive = 60.0  # a replica that answers nothing for so long is ended and started again
+    _own_key: EngineKey | None = PrivateAttr(default=None)
+
+    @field_validator("urls")
+    @classmethod
+    def _roots(cls, urls: list[str]) -> list[str]:
+        return [check_url("engine.urls", url).rstrip("/").removesuffix("/v1") for url in urls]
+
+    def with_key(self, key: EngineKey) -> Self:
+        """The same, in the process that made this key for the engines that the run starts."""
+        other = self.model_copy()
+        other._own_key = key
+        return other
+
+    @property
+    def own_key(self) -> EngineKey | None:
+        """That of the engines that the run starts; None outside of its processes."""
+        return self._own_key or EngineKey.of_environment()
+
+    def key_of(self, url: str) -> EngineKey | None:
+        """The key of one of `urls`, or else of an engine that the run started. Raises ConfigError if the variable that
+        should hold it is not set."""
+        if url.rstrip("/").removesuffix("/v1") not in self.urls:
+            return self.own_key
+        return None if self.api_key_env is None else key_in(self.api_key_env, "engine.api_key_env")
+
+    @property
+    def places(self) -> list[list[int]]:
+        """The GPUs of each engine that the run starts; none where vLLM takes the first, or there is no vLLM."""
+        return self.gpus or [[]] * self.replicas
+
+    @property
+    def mending_deadline_s(self) -> float:
+        """Until when engines that all went silent at once must serve again: seen to hang, started, and fitted."""
+        return self.liveness_deadline_s + self.start_deadline_s + self.admin_deadline_s
+
+    @model_validator(mode="after")
+    def _of_deadlines(self) -> Self:
+        if self.liveness_deadline_s < self.admin_deadline_s:
+            least = f"engine.admin_deadline_s = {self.admin_deadline_s:g}"
+            hint = f"must be at least {least}, for which an engine that takes weights may be silent"
+            raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, hint)
+        return self
+
+    @model_validator(mode="after")
+    def _of_hedges(self) -> Self:
+        if self.hedge_after is not None and self.kind == "embedded" and self.stream_tokens > 1:
+            hint = "a first token must come alone, or short answers win: set engine.stream_tokens = 1"
+            raise ConfigError("engine.hedge_after", self.hedge_after, hint)
+        return self
+
+    @field_validator("vllm")
+    @classmethod
+    def _spelled(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        return vllm_arguments.normal(vllm)
+
+    @model_validator(mode="after")
+    def _of_gpus(self) -> Self:
+        if self.vllm and (self.kind == "embedded" or self.urls):
+            raise ConfigError("engine.vllm", self.vllm, "it is for replicas of vLLM that the run starts: leave it out")
+        for own in self.gpus or [[]] * bool(self.vllm):
+            vllm_arguments.split_over(self.vllm, max(1, len(own)))
+        if not self.gpus:
+            return self
+        if self.kind == "embedded" or self.urls:
+            raise ConfigError("engine.gpus", self.gpus, "it is for replicas of vLLM that the run starts: leave it out")
+        if self.replicas not in (1, len(self.gpus)):
+            raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
+        if any(len(set(own)) != len(own) for own in self.gpus):
+            raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
+        return self
+
+
+class RunConfig(WithRoles, WithCluster, _Section):
+    """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
+    seed: Annotated[int, Field(ge=0)] = 0  # decides tasks, their order and the weights of a fresh adapter
+    model: str  # a registered id, a folder, or an id of the Hugging Face hub
+    scratch_dir: Annotated[str, Field(pattern="^/")] | None = None  # for weight files; default: shared memory
+    env: EnvSource
+    tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
+    curriculum: CurriculumSettings | None = None
+    rollout: Rollout = Rollout()
+    rewards: list[RewardSource] = Field(default_factory=list[RewardSource])
+    engine: EngineSettings = EngineSettings()
+    buffer: Buffer = Buffer()
+    cluster: Cluster = Cluster()
+    sandbox: Sandboxes = Sandboxes()
+    algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
+    roles: list[RoleTable] = Field(default_factory=list[RoleTable])
+    league: LeagueSettings = LeagueSettings()
+    train: Train = Train()
+    eval: Evaluation = Evaluation()
+    alarms: Alarms = Alarms()
+
+    @property
+    def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
+        """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM or shared, or
+        roles have their own; else a file of all weights, or what changed, through an object store. An adapter that does
+        not travel alone is merged first. `nccl` and `ipc` need no file: they go from GPU memory to GPU memory."""
+        if self.engine.sync != "auto":
+            return self.engine.sync
+        alone = self.engine.kind == "vllm" or self.engine.shared or self.adapted_roles or self.league_roles
+        return "adapter" if self.train.lora_rank and alone else "delta" if self.engine.weights_url else "full"
+
+    @property
+    def quorum(self) -> int | None:
+        """How many scored members close a group; the others are trained when they end. None: the last member closes it,
+        as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
+        if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
+            return None
+        size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
+        return self.buffer.quorum or (max(2, least, 3 * size // 4) if size > 1 else None)
+
+    @property
+    def eval_sampling(self) -> SamplingParams:
+        """How evaluation samples a turn."""
+        return self.eval.sampling(self.rollout.sampling, self.engine.kind)
+
+    @property
+    def syncs_memory(self) -> bool:
+        """Whether new weights go from memory to memory, and no file holds them."""
+        return self.sync in ("nccl", "ipc")
+
+    @property
+    def algorithms(self) -> dict[str, Algorithm]:
+        """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`, `roles.0.algo`."""
+        named = {f"tasks.{at}.algo": table.algo for at, table in enumerate(self.tasks) if table.algo is not None}
+        default = {"algo": self.algo} if len(named) < max(1, len(self.tasks)) else {}
+        by_role = {f"roles.{at}.algo": table.algo for at, table in enumerate(self.roles) if table.algo is not None}
+        return default | named | by_role
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """The environments of the training tasks, each once."""
+        return tuple(dict.fromkeys(table.id or self.env.id for table in self.tasks)) or (self.env.id,)
+
+    def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
+        """What trains a role in the tasks of an environment."""
+        if role in self.algo_by_role:
+            return self.algo_by_role[role]
+        named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
+        return next(named, self.algo)
+
+    @field_validator("algo", mode="before")
+    @classmethod
+    def _of_algorithm(cls, given: Any) -> Any:
+        return algorithms.read(given, "algo")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_algorithms(cls, document: Any) -> Any:
+        return algorithms.read_tables(cast("dict[str, Any]", document)) if isinstance(document, dict) else document
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tasks(cls, document: Any) -> Any:
+        """A run that names no environment is on that of its first task."""
+        match document:
+            case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
+                read = [cast("dict[str, Any]", one) for one in cast("list[Any]", tables) if isinstance(one, dict)]
+                named = [str(table.get("id") or id) for table in read]
+                if id not in named:
+                    hint = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
+                    raise ConfigError("env.id", id, hint)
+                return document
+            case {"env": {"id": _}} | {"env": BaseModel()}:
+                return document
+            case {"tasks": [{"id": id}, *_]} if isinstance(document.get("env", {}), dict):
+                return {**document, "env": {**document.get("env", {}), "id": id}}
+            case _:
+                return document
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        rollout, buffer = self.rollout, self.buffer
+        check_sources(self.rewards, rollout.max_tokens_per_turn, stall_deadline_s=self.train.stall_deadline_s)
+        if rollout.max_tokens_per_turn >= rollout.max_context:
+            hint = f"must be below rollout.max_context = {rollout.max_context}"
+            raise ConfigError("rollout.max_tokens_per_turn", rollout.max_tokens_per_turn, hint)
+        least = max(algo.least_members for algo in self.algorithms.values())
+        if rollout.pivot is not None and not least <= rollout.pivot.k <= rollout.group_size:
+            size = f"at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"
+            hint = f"must be {size}" if rollout.pivot.k >= least else f"must be at least {least} for this algorithm"
+            raise ConfigError("rollout.pivot.k", rollout.pivot.k, hint)
+        if rollout.max_running < rollout.group_size:
+            raise ConfigError(
+                "rollout.max_running",
+                rollout.max_running,
+                f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
+            )
+        if buffer.quorum is not None and buffer.quorum > rollout.group_size:
+            raise ConfigError(
+                "buffer.quorum",
+                buffer.quorum,
+                f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
+            )
+        self._possible_algorithms()
+        if self.train.tokens_per_batch < rollout.max_context:
+            raise ConfigError(
+                "train.tokens_per_batch",
+                self.train.tokens_per_batch,
+                f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
+            )
+        if rollout.resume != "tokens" and self.engine.preempt:
+            raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
+        check_sync(self.engine.kind, self.engine.sync, self.engine.weights_url)
+        check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
+        check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
+        shared_engines.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
+        cluster_settings.check(self.cluster, self.engine, self.train, sync=self.sync, several=bool(self.role_models))
+        sync, on_ray = self.sync, self.cluster.on_ray
+        if self.syncs_memory:
+            gpu_placement.check_memory_sync(self.engine, self.train, sync=sync, on_ray=on_ray)
+        others = {*rollout.given_models(), *self.role_models.values()}
+        gpu_placement.check_colocated(self.engine, self.train, sync=sync, on_ray=on_ray, others=others)
+        if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
+            hint = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
+            raise ConfigError("train.lora_rank", self.train.lora_rank, hint)
+        if self.curriculum is not None:
+            if self.curriculum.hopeless >= self.curriculum.solved:
+                hint = f"must be below curriculum.solved = {self.curriculum.solved:g}"
+                raise ConfigError("curriculum.hopeless", self.curriculum.hopeless, hint)
+            for at, table in enumerate(self.tasks):
+                if table.epochs is not None:
+                    hint = "a curriculum decides how often a task is played: leave it out"
+                    raise ConfigError(f"tasks.{at}.epochs", table.epochs, hint)
+        names = [held_out.name for held_out in self.eval.sets]
+        if len(set(names)) != len(names):
+            raise ConfigError("eval.sets", names, "give each set a name of its own")
+        return self
+
+    def _possible_algorithms(self) -> None:
+        """Tasks of one environment have one algorithm, by which the learner knows theirs."""
+        first: dict[str, int] = {}
+        for at, table in enumerate(self.tasks):
+            env = table.id or self.env.id
+            if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
+                hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
+                raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
+        frozen, share = self.rollout.frozen_roles(), self.league.share
+        role_settings.check(self.roles, frozen, train=self.train, sync=self.sync, share=share)
+        there = role_settings.Engines(sync=self.sync, urls=self.engine.urls, on_ray=self.cluster.on_ray)
+        role_settings.check_models(self, frozen, train=self.train, engines=there, rewards=self.rewards)
+        algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a TOML run file and apply `a.b=c` overrides (values are TOML; bare words are strings).
+
+    Raises ConfigError for a bad setting, UsageError for a file that cannot be read or parsed."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read run file {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no run file: it is not a text in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides or []:
+        apply_override(document, override)
+    return parse(document, folder=path.parent)
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one dotted key of a parsed document in place: `train.lr=1e-4`, `env.kwargs.level="easy"`."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError("--set", override, "write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    if not sections and last == "engine" and isinstance(value, str):
+        sections, last = ["engine"], "kind"
+    at: dict[str, Any] = document
+    for section in sections:
+        inner = at.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(key, text, f"{section!r} is a value, not a section")
+        at = cast("dict[str, Any]", inner)
+    if (sections, last) == (["algo"], "kind"):
+        algorithms.leave(at, str(value))
+    at[last] = value
+
+
+def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
+    """Validate a parsed document; files of rows and tests are taken from `folder`. Where it names no environment, its
+    first task does. Raises ConfigError naming the first wrong field, its value and a hint."""
+    try:
+        config = RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise config_error(error, RunConfig) from None
+    beside = {name: [one.beside(folder) for one in getattr(config, name)] for name in ("tasks", "rewards")}
+    return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
+
+
+def to_json(config: RunConfig) -> str:
+    """The whole configuration, defaults included, as JSON; `from_json` reads it back equal."""
+    return json.dumps(config.model_dump(mode="json"), indent=2)
+
+
+def from_json(text: str) -> RunConfig:
+    """Read what `to_json` wrote, now or in an older agentrl."""
+    return parse(as_stored(json.loads(text)))

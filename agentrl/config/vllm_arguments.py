@@ -1,0 +1,101 @@
+"""`[engine.vllm]`: any argument of vLLM's server, by the name it has there, and how it is written on a command line.
+
+Owns the list of those that the run itself decides, each with the setting that says it. Whether vLLM knows an argument
+and takes its value, only vLLM can say: `agentrl.engine.vllm.check_arguments` asks it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agentrl.errors import ConfigError
+
+_ADDRESS = "each engine gets an address of its own, on this machine: leave it out"
+_SAMPLING = "a turn is sampled as rollout.temperature, top_p, top_k and min_p say: give those"
+_CACHE = "give engine.kv_cache_mb"
+_ADAPTERS = "adapters are those that the run trains: give train.lora_rank and train.lora_targets"
+_WEIGHTS = "give engine.sync, which says how new weights travel"
+_NEEDED = "training needs it, and it is always on: leave it out"
+_ONE = "an engine is one server of its own: give engine.replicas"
+_PLAIN = "the run reaches the engine without it, on this machine alone: leave it out"
+
+RESERVED: dict[str, str] = {
+    **dict.fromkeys(("host", "port", "uds", "grpc", "grpc-port", "root-path"), _ADDRESS),
+    **dict.fromkeys(("api-key", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "middleware"), _PLAIN),
+    **dict.fromkeys(("headless", "api-server-count"), _ONE),
+    **dict.fromkeys(("config", "help"), "write its arguments into [engine.vllm] one by one"),
+    **dict.fromkeys(("model", "model-tag", "tokenizer", "runner", "convert"), "the run's model is served: give model"),
+    "served-model-name": "the run knows its model by a name of its own: leave it out",
+    "max-model-len": "give rollout.max_context",
+    "max-num-seqs": "give engine.max_batch",
+    "dtype": "give engine.dtype",
+    "stream-interval": "give engine.stream_tokens",
+    "logprobs-mode": "the learner needs the log-probs that tokens were sampled with: leave it out",
+    **dict.fromkeys(("generation-config", "override-generation-config", "logits-processors"), _SAMPLING),
+    "return-sampling-mask": "it is on where rollout.top_p, top_k or min_p cut: give those",
+    **dict.fromkeys(("weight-transfer-config", "worker-extension-cls"), _WEIGHTS),
+    **dict.fromkeys(("enable-scale-out", "enable-prompt-tokens-details"), _NEEDED),
+    **dict.fromkeys(("kv-cache-memory-bytes", "gpu-memory-utilization"), _CACHE),
+    **dict.fromkeys(("enable-lora", "max-lora-rank", "max-loras", "lora-modules", "lora-target-modules"), _ADAPTERS),
+    "enable-return-routed-experts": "give engine.routed_experts",
+    "device-ids": "give engine.gpus",
+}
+"""Arguments that the run decides, and what to do instead."""
+
+_LAYERS = "tensor-parallel-size"
+_SPLITS = (
+    _LAYERS,
+    "pipeline-parallel-size",
+    "data-parallel-size",
+    "prefill-context-parallel-size",
+)
+"""Arguments whose product is the number of GPUs of a server."""
+
+
+def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by vLLM's spelling, with dashes. Raises ConfigError for one that the run decides, and for what is
+    no name of an argument."""
+    found = {name.replace("_", "-"): value for name, value in arguments.items()}
+    for name, value in found.items():
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+            raise ConfigError(f"engine.vllm.{name}", value, "write its long name, as max-num-batched-tokens = 8192")
+        if name in RESERVED:
+            raise ConfigError(f"engine.vllm.{name}", value, RESERVED[name])
+    return found
+
+
+def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """How a server is split over so many GPUs: its layers, as far as the splits that are given leave some over. Raises
+    ConfigError if these need another number."""
+    given = {name: arguments[name] for name in _SPLITS if name in arguments}
+    if any(type(size) is not int or size < 1 for size in given.values()):
+        return {}  # vLLM says what is wrong with it
+    product = math.prod(cast("dict[str, int]", given).values())
+    layers = 1 if _LAYERS in given else max(1, gpus // product)
+    if layers * product != gpus:
+        needed = ", ".join(str(gpu) for gpu in range(product))
+        hint = f"they need {product} GPUs for each replica, and it has {gpus}: give engine.gpus = [[{needed}]]"
+        raise ConfigError("engine.vllm", given, hint)
+    return {_LAYERS: layers} if layers > 1 else {}
+
+
+def words(arguments: Mapping[str, Any]) -> list[str]:
+    """As they stand on the command line: a flag for true, the flag that switches it off for false, JSON for a table,
+    one word for each item of a list."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        if isinstance(value, bool):
+            found.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            found += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
+        else:
+            found += [f"--{name}", _word(value)]
+    return found
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)

@@ -1,0 +1,173 @@
+"""Starts an embedded engine as a child process and ends it with its owner; ends what other engines leave. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from agentrl.config import EngineSettings
+from agentrl.engine.weight_sync.weight_sources import everyday
+from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.host.janitor import owned_folder
+from agentrl.records import EngineKey
+
+_POLL_S = 0.05
+_END_S = 5.0  # between asking a process to end and killing it
+_LINGER_S = 3.0  # for what an ended process left in its group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedEngine:
+    """A running engine process, where it listens, and its key if it asks for one."""
+
+    url: str
+    process: trio.Process
+    key: EngineKey | None = None
+
+
+def embedded_argv(
+    model_dir: Path,
+    settings: EngineSettings,
+    *,
+    ready_file: Path,
+    socket: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    version: int = 0,
+    weights: Path | None = None,
+    max_context: int | None = None,
+    weights_from: Sequence[str] = (),
+) -> list[str]:
+    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers. It
+    listens on `socket`, or else on `host` and `port`. Its key is in its environment. New weights may come from the
+    places `weights_from`; without any from where learners of this machine keep them."""
+    argv = [
+        sys.executable,
+        "-m",
+        "agentrl.engine.embedded",
+        "--model",
+        str(model_dir),
+        *(["--host", host, "--port", str(port)] if socket is None else ["--socket", str(socket)]),
+    ]
+    argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
+    argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
+    argv += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
+    if max_context is not None:
+        argv += ["--max-model-len", str(max_context)]
+    if weights is not None:
+        argv += ["--weights", str(weights)]
+    for place in weights_from:
+        argv += ["--weights-from", place]
+    return argv
+
+
+@asynccontextmanager
+async def launch_embedded(
+    model_dir: Path,
+    settings: EngineSettings | None = None,
+    *,
+    host: str | None = None,
+    port: int = 0,
+    key: EngineKey | None = None,
+    version: int = 0,
+    weights: Path | None = None,
+    name: str | None = None,
+    tool_parser: str | None = None,
+    max_context: int | None = None,
+    log: int | None = None,
+) -> AsyncGenerator[EmbeddedEngine]:
+    """Serve a model for as long as the block runs: on a Unix socket that only this user can reach, or on TCP where a
+    `host` is named, and with `key` to nobody who does not show it. `name` is the model's at the server, `tool_parser`
+    (module:class) how chats read its calls of tools. `log` is a file descriptor for the engine's output; without it the
+    output is kept only for the message of a failed start.
+
+    Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
+    settings = settings or EngineSettings()
+    async with owned_folder() as owner:
+        ready_file, errors = owner.path / "ready.json", owner.path / "errors.txt"
+        argv = embedded_argv(
+            model_dir,
+            settings,
+            ready_file=ready_file,
+            socket=owner.path / "engine.sock" if host is None else None,
+            host=host or "",
+            port=port,
+            version=version,
+            weights=weights,
+            max_context=max_context,
+            weights_from=[*everyday(), *settings.weights_from],
+        )
+        env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
+        with errors.open("wb") as kept:
+            output = kept.fileno() if log is None else log
+            argv += [] if key is not None or host is None else ["--no-key"]
+            argv += [] if name is None else ["--served-model-name", name]
+            argv += [] if tool_parser is None else ["--tool-parser", tool_parser]
+            keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
+            process = await trio.lowlevel.open_process(
+                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}
+            )
+        try:
+            url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)
+            yield EmbeddedEngine(url=url, process=process, key=key)
+        finally:
+            with trio.CancelScope(shield=True):
+                await _end(process)
+
+
+async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, deadline_s: float) -> str:
+    with trio.move_on_after(deadline_s):
+        while not await trio.Path(ready_file).exists():
+            status = process.poll()
+            if status is not None:
+                lines = (await trio.Path(errors).read_text()).strip().splitlines() or ["it said nothing"]
+                kind = UsageError if status == 2 else EngineUnavailable
+                raise kind(f"the engine did not start: {lines[-1].removeprefix('error: ')}")
+            await trio.sleep(_POLL_S)
+        return json.loads(await trio.Path(ready_file).read_text())["url"]
+    raise EngineUnavailable(f"the engine was not up within {deadline_s:g} s")
+
+
+async def end_group(leader: int) -> None:
+    """End the process group of a leader that has ended. What it left may end by itself for a moment: a resource tracker
+    of Python's has the shared memory of the dead to remove, and would leave it if it were killed."""
+    with trio.CancelScope(shield=True), trio.move_on_after(_LINGER_S):
+        while _lives(leader):  # noqa: ASYNC110 - of processes that are not our children nobody tells us
+            await trio.sleep(_POLL_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _lives(group: int) -> bool:
+    """Whether some process of a group is there, other than zombies that nobody has reaped yet."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(of_group) == group and state != "Z":
+                return True
+    return not Path("/proc/self").exists()  # then nobody can tell
+
+
+async def _end(process: trio.Process) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with trio.move_on_after(_END_S):
+            await process.wait()
+        if process.poll() is None:
+            process.kill()
+            await process.wait()
+    if process.stdin is not None:
+        await process.stdin.aclose()

@@ -1,0 +1,1 @@
+"""Messages to tokens and back: chat templates, and renderers that never tokenize a sampled token again."""

@@ -1,0 +1,249 @@
+"""Chat templates compiled the way transformers compiles them, and what each of them expects and writes.
+
+A template is a program of its author: one wants the arguments of a call as an object, another as text; one leaves out
+a call beside an empty content, another beside a null one; some know no tools. `ChatTemplate` finds out by rendering
+small conversations, once. Never knows tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Final, cast
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as loop_controls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from agentrl.env.tools.calls import dump
+from agentrl.errors import ModelError
+from agentrl.records import Json, Message
+
+_OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}  # the renderer says these
+
+MARK: Final = "zqMARKqz"
+"""A word that no template writes of itself."""
+PROBE_NAME: Final = "zqTOOLqz"
+PROBE: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "Probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "Probe."}},
+            "required": ["key"],
+        },
+    },
+}
+"""A tool for probing."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for rendering it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a template wants messages: contents as lists of parts, a content beside calls null instead of empty, a call's
+    arguments as JSON text."""
+
+    parts: bool = False
+    null: bool = False
+    argument_text: bool = False
+
+    def of(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        shaped, calls = dict(message), cast("list[dict[str, Any]] | None", message.get("tool_calls"))
+        if calls and self.null and not shaped["content"]:
+            shaped["content"] = None
+        elif self.parts:
+            shaped["content"] = [{"type": "text", "text": shaped["content"]}]
+        if calls and self.argument_text:
+            shaped["tool_calls"] = [{**call, "function": _with_text(call["function"])} for call in calls]
+        return shaped
+
+
+def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments", {})
+    return {**function, "arguments": arguments if isinstance(arguments, str) else dump(arguments)}
+
+
+class ChatTemplate:
+    """A compiled template with the variables that are the same in every rendering. `where` names it in errors.
+
+    `writes_tools`, `writes_calls`, `writes_results` say whether the schemas of tools, an assistant's calls and the
+    answers to them appear in what it writes."""
+
+    def __init__(self, source: str, where: str, variables: Mapping[str, Any], arguments: Collection[str] = ()) -> None:
+        self.source, self.where = source, where
+        self._template, self._variables = compile_template(source, where, arguments), dict(variables)
+
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Json]] = (), *, asks: bool = True) -> str:
+        """The text of a conversation in our records' shape. Raises ModelError for one that the template refuses."""
+        return self._write([self.style.of(message) for message in messages], tools, asks)
+
+    def _write(self, messages: Messages, tools: Sequence[Mapping[str, Json]], asks: bool) -> str:
+        schemas = [as_function(tool) for tool in tools] or None
+        try:
+            return self._template.render(
+                messages=messages, tools=schemas, add_generation_prompt=asks, **self._variables
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise ModelError(f"the chat template of {self.where!r} refuses these messages: {error}") from error
+
+    def _tried(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Json]] = (),
+        style: Style | None = None,
+        *,
+        asks: bool = True,
+    ) -> str:
+        """What it writes; nothing for what it refuses."""
+        try:
+            return self._write([(style or self.style).of(message) for message in messages], tools, asks)
+        except ModelError:
+            return ""
+
+    def _with_call(self, style: Style | None = None) -> str:
+        """What it writes with a call, which some write only in front of an answer, and others write no answer to."""
+        answered = self._tried([*probe_call(), _tool("x")], [PROBE], style)
+        return answered if MARK in answered else self._tried(probe_call(), [PROBE], style)
+
+    @cached_property
+    def style(self) -> Style:
+        parts = MARK not in self._tried([_user(MARK)], style=Style()) and MARK in self._tried(
+            [_user(MARK)], style=Style(parts=True)
+        )
+        fitting: list[tuple[bool, bool, int, Style]] = []
+        for text, null in itertools.product((False, True), (False, True)):
+            style = Style(parts=parts, null=null, argument_text=text)
+            answered = MARK in self._tried([*probe_call(), _tool("x")], [PROBE], style)
+            written = self._with_call(style)
+            before, found, behind = written.rpartition(PROBE_NAME)
+            # Python's own writing of an object, JSON within a JSON text, and a null written out are no model's format.
+            odd = "{'key'" in behind or '\\"key' in behind or (null and "None" in before[-60:])
+            if found and MARK in behind and not odd:  # an object is what most want; a shorter text has no empty parts
+                fitting.append((not answered, text, len(written), style))
+        return min(fitting, key=lambda one: one[:3])[3] if fitting else Style(parts=parts)
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        written = [self._tried(messages, [PROBE]) for messages in ([_user("a")], _SYSTEM)]
+        return bool(written[0]) and all(not one or PROBE_NAME in one for one in written)
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        said: list[dict[str, Any]] = [_user("a"), {"role": "assistant", "content": "a"}]
+        written = self._with_call()
+        return MARK in written and written.count(PROBE_NAME) > self._tried(said, [PROBE]).count(PROBE_NAME)
+
+    @cached_property
+    def writes_results(self) -> bool:
+        return MARK in self._tried([*probe_call("x"), _tool(MARK)], [PROBE])
+
+    @cached_property
+    def writes_several(self) -> bool:
+        """Whether it writes several calls of one message."""
+        asked, said = probe_call("x")
+        calls = [*said["tool_calls"], {**probe_call()[1]["tool_calls"][0], "id": "call00001"}]
+        return not self.writes_calls or MARK in self._tried([asked, {**said, "tool_calls": calls}], [PROBE])
+
+    @cached_property
+    def written_call(self) -> str:
+        """What it writes behind the user's message for a call of `zqTOOLqz` with `key="zqMARKqz"`; nothing if it writes
+        no calls."""
+        written = self._tried(probe_call(), [PROBE], asks=False) if self.writes_calls else ""
+        written = written if MARK in written else self._with_call() if self.writes_calls else ""
+        before = (self._tried([_user("a")], [PROBE], asks=asks) for asks in (True, False))
+        return written[len(next((text for text in before if text and written.startswith(text)), "")) :]
+
+
+_SYSTEM: Final = ({"role": "system", "content": "s"}, {"role": "user", "content": "a"})
+
+
+def one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """A conversation in which each message makes one call at most, which its answer follows."""
+    found, answers = list[Message](), list[Message]()
+    for at, message in enumerate(messages):
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found += [] if message in answers else [message]
+            answers = answers if message in answers else []
+            continue
+        follow = itertools.takewhile(lambda one: one["role"] == "tool", messages[at + 1 :])
+        answers = list(itertools.islice(follow, len(calls)))
+        for call, answer in itertools.zip_longest(calls, answers):
+            found.append(cast("Message", {**message, "tool_calls": [call]}))
+            message = cast("Message", {**message, "content": ""})
+            found += [] if answer is None else [answer]
+    return found
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "name": PROBE_NAME, "tool_call_id": "call00000"}
+
+
+def probe_call(value: str = MARK) -> list[dict[str, Any]]:
+    """A user's message and a call with one argument."""
+    function = {"name": PROBE_NAME, "arguments": {"key": value}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [_user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def compile_template(source: str, where: str, arguments: Collection[str] = ()) -> Template:
+    """A template ready to render. Raises ModelError for one that does not parse, or that reads none of `arguments` by
+    such a name: jinja would leave it out silently; `where` names the template."""
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loop_controls]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    try:
+        reads = meta.find_undeclared_variables(environment.parse(source)) - _OURS - environment.globals.keys()
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template of {where!r} does not parse: {error}") from error
+    for name in arguments:
+        if name not in reads:
+            known = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
+            raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {known}")
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # jinja copies them for each text, and its own kind of mapping slowly
+    return template
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    # jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def as_function(tool: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Templates expect OpenAI's envelope around a function schema."""
+    return tool if "function" in tool else {"type": "function", "function": dict(tool)}

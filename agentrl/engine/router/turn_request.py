@@ -1,0 +1,140 @@
+"""One turn over as many engines as needed: the tokens received, the rest to sample, and whose time it took.
+
+Pure: opens nothing, waits for nothing. Two clocks run. `spent_s` is the policy's: time between tokens while they came
+at the pace of their engine. All other time is the engines': waiting for a replica, queueing, prefill, pauses, outages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.errors import EngineRefusal
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Finish, SamplingParams
+from agentrl.tokens import columns
+
+Decode = Callable[[Sequence[int]], str]
+
+SEAM = Chunk(token_ids=(), logprobs=(), spans=())
+"""Says that an engine was left, and that the turn goes on at another."""
+
+_PAUSE = 3.0  # times the usual gap between two chunks: time beyond that is not sampling
+_SLOWER, _FASTER = 0.1, 0.5  # weight of a new gap in the usual gap: a pause must not change the pace much
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long an engine usually takes from one chunk of a turn to the next, in seconds."""
+
+    usual_s: float | None = None
+
+    def sampling(self, gap_s: float) -> float:
+        """The part of a gap that was sampling, in seconds: all of it, unless it is much longer than usual; nothing of
+        the first gap, as the usual gap is not yet known."""
+        if self.usual_s is None:
+            self.usual_s = gap_s
+            return 0.0
+        spent_s = min(gap_s, _PAUSE * self.usual_s)
+        self.usual_s += (_SLOWER if spent_s > self.usual_s else _FASTER) * (spent_s - self.usual_s)
+        return spent_s
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request and its progress: `received` begins with the tokens sampled before the request. `decode` gives the text
+    of tokens, which stop texts need. `faults` counts how often an engine took the request and failed it; `refusals` has
+    the engines, by URL, that refused it before any token."""
+
+    request: GenerateRequest
+    decode: Decode | None = None
+    received: list[int] = field(default_factory=list[int])
+    attempts: int = 0
+    faults: int = 0
+    refusals: dict[str, EngineRefusal] = field(default_factory=dict[str, EngineRefusal])
+    spent_s: float = 0.0
+    waited_s: float = 0.0
+    _seam: int = 0  # number of tokens received before this attempt
+
+    def __post_init__(self) -> None:
+        self.received += self.request.token_ids[len(self.request.token_ids) - self.request.sampled :]
+
+    def rest(self) -> GenerateRequest:
+        """Begin an attempt: a request for the rest of the turn, with an infinite deadline: the caller bounds waits."""
+        request, received = self.request, self.received
+        number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
+        new = received[request.sampled :]
+        return replace(
+            request,
+            request_id=f"{request.request_id}~{number}" if number else request.request_id,
+            token_ids=(*request.token_ids, *new),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(new)),
+            deadline_s=float("inf"),
+            sampled=len(received),
+            on_chunk=None,
+        )
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Add a chunk. Returns the part of it that belongs to the turn, with `finish` if it is the last: also if a stop
+        text began at another engine, or the policy's time is over."""
+        # "abort": the engine was paused or drained with abort; the caller did not ask for it.
+        chunk = replace(chunk, finish=None if chunk.finish == "abort" else chunk.finish, spent_s=self.spent_s)
+        for count in range(1, len(chunk.token_ids) + 1):
+            self.received.append(chunk.token_ids[count - 1])
+            if self._stops_over_the_seam():
+                return _first(chunk, count)
+        if chunk.finish is None and chunk.token_ids and self.spent_s >= self.request.deadline_s:
+            return replace(chunk, finish="length")
+        return chunk
+
+    def versions(self, chunk: Chunk) -> list[int]:
+        """The versions in a chunk that say which weights its engine serves: none if the turn is a past self's."""
+        return [span.version for span in chunk.spans] if self.request.version is None else []
+
+    def ending(self) -> Chunk | None:
+        """The last chunk, if an engine broke off after the turn's last token but before it sent `finish`."""
+        room = self.request.sampled + self.request.sampling.max_tokens
+        finish = finish_of(self.received, room, self.request.sampling, self.decode)
+        return None if finish is None else replace(SEAM, finish=finish, spent_s=self.spent_s)
+
+    def _stops_over_the_seam(self) -> bool:
+        """Whether a stop text ends with the newest token. The engine cannot see it if it began at another engine."""
+        stop = self.request.sampling.stop
+        near = self._seam > 0 and len(self.received) - self._seam < _reach(stop)
+        return near and _says(self.received, stop, self.decode)
+
+
+def finish_of(
+    token_ids: Sequence[int], max_tokens: int, sampling: SamplingParams, decode: Decode | None
+) -> Finish | None:
+    """How a turn of these sampled tokens has ended; None if it goes on. `max_tokens` is the turn's limit."""
+    if token_ids and (token_ids[-1] in sampling.stop_token_ids or _says(token_ids, sampling.stop, decode)):
+        return "stop"
+    return "length" if len(token_ids) >= max_tokens else None
+
+
+def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) -> bool:
+    """Whether a stop text ends with the newest token. Each token has at least one byte of it, so it suffices to decode
+    as many tokens as it has bytes, and one before them, since decoders strip a space at the beginning."""
+    reach = _reach(stop)
+    if not reach or decode is None:
+        return False
+    text = decode(token_ids[-reach - 1 :])
+    return any(one in text for one in stop)
+
+
+def _reach(stop: Sequence[str]) -> int:
+    """The most tokens that a stop text can have."""
+    return max((len(one.encode()) for one in stop), default=0)
+
+
+def _first(chunk: Chunk, count: int) -> Chunk:
+    """The first `count` tokens of a chunk, as the end of their turn."""
+    spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
+    return Chunk(
+        token_ids=chunk.token_ids[:count],
+        logprobs=chunk.logprobs[:count],
+        spans=spans,
+        finish="stop",
+        columns=columns.first(chunk.columns, count),
+    )

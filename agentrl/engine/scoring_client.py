@@ -1,0 +1,177 @@
+"""Models that score, over HTTP: a classification head (`/classify`) and a chat model (`/v1/chat/completions`), as vLLM
+and other servers offer them.
+
+Owns the cost of a call: how many run at once, the attempts after failures that pass, and one deadline over all of it,
+the wait for a place included. Knows neither rubrics nor the use of a score. The connection is `EngineClient`'s,
+and so are the names of failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import httpx
+import trio
+from trio.lowlevel import RunVar
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm_api import parse_json, prompt_logprobs, score_json
+from agentrl.errors import EngineTimeout, EngineUnavailable, ScoreError
+from agentrl.host.clocks import granted
+from agentrl.records import EngineKey, Json, Message
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a client has in one trio loop: connections and places belong to a loop and cannot be shared with another."""
+
+    http: EngineClient
+    places: trio.CapacityLimiter
+
+
+class ScoringClient:
+    """One server, for as many judges and reward models as ask it. Make it anywhere, at import as well: it connects at
+    the first call, and its connections end with the trio loop that made them.
+
+    `url` is the server's root (a `/v1` at its end is taken off), `model` the name by which the server knows the model
+    (None: its only one). `concurrency` bounds the calls that run at once in this process, `deadline_s` each call with
+    all its attempts: an engine that is gone or overloaded is asked again after 0.25 s, then after twice as long each
+    time, up to 8 s."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | EngineKey | None = None,
+        concurrency: int = 64,
+        deadline_s: float = 45.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url, self.deadline_s = url.rstrip("/").removesuffix("/v1"), deadline_s
+        self._model: dict[str, Json] = {} if model is None else {"model": model}
+        self._api_key, self._concurrency, self._transport = api_key, concurrency, transport
+        self._opened: RunVar[_Opened] = RunVar(f"agentrl scoring {self.url}")
+
+    async def classify(self, given: str | Sequence[int], *, activation: bool = False) -> tuple[float, ...]:
+        """A classification head's outputs for a text or token ids, one number a label; with `activation` after a
+        sigmoid (one label) or softmax.
+
+        Raises EngineTimeout at the deadline, EngineRefusal if the server refuses what it is asked (a text too long for
+        it, say), EngineError if it refuses for another reason, ScoreError if it answers otherwise."""
+        return await self._classify({"input": given if isinstance(given, str) else list(given)}, activation)
+
+    async def classify_chat(
+        self, messages: Sequence[Message], *, activation: bool = False, deadline_s: float | None = None
+    ) -> tuple[float, ...]:
+        """The same of a conversation, rendered by the server's chat template."""
+        return await self._classify({"messages": list(messages)}, activation, deadline_s)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Json] | None = None,
+        deadline_s: float | None = None,
+        **options: Json,
+    ) -> str:
+        """The model's answer, empty if it gave none. With a JSON `schema` the server lets it write nothing else.
+        `options` go into the request as they are (`temperature`, `max_tokens`, `chat_template_kwargs`, …).
+
+        Raises as `classify`."""
+        asked = dict(options)
+        if schema is not None:
+            named: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
+            asked["response_format"] = {"type": "json_schema", "json_schema": named}
+        return str((await self.message(messages, deadline_s=deadline_s, **asked)).get("content") or "")
+
+    async def message(
+        self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
+    ) -> Mapping[str, Json]:
+        """The model's whole answer as the API has it: `content`, `tool_calls`, and whatever else the server adds.
+        Raises as `chat`."""
+        return (await self.completion(messages, deadline_s=deadline_s, **options))[0]
+
+    async def completion(
+        self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
+    ) -> tuple[Mapping[str, Json], int | None]:
+        """The same, and how many tokens the model wrote, if the server counts them."""
+        asked: dict[str, Json] = {**self._model, "messages": list(messages), **options}
+        answer = await self._post("/v1/chat/completions", asked, deadline_s)
+        try:
+            message = dict(answer["choices"][0]["message"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
+        usage = answer.get("usage")
+        written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
+        return message, written if isinstance(written, int) else None
+
+    async def logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under the server's
+        model. Raises EngineTimeout at the deadline, EngineError if the server refuses or does not score prompts."""
+        answer = await self._post("/inference/v1/generate", score_json(token_ids, self._model.get("model")))
+        return prompt_logprobs(answer, token_ids)
+
+    async def tokens(self, text: str) -> tuple[int, ...]:
+        """The server's tokens of a text, without any that open or close it. Raises as `logprobs`."""
+        answer = await self._post("/tokenize", {**self._model, "prompt": text, "add_special_tokens": False})
+        try:
+            return tuple(int(token) for token in answer["tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScoreError(f"{self.url} gave no tokens: {str(answer)[:200]}") from error
+
+    async def _classify(
+        self, asked: Mapping[str, Json], activation: bool, deadline_s: float | None = None
+    ) -> tuple[float, ...]:
+        answer = await self._post("/classify", {**self._model, **asked, "use_activation": activation}, deadline_s)
+        try:
+            (entry,) = answer["data"]
+            return tuple(float(number) for number in entry["probs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScoreError(f"{self.url} gave no classification: {str(answer)[:200]}") from error
+
+    async def _post(self, path: str, body: Mapping[str, Json], deadline_s: float | None = None) -> dict[str, Json]:
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        failure: EngineUnavailable | None = None
+        with trio.move_on_after(deadline_s):
+            here = self._here()
+            async with granted(here.places, f"a place at {self.url}"):
+                for pause_s in _pauses():
+                    try:
+                        return parse_json(await here.http.call("POST", path, json=body, deadline_s=math.inf))
+                    except EngineUnavailable as error:
+                        failure = error
+                    await trio.sleep(pause_s)
+        why = f"; the last attempt: {failure}" if failure else ""
+        raise EngineTimeout(f"{self.url} did not answer {path} within {deadline_s:g} s{why}") from failure
+
+    def _here(self) -> _Opened:
+        try:
+            return self._opened.get()
+        except LookupError:
+            http = EngineClient(self.url, api_key=self._api_key, transport=self._transport)
+            opened = _Opened(http, trio.CapacityLimiter(self._concurrency))
+            self._opened.set(opened)
+            trio.lowlevel.spawn_system_task(_close_with_the_loop, http)
+            return opened
+
+
+async def _close_with_the_loop(client: EngineClient) -> None:
+    """A system task: trio cancels it when the loop's last other task has ended."""
+    try:
+        await trio.sleep_forever()
+    finally:
+        with trio.CancelScope(shield=True):
+            await client.aclose()
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = _PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

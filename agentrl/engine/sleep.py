@@ -1,0 +1,47 @@
+"""An engine's sleep: it gives its memory back, so that a learner can have the GPU, and keeps its requests.
+
+    awake ──sleep──► asleep ──wake weights──► takes an update ──wake kv_cache──► awake
+
+Owns vLLM's calls for it (the embedded engine has the same) and the proof that they were heard. Requests stay with the
+engine, and new ones queue there: their keys and values are computed anew afterwards, no token is sampled again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm_api import metric, parse_json
+from agentrl.errors import EngineError
+
+_STATE = "vllm:engine_sleep_state{"
+Level = Literal[1, 2]
+"""Of a sleep: 1 keeps the weights in host memory, 2 drops them, for an engine that is about to get new ones."""
+
+
+async def sleep(client: EngineClient, *, level: Level, deadline_s: float) -> None:
+    """Have an engine sleep; safe to repeat. Raises EngineError if it does not."""
+    params = {"level": str(level), "mode": "keep"}
+    await client.call("POST", "/sleep", params=params, deadline_s=deadline_s)
+    said = parse_json(await client.call("GET", "/is_sleeping", deadline_s=deadline_s))
+    if not said.get("is_sleeping"):
+        raise EngineError(f"{client.url} was told to sleep and does not")
+
+
+async def sleeps(client: EngineClient, *, deadline_s: float) -> bool:
+    """Whether it has given memory back, and is not only paused. False if it does not say. Raises EngineError."""
+    said = parse_json(await client.call("GET", "/is_sleeping", deadline_s=deadline_s))
+    if not said.get("is_sleeping"):
+        return False
+    if "asleep" in said:  # the embedded engine; to vLLM a pause is a sleep too, and only its metrics tell them apart
+        return bool(said["asleep"])
+    lines = (await client.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines()
+    awake = (metric(line)[1] for line in lines if line.startswith(_STATE) and 'sleep_state="awake"' in line)
+    return any(value == 0 for value in awake)
+
+
+async def wake(client: EngineClient, tag: Literal["weights", "kv_cache"] | None = None, *, deadline_s: float) -> None:
+    """Have an engine take this part of its memory again, or all of it; safe to repeat. With all of it, it goes on.
+    Raises EngineError if it cannot."""
+    params = None if tag is None else {"tags": tag}
+    await client.call("POST", "/wake_up", params=params, deadline_s=deadline_s)

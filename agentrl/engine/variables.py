@@ -1,5 +1,0 @@
-"""Which environment variables the processes of a run get: see `agentrl.owner`."""
-
-from agentrl.owner import NOTHING, OF_THE_RUN, SECRETS, Withheld
-
-__all__ = ["NOTHING", "OF_THE_RUN", "SECRETS", "Withheld"]

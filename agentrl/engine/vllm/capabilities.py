@@ -1,0 +1,241 @@
+"""Asks a running vLLM server what it can do, and names the flags that would add what it lacks.
+
+Owns the questions. Each costs the server at most one token; none changes its weights or its adapters.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+from uuid import uuid4
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm.launch import check_version, lora_room
+from agentrl.engine.vllm.plugin import BACKEND, EXTENSION
+from agentrl.engine.vllm_api import parse_json, results
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, boundary
+from agentrl.records import Json
+
+_PROMPT = 16  # tokens
+_TOPS = 5  # candidates whose log-probs are compared: two may well be alike
+_DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
+_NOWHERE = "/nonexistent/agentrl-probe"
+
+
+class Need(StrEnum):
+    """Something a server may lack. `flags` and `env` are what to start it with."""
+
+    TOKENS = "token-in/token-out generation"
+    ADMIN = "pause, resume and weight versions"
+    LOGPROBS = "log-probs of the sampling distribution"
+    WEIGHTS = "weight transfer from files"
+    NCCL = "weight transfer over NCCL"
+    IPC = "weight transfer over CUDA IPC"
+    PLUGIN = "agentrl's plugin"
+    LORA = "loading LoRA adapters while it runs"
+    ROUTED_EXPERTS = "the experts chosen per token"
+    KEPT_SETS = "the set that each token is drawn from (rollout.top_p, top_k and min_p need it)"
+
+    @property
+    def flags(self) -> str:
+        return _FLAGS.get(self, "")
+
+    @property
+    def env(self) -> str:
+        return _ENV.get(self, "")
+
+
+_FLAGS = {
+    Need.TOKENS: "--enable-scale-out",
+    Need.LOGPROBS: "--logprobs-mode processed_logprobs",
+    Need.WEIGHTS: f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\'',
+    Need.NCCL: '--weight-transfer-config \'{"backend": "nccl"}\'',
+    Need.IPC: '--weight-transfer-config \'{"backend": "ipc"}\'',
+    Need.PLUGIN: f"--worker-extension-cls {EXTENSION}",
+    Need.LORA: "--enable-lora",
+    Need.ROUTED_EXPERTS: "--enable-return-routed-experts",
+    Need.KEPT_SETS: "--return-sampling-mask",
+}
+_ENV = {
+    # Safe: else a checkout of agentrl in the working folder would come first, whose imports vLLM's interpreter lacks.
+    Need.PLUGIN: "PYTHONSAFEPATH=1 PYTHONPATH=$(agentrl vllm-plugin)",
+    Need.ADMIN: "VLLM_SERVER_DEV_MODE=1",
+    Need.IPC: "VLLM_ALLOW_INSECURE_SERIALIZATION=1",
+    Need.LORA: "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
+
+# The plugin, however weights travel: without it a prefix cache serves keys and values of older weights.
+FOR_TRAINING = frozenset({Need.TOKENS, Need.ADMIN, Need.LOGPROBS, Need.WEIGHTS, Need.PLUGIN})
+
+_BACKENDS = {
+    "FileTransferEngine": Need.WEIGHTS,
+    "NCCLWeightTransferEngine": Need.NCCL,
+    "IPCWeightTransferEngine": Need.IPC,
+}
+
+
+def needed(sync: str) -> frozenset[Need]:
+    """The needs of training at a server to which new weights travel as `RunConfig.sync` says."""
+    match sync:
+        case "nccl" | "ipc":
+            return FOR_TRAINING - {Need.WEIGHTS} | {Need.NCCL if sync == "nccl" else Need.IPC}
+        case "adapter":
+            return FOR_TRAINING | {Need.LORA}
+        case _:
+            return FOR_TRAINING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts about a server. `model` is the name it serves, `root` the folder or id it was started with;
+    `max_model_len` the most tokens a context may hold; `backend` the class that takes new weights, None if there is
+    none; `dtype` that of its computation, None if it cannot say."""
+
+    url: str
+    version: str
+    model: str
+    root: str
+    max_model_len: int
+    has: frozenset[Need]
+    backend: str | None
+    dtype: str | None
+
+    def require(self, needs: Collection[Need], *, dtype: str = "auto", context: int = 0, lora_rank: int = 8) -> None:
+        """Raises UsageError with everything it lacks of `needs`, of contexts of so many tokens and of computing in
+        `dtype`, and with the command that starts it so."""
+        lacking = [need for need in Need if need in needs and need not in self.has]
+        what, flags = [str(need) for need in lacking], [need.flags for need in lacking if need.flags]
+        if Need.LORA in lacking:
+            flags.append(f"--max-lora-rank {lora_room(lora_rank)}")
+        if self.max_model_len < context:
+            what.append(f"contexts of {context} tokens (it has {self.max_model_len})")
+            flags.append(f"--max-model-len {context}")
+        if dtype not in ("auto", self.dtype):
+            what += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
+            flags.append(f"--dtype {dtype}")
+        if what:
+            env = [need.env for need in lacking if need.env]
+            # `vllm serve` does not start with the CPU build, which does not find its own version.
+            start = " ".join(
+                [*env, "python -m vllm.entrypoints.openai.api_server --model", shlex.quote(self.root), *flags]
+            )
+            lacks = f"the vLLM server at {self.url} lacks {', '.join(what)}"
+            raise UsageError(f"{lacks}: start it, by vLLM's own python and beside its other flags, with: {start}")
+
+
+async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
+    """Ask a server what it has. Raises UsageError for a server that is no vLLM, that wants another key, or that is of
+    an untested version unless that is allowed; EngineUnavailable or EngineTimeout if it is not there."""
+    passes = (EngineUnavailable, EngineTimeout, UsageError)
+    with boundary(UsageError, f"the server at {client.url} is no vLLM server:", passes=passes):
+        return await _probed(client, untested=untested)
+
+
+async def _probed(client: EngineClient, *, untested: bool) -> Facts:
+    try:
+        version = str(parse_json(await client.call("GET", "/version", deadline_s=_DEADLINE_S)).get("version"))
+        models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
+    except EngineError as error:
+        if "answered 401" not in str(error):
+            raise
+        hint = "export its key, and name the variable in engine.api_key_env"
+        raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
+    check_version(version, f"the server at {client.url}", untested=untested)
+    model = cast("dict[str, Any]", models[0])
+    answer, logprobs = await _sample(client, model["max_model_len"])
+    facts = await _rpc(client, "agentrl_facts")
+    backend = await _backend(client)
+    takes = _BACKENDS.get(backend or "")
+    if takes is Need.IPC and facts is not None and not facts["pickles"]:
+        takes = None
+    found = {
+        Need.TOKENS: answer is not None,
+        Need.ADMIN: await _answers(client, "GET", "/is_paused"),
+        Need.LOGPROBS: logprobs,
+        Need.WEIGHTS: takes is Need.WEIGHTS,
+        Need.NCCL: takes is Need.NCCL,
+        Need.IPC: takes is Need.IPC,
+        Need.PLUGIN: facts is not None and not facts["missing"],
+        Need.LORA: await _takes_adapters(client),
+        Need.ROUTED_EXPERTS: bool(answer and answer["choices"][0].get("routed_experts")),
+        Need.KEPT_SETS: bool(answer and answer["choices"][0].get("sampling_mask")),
+    }
+    return Facts(
+        url=client.url,
+        version=version,
+        model=model["id"],
+        root=model.get("root") or model["id"],
+        max_model_len=model["max_model_len"],
+        has=frozenset(need for need, there in found.items() if there),
+        backend=backend,
+        dtype=None if facts is None else facts.get("dtype"),
+    )
+
+
+async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] | None, bool]:
+    """One answer, None if it generates nothing from tokens; and whether its log-probs follow the temperature: at 2 the
+    best tokens are half as far apart as at 1."""
+    prompt = list(range(min(_PROMPT, context - 1)))  # several: the row of one may be zero, and leads to no preference
+    answers: list[dict[str, Json]] = []
+    for temperature in (1.0, 2.0):  # the highest that vLLM takes
+        params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS, "top_k": _TOPS}
+        asked: dict[str, Json] = {"request_id": f"probe-{uuid4().hex}", "token_ids": prompt, "sampling_params": params}
+        try:
+            body = await client.call("POST", "/inference/v1/generate", json=asked, deadline_s=_DEADLINE_S)
+        except EngineUnavailable:
+            raise
+        except EngineError:
+            return None, False
+        answers.append(parse_json(body))
+    tops = [
+        {
+            entry["token_id"]: entry["logprob"]
+            for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        }
+        for answer in answers
+    ]
+    both = sorted(tops[0].keys() & tops[1].keys(), key=tops[0].__getitem__)
+    cold, hot = (top[both[-1]] - top[both[0]] for top in tops)
+    return answers[0], hot < 0.75 * cold
+
+
+async def _takes_adapters(client: EngineClient) -> bool:
+    """A server with LoRA looks for the adapter's files; one without refuses the call or the path."""
+    asked: dict[str, Json] = {"lora_name": "agentrl-probe", "lora_path": _NOWHERE}
+    try:
+        await client.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=_DEADLINE_S)
+    except EngineError as error:
+        return "No adapter found" in str(error)
+    return True
+
+
+async def _backend(client: EngineClient) -> str | None:
+    """The class that takes new weights: refusing what no class knows, it says its name."""
+    asked: dict[str, Json] = {"init_info": {"agentrl_probe": True}}
+    try:
+        await client.call("POST", "/init_weight_transfer_engine", json=asked, deadline_s=_DEADLINE_S)
+    except EngineError as error:
+        said = re.search(r"Invalid init_info for (\w+)", str(error))
+        return said[1] if said else None
+    return None
+
+
+async def _answers(client: EngineClient, method: str, path: str) -> bool:
+    try:
+        await client.call(method, path, deadline_s=_DEADLINE_S)
+    except EngineError:
+        return False
+    return True
+
+
+async def _rpc(client: EngineClient, method: str) -> dict[str, Any] | None:
+    """What the first worker says, None if it knows no such method, or says it otherwise than our plugin."""
+    try:
+        body = await client.call("POST", "/collective_rpc", json={"method": method}, deadline_s=_DEADLINE_S)
+        return results(body, missing=list, pickles=bool)[0]
+    except EngineError:
+        return None

@@ -1,0 +1,1 @@
+"""New weights into running engines: one module a transport, the canary, and the lock of an engine's weights."""

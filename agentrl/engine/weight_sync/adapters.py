@@ -1,0 +1,294 @@
+"""LoRA adapters as weight versions: `policy-7` is version 7, `policy-7-judge` that of the role "judge" if it has its
+own, `league-7` and `league-7-judge` the same ones kept for good as a past self. Loaded beside those that running
+requests use, never over them (a reload in place reads the folder for each request, and leaves old keys and values in
+the prefix cache). An engine elsewhere gets the bytes over HTTP (`inbox`), one on this machine reads the folder.
+
+A request keeps the adapter it started with, so all its tokens have one version, and generation never pauses. Owns the
+names, their loading and their retirement; the files are the learner's. No torch.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import trio
+
+from agentrl.engine.access import folder_digest
+from agentrl.engine.client import EngineClient
+from agentrl.engine.http_client import socket_of
+from agentrl.engine.vllm_api import metric, parse_json, results
+from agentrl.engine.weight_sync import uploads
+from agentrl.engine.weight_sync.file_transport import PushReport
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Json, VersionSpan
+
+_CONFIG = "adapter_config.json"
+NAME, LEAGUE = "policy", "league"
+_SENDER = secrets.token_hex(4)  # no other process sends a folder of the same name
+
+
+def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -> str:
+    """The name of a weight version's adapter at an engine: that of a `role`, or the one of all roles without their own;
+    of a past self that is `kept`, or of the policy."""
+    return f"{LEAGUE if kept else NAME}-{version}" + (f"-{role}" if role else "")
+
+
+Current = Callable[[], Awaitable[int | None]]
+"""Says a version; None while there is none."""
+
+
+def always(version: int | None) -> Current:
+    """Says the same version for ever."""
+
+    async def current() -> int | None:
+        return version
+
+    return current
+
+
+class AdapterClient(EngineClient):
+    """Samples from the adapter that `current` names at the start of each turn, and stamps its tokens with that version
+    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet. `below` gives
+    the version of the weights below if the engine cannot say it: those of a shared fleet are no run's."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        current: Current,
+        below: Current | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(url, **settings)
+        self._current, self._below = current, below
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
+        waits to be refit, or was left behind by several versions."""
+        kept = request.version is not None
+        version = request.version if kept else await self._current()
+        if version:  # 0 has the weights below
+            request = replace(request, model=adapter_name(version, request.policy, kept=kept))
+        elif version is None and self._below is not None:
+            version = await self._below()
+        try:
+            async with aclosing(super().stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk if version is None else _stamped(chunk, version)
+        except EngineError as error:
+            if request.model is not None and "does not exist" in str(error):
+                raise EngineUnavailable(f"{self.url} has no adapter {request.model!r}") from error
+            raise
+
+    async def score(
+        self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
+    ) -> tuple[float, ...]:
+        """As `EngineClient.score`, under the current adapter if no `model` is named."""
+        version = await self._current()
+        if model is None and version is not None:
+            model = adapter_name(version)
+        return await super().score(token_ids, deadline_s=deadline_s, model=model)
+
+    async def served_version(self, *, deadline_s: float = 5.0) -> int:
+        """The newest adapter it has, or the version of the weights below."""
+        found = await loaded(self, deadline_s=deadline_s)
+        if found:
+            return max(found)
+        below = None if self._below is None else await self._below()
+        return await super().served_version(deadline_s=deadline_s) if below is None else below
+
+
+async def load(
+    engines: Sequence[EngineClient], folder: Path, version: int, *, kept: bool = False, deadline_s: float = 30.0
+) -> PushReport:
+    """Have every engine load the adapter in `folder` (PEFT's format) as `version`, all at once, while it generates. The
+    adapter of a role lies in a folder of its name in there, and is loaded first: a version that an engine names is
+    whole. `kept`: under the names of a past self.
+
+    The folder must stay until the version is retired, for engines that read it. Each call has `deadline_s`. Raises
+    WeightSyncError naming the engines that did not confirm; the call may be repeated."""
+    folder = Path(await trio.Path(folder).resolve())
+    try:
+        files = [file for file in await trio.Path(folder).rglob("*") if await file.is_file()]
+        size = sum([(await file.stat()).st_size for file in files])
+    except OSError as error:
+        raise WeightSyncError(f"cannot read adapter {str(folder)!r}: {error.strerror}") from error
+    if not await trio.Path(folder).is_dir():
+        raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
+    roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
+    asked = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
+    digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in asked.items()}
+
+    async def one(engine: EngineClient) -> None:
+        for name, place in asked.items():
+            if is_near(engine.url):
+                try:
+                    await _load_from(engine, name, str(place), digests[name], deadline_s)
+                    continue
+                except (EngineUnavailable, EngineTimeout):
+                    raise
+                except EngineError as error:  # perhaps it is in a container, or behind a tunnel
+                    if not _unread(error):
+                        raise
+                    why = error
+                there = await _send(engine, name, place, deadline_s)
+                if there is None:
+                    raise why
+            else:
+                there = await _send(engine, name, place, deadline_s) or str(place)
+            await _load_from(engine, name, there, digests[name], deadline_s)
+
+    started = trio.current_time()
+    await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
+    return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=size)
+
+
+def is_near(url: str) -> bool:
+    """Whether a server is on this machine, by its address: it reads our files, unless it is in a container."""
+    if socket_of(url) is not None:
+        return True
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _load_from(engine: EngineClient, name: str, place: str, digest: str, deadline_s: float) -> None:
+    """Have it load the adapter in a folder with these contents."""
+    asked: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
+    try:
+        await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
+    except EngineError as error:
+        if "already been loaded" not in str(error):
+            raise
+
+
+def _unread(error: EngineError) -> bool:
+    """Whether an engine says that it has, or reads, no such folder; vLLM leaves the path out of what it says."""
+    return bool(re.search(r"No adapter found|No such file|cannot load", str(error)))
+
+
+async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float) -> str | None:
+    """Send the files of an adapter; returns where the engine has them, None if it takes none: it is no vLLM with our
+    plugin. Raises WeightSyncError if they do not arrive whole."""
+    said: dict[str, Any] = {}
+    messages = uploads.messages(folder, f"{name}-{_SENDER}")
+    while (message := await trio.to_thread.run_sync(next, messages, None)) is not None:
+        asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
+        try:
+            answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+        except (EngineUnavailable, EngineTimeout):
+            raise
+        except EngineError:
+            return None
+        for said in results(answer):
+            if "error" in said:
+                raise WeightSyncError(f"it did not take the files of {name}: {said['error']}")
+    if not isinstance(place := said.get("path"), str):
+        raise WeightSyncError(f"it took the files of {name} and names no folder")
+    return place
+
+
+async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
+    """Unload an adapter, and remove its files if they came over HTTP."""
+    await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+    if (message := uploads.forgetting(place)) is not None:
+        asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
+        await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+
+
+async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
+    """Unload every version that is not in `keep` and that no request of an engine uses; returns those that some engine
+    still has besides `keep`, whose folders must stay."""
+    left: set[int] = set()
+
+    async def one(engine: EngineClient) -> None:
+        places = await _places(engine, deadline_s)
+        found = {name: version for name in places for version in _versions([name])}
+        old = frozenset(found.values()) - frozenset(keep)
+        busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
+        left.update(old & busy)
+        for name in sorted(name for name, version in found.items() if version in old - busy):
+            await _unload(engine, name, places[name], deadline_s)
+
+    await _everywhere(engines, one, "unload old adapters")
+    return frozenset(left)
+
+
+async def forget(engines: Sequence[EngineClient], version: int | None = None, *, deadline_s: float = 30.0) -> None:
+    """Unload a past self; without `version` all of them, such as those of an earlier run."""
+    wanted = r"\d+" if version is None else str(version)
+    named = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
+
+    async def one(engine: EngineClient) -> None:
+        for name, place in (await _places(engine, deadline_s)).items():
+            if named.fullmatch(name):
+                await _unload(engine, name, place, deadline_s)
+
+    await _everywhere(engines, one, "unload past selves")
+
+
+async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
+    """The versions that an engine has adapters of."""
+    names = await _places(engine, deadline_s)
+    return frozenset(version for version in _versions(names) if adapter_name(version) in names)
+
+
+async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
+    """The names of an engine's models, and the folders that it has them from if it says so."""
+    answer = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))
+    try:
+        return {str(model["id"]): str(model.get("root")) for model in answer["data"]}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"{engine.url} names its models in an unknown shape: {error!r}") from error
+
+
+async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
+    """The versions that running or waiting requests of an engine use, at its last look."""
+    body = await engine.call("GET", "/metrics", deadline_s=deadline_s)
+    latest, names = 0.0, ""
+    for line in body.decode(errors="replace").splitlines():
+        # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
+        if line.startswith("vllm:lora_requests_info{"):
+            labels, at = metric(line)
+            if at >= latest:
+                latest, names = at, labels
+    return _versions(re.findall(rf"{NAME}-\d+", names))
+
+
+def _versions(names: Iterable[str]) -> frozenset[int]:
+    matches = (re.fullmatch(rf"{NAME}-([0-9]{{1,18}})(-.*)?", name) for name in names)  # as `wire.parse_version`
+    return frozenset(int(match[1]) for match in matches if match)
+
+
+def _stamped(chunk: Chunk, version: int) -> Chunk:
+    count = len(chunk.token_ids)
+    return replace(chunk, spans=(VersionSpan(version, 0, count),) if count else ())
+
+
+async def _everywhere(
+    engines: Sequence[EngineClient], one: Callable[[EngineClient], Awaitable[None]], what: str
+) -> None:
+    failures: list[str] = []
+
+    async def named(engine: EngineClient) -> None:
+        try:
+            await one(engine)
+        except EngineError as error:
+            failures.append(f"{engine.url} did not {what}: {error}")
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(named, engine)
+    if failures:
+        raise WeightSyncError("; ".join(sorted(failures)))

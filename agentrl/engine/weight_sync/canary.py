@@ -1,0 +1,257 @@
+"""The check after every sync: does an engine compute with the weights that the learner sent?
+
+An engine may answer 200 to every call of an update and still sample from old or half-taken weights. Three
+questions find that, and a wrong answer stops the run with the names of the layers that were not taken:
+
+- Are its weights the ones sent? Fingerprints of its layers against the learner's, in its own dtype: exact, however
+  small the step. A vLLM with our plugin can say; experts, adapters and split layers are left out.
+- Does a fixed probe have the learner's log-probabilities there, up to the rounding of the dtype?
+- Does it move as the learner does? If many small steps have moved the learner's numbers far beyond the noise between
+  the two, the engine's must have moved along. Before that nothing is said: the two are alike.
+
+Owns the comparisons, and the canary's file beside its weights, for whoever gives them to an engine that was started
+again. No torch: the expected numbers come from the learner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import trio
+import trio.to_thread
+
+from agentrl.config import EngineSettings
+from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm_api import results
+from agentrl.engine.weight_sync import fingerprints as fingerprint
+from agentrl.engine.weight_sync import weight_file
+from agentrl.engine.weight_sync.adapters import adapter_name
+from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.records import Json
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
+"""Largest |Δ| in nats of one token. Kernels of different shape round differently: measured 1e-5 in float32 and up to
+2e-2 in bfloat16 where all was well, 1 and more where a layer was missing."""
+
+QUANTIZED = 2.0
+"""The same for weights, or keys and values, of 8 bits: rounding the weights of small models to float8_e4m3 moved the
+probe by 0.6 to 1.4. So wide a tolerance finds gross errors alone."""
+
+_SHOWN = 6  # layers named in a message
+_FLOOR: dict[Dtype, float] = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+"""Nats of one token (rms) that two passes over the same weights may differ by, however alike they were before."""
+_BEYOND = 12.0  # times the noise: so far the learner must have moved, for half the way to be six deviations off
+
+
+def probe_tokens(vocab: int, length: int = 128, seed: int = 0) -> tuple[int, ...]:
+    """The fixed probe of a model: `length` token ids, the same in every process."""
+    rng = random.Random(f"agentrl canary {vocab} {seed}")
+    return tuple(rng.randrange(vocab) for _ in range(length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """`logprobs` [T - 1] in nats: those of `token_ids[1:]`, each given what stands before it, under the weights of
+    `version` as the learner has them; `rounded` says that these were rounded to `dtype` first, as the engine's are.
+    `fingerprints` are those of the weights in `dtype` by name, empty where nothing of the kind can be compared.
+    `by_role` are log-probs as well: under the adapters of roles that have their own."""
+
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    dtype: Dtype = "float32"
+    rounded: bool = True
+    fingerprints: Mapping[str, str] = field(default_factory=dict[str, str])
+    by_role: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError(f"{len(self.token_ids)} tokens need {len(self.token_ids) - 1} log-probs")
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file, which is whole or not there."""
+        draft = path.with_name(f"{path.name}.draft")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Canary:
+        """Read what `write` wrote. Raises OSError."""
+        kept: dict[str, Any] = json.loads(path.read_text())
+        kept["token_ids"], kept["logprobs"] = tuple(kept["token_ids"]), tuple(kept["logprobs"])
+        kept["by_role"] = {role: tuple(logprobs) for role, logprobs in kept.get("by_role", {}).items()}
+        return cls(**kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An engine's answer to a canary."""
+
+    canary: Canary
+    logprobs: tuple[float, ...]
+
+    def share(self, canary: Canary, logprobs: Sequence[float]) -> float | None:
+        """How much of the learner's way from then to `canary` an engine that now answers `logprobs` has gone along: 1
+        for all, 0 for none. None where the way is too short to be told from noise, or the probes are not the same."""
+        if canary.token_ids != self.canary.token_ids or not (canary.rounded and self.canary.rounded):
+            return None
+        before = zip(self.logprobs, self.canary.logprobs, strict=True)
+        noise = math.sqrt(2 * sum((a - b) ** 2 for a, b in before) / len(logprobs))
+        noise = max(noise, _FLOOR[canary.dtype])
+        way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
+        length = math.hypot(*way)
+        if not length > _BEYOND * noise:
+            return None
+        gone = (now - then for now, then in zip(logprobs, self.logprobs, strict=True))
+        return sum(a * b for a, b in zip(way, gone, strict=True)) / length**2
+
+
+def allowed(dtype: Dtype, settings: EngineSettings) -> float:
+    """What a run takes for rounding, in nats of one token: `engine.canary_tolerance`, else what follows from the dtypes
+    that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
+    if settings.canary_tolerance is not None:
+        return settings.canary_tolerance
+    given = settings.vllm
+    cache = str(given.get("kv-cache-dtype", "auto"))
+    rounds = "quantization" in given or cache not in ("auto", "bfloat16", "float16")
+    return max(TOLERANCE[dtype], QUANTIZED if rounds else TOLERANCE[cast("Dtype", cache)] if cache != "auto" else 0.0)
+
+
+def beside(weights: Path) -> Path:
+    """The place of the canary of a weight file, or of an adapter's folder."""
+    return weights.with_name(f"{weights.name}.canary")
+
+
+async def _scored(
+    engine: EngineClient, canary: Canary, deadline_s: float, model: str | None = None
+) -> tuple[float, ...]:
+    """The probe's log-probs on an engine: all NaN where one of them is, since vLLM then refuses to write any."""
+    try:
+        found = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
+    except EngineError as error:
+        if "not JSON compliant" not in str(error):
+            raise
+        found = (math.nan,)
+    return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, found)) else found
+
+
+async def check(
+    engines: Sequence[EngineClient],
+    canary: Canary,
+    *,
+    update_info: dict[str, Json] | None = None,
+    seen: dict[str, Seen] | None = None,
+    tolerance: float | None = None,
+    deadline_s: float = 30.0,
+) -> float:
+    """The largest |Δ| over all engines. `update_info` is that of the push, by which an engine names the layers it did
+    not take; `seen` is what engines answered before, by URL, for whoever asks them again and again, and is kept here.
+    Raises CanaryMismatch if an engine computes with other weights, WeightSyncError if it serves another version."""
+    most = TOLERANCE[canary.dtype] if tolerance is None else tolerance
+    worst = 0.0
+    for engine in engines:
+        served = await engine.served_version(deadline_s=deadline_s)
+        if served != canary.version:
+            raise WeightSyncError(f"canary: {engine.url} serves version {served}, not {canary.version}")
+        says = f"canary: {engine.url} says it serves version {canary.version}, but"
+        if wrong := await _wrong(engine, canary, deadline_s):
+            raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
+        found = await _scored(engine, canary, deadline_s)
+        apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
+        if not apart <= most:  # a NaN is beyond every tolerance
+            raise CanaryMismatch(
+                f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
+                f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary_tolerance): "
+                f"{await _layers(engine, canary, update_info, deadline_s)}"
+            )
+        if seen is not None:
+            _follow(says, canary, found, seen, engine.url)
+        worst = max(worst, apart)
+        for role, logprobs in canary.by_role.items():
+            model = adapter_name(canary.version, role)
+            found = await _scored(engine, canary, deadline_s, model)
+            apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
+            if not apart <= most:
+                raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
+            worst = max(worst, apart)
+    return worst
+
+
+def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str, Seen], url: str) -> None:
+    """Keep the engine's answer once its way was judged. Raises CanaryMismatch if it is nearer to where it was."""
+    last = seen.get(url)
+    share = None if last is None else last.share(canary, found)
+    if last is not None and share is not None and share < 0.5:
+        raise CanaryMismatch(
+            f"{says} it computes with the weights of version {last.canary.version}: since then the learner's log-probs "
+            f"of the probe have moved far beyond the noise, and the engine's went {share:.0%} of the way"
+        )
+    if last is None or share is not None:
+        seen[url] = Seen(canary, found)
+
+
+async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> list[str]:
+    """The layers whose weights are not the canary's, as far as the engine and the canary can say."""
+    if not canary.fingerprints:
+        return []
+    asked: dict[str, Json] = {"method": "agentrl_fingerprints"}
+    try:
+        answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:  # it has no such call
+        return []
+    found: dict[str, str] = {}
+    for worker in results(answer, dtype=str, fingerprints=dict):
+        if worker["dtype"] == canary.dtype:
+            found |= worker["fingerprints"]
+    return fingerprint.differences(canary.fingerprints, found)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+async def _layers(engine: EngineClient, canary: Canary, update_info: dict[str, Json] | None, deadline_s: float) -> str:
+    """What is wrong with the file, else what the engine's own comparison of its layers with the file says."""
+    if update_info is None:
+        return "which layers were not taken is not known"
+    if wrong := await trio.to_thread.run_sync(_wrong_in_file, canary, Path(str(update_info["path"]))):
+        return f"the file that was sent is wrong: {_few(wrong)}"
+    try:
+        not_taken = await untaken(engine, update_info, deadline_s=deadline_s)
+    except EngineError as error:
+        return f"which layers were not taken is not known ({error})"
+    if not not_taken:
+        return "every layer computes what the file says, so learner and engine disagree about the model itself"
+    return f"not taken: {_few(not_taken)}"
+
+
+def _wrong_in_file(canary: Canary, path: Path) -> list[str]:
+    """The tensors of a weight file that are not the learner's, and those that it lacks."""
+    if not canary.fingerprints:
+        return []
+    try:
+        found = fingerprint.of_file(weight_file.open_bytes(path), canary.dtype)
+    except WeightSyncError:  # a delta, or gone
+        return []
+    names = {name for name in canary.fingerprints if not name.endswith(fingerprint.TRANSPOSED)}
+    lacking = sorted(f"{name} (not in the file)" for name in names - found.keys())
+    return lacking + fingerprint.differences(canary.fingerprints, found)
+
+
+async def untaken(engine: EngineClient, update_info: dict[str, Json], *, deadline_s: float) -> list[str]:
+    """The weights of a file, by name, that the engine's layers do not compute with. Raises EngineError if the engine
+    cannot say (it lacks our plugin)."""
+    asked: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
+    answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    return list(map(str, results(answer, untaken=list)[0]["untaken"]))

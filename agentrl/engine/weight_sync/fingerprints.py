@@ -1,0 +1,100 @@
+"""Fingerprints of weights: enough of a tensor to tell one optimizer step from the next, and cheap after every sync.
+
+Of a vector all values count; of a matrix all rows of a few columns. Every step changes some of them, and an engine gets
+them exactly, also out of a layer that it packed: a column is what the layer makes of a one-hot input. Values are
+rounded to one dtype first: a float32 file and a bfloat16 engine agree after the same rounding.
+
+Owns which values count and how differences are named. Never knows models or engines; no torch, so that learner, client
+and vLLM's processes share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.engine.weight_sync import weight_file
+from agentrl.engine.weight_sync.weight_file import Bytes
+
+TRANSPOSED = " transposed"
+
+_COLUMNS = 8
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def columns(width: int) -> list[int]:
+    """The columns that count in a matrix of so many; the same everywhere."""
+    rng = random.Random(f"agentrl fingerprint {width}")
+    return sorted(rng.sample(range(width), min(_COLUMNS, width)))
+
+
+def of(values: NDArray[Any]) -> str:
+    """Of a vector, or of a matrix's columns [rows, columns]."""
+    whole = np.ascontiguousarray(values, dtype=np.float32) + 0.0  # what was computed has lost the sign of a zero
+    return hashlib.blake2b(str(whole.shape).encode() + whole.tobytes(), digest_size=8).hexdigest()
+
+
+def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Of torch tensors by name, vectors and matrices, and of a square matrix's transpose as `NAME transposed`."""
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            found[name] = of(tensor.float().cpu().numpy())
+        elif tensor.dim() == 2:
+            chosen = columns(tensor.shape[1])
+            found[name] = of(tensor[:, chosen].float().cpu().numpy())
+            if tensor.shape[0] == tensor.shape[1]:
+                found[f"{name}{TRANSPOSED}"] = of(tensor[chosen].T.float().cpu().numpy())
+    return found
+
+
+def of_file(data: Bytes, dtype: str) -> dict[str, str]:
+    """Of a weight file's vectors and matrices of floats, as an engine of `dtype` has them. Raises WeightSyncError for a
+    malformed file."""
+    found: dict[str, str] = {}
+    for place in weight_file.places(data):
+        if place.dtype in _READ and len(place.shape) in (1, 2):
+            whole = data[place.start : place.end].view(_READ[place.dtype]).reshape(place.shape)
+            values = whole if whole.ndim == 1 else whole[:, columns(place.shape[1])]
+            if place.dtype == "BF16":  # the upper half of a float32
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            found[place.name] = of(_rounded(values, dtype))
+    return found
+
+
+def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """To the nearest value of `dtype`, to the even one of two."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+_READ: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """The names of `found` whose weights are not the `expected` ones, with those that are there in their place where
+    that can be told. Names that are not expected say nothing."""
+    owners = {mark: name for name, mark in expected.items()}
+    wrong: list[str] = []
+    for name, mark in sorted(found.items()):
+        if name.endswith(TRANSPOSED):
+            continue
+        tied = name == _OUTPUT and name not in expected
+        source = _EMBEDDING if tied else name
+        if source not in expected or expected[source] == mark:
+            continue
+        label = f"lm_head (tied to {_EMBEDDING})" if tied else name
+        owner = owners.get(mark)
+        if owner == f"{name}{TRANSPOSED}":
+            label += " (holds its transpose)"
+        elif owner is not None:
+            label += f" (holds {owner})"
+        wrong.append(label)
+    return wrong

@@ -1,0 +1,293 @@
+"""New weights from the learner's memory into running engines, with no file between: vLLM's `nccl` and `ipc`.
+
+Owns the order of the calls, their deadlines, and who is joined with the sender. The sender itself is the learner's: it
+blocks, so it works on a thread and makes its control calls back through here. No torch: a snapshot is only passed on.
+
+    served? ── all as we left them ──────────────────► pause ► [ start ► update ∥ bytes ► finish ] ► resume ► served?
+       └── else: release ► [ init ∥ rendezvous ] ──────┘              the sender's thread
+
+Engines are paused only once all are joined. A push that fails breaks the channel, so that neither the thread nor a GPU
+waits on. Engines whose update has begun stay paused, until another push over a new channel succeeds.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import trio
+import trio.from_thread
+import trio.to_thread
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.http_client import socket_of
+from agentrl.engine.vllm_api import parse_json
+from agentrl.engine.weight_sync.file_transport import PushReport
+from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
+from agentrl.records import Json
+
+_LEAVE_S = 10.0
+_T = TypeVar("_T")
+
+
+class Snapshot(Protocol):
+    """Weights in the learner's memory: `agentrl.learner.weight_snapshot.Snapshot`."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Channel(Protocol):
+    """Joined engines: `agentrl.learner.gpu_sender.Channel`."""
+
+    def send(self, client: Any, snapshot: Any) -> None: ...
+    def leave(self) -> None: ...
+
+
+class Sender(Protocol):
+    """Joins engines: `agentrl.learner.gpu_sender.Sender`. `world` counts their workers, `address` is where they reach
+    us."""
+
+    def join(self, client: Any, snapshot: Any, *, world: int, address: str) -> Channel: ...
+
+
+class Transfer:
+    """Pushes to a set of engines. Invariant: while `_channel` is there, the engines of `_urls` are joined by it, and
+    each served `_version` when it was last seen; one that serves another now was started again and is not joined."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._channel: Channel | None = None
+        self._urls: tuple[str, ...] = ()
+        self._version: int | None = None
+
+    async def push(
+        self,
+        engines: Sequence[EngineClient],
+        snapshot: Snapshot,
+        version: int,
+        *,
+        deadline_s: float = 30.0,
+        clear_cache: bool = False,
+    ) -> PushReport:
+        """Have every engine take the snapshot and serve it as `version`; all at once. Joining and sending have
+        `deadline_s` each. `clear_cache` as in `weights.push`.
+
+        Raises WeightSyncError naming the engines that failed. The call may be repeated."""
+        started = trio.current_time()
+        try:
+            await self._join(engines, snapshot, version, deadline_s)
+            pause_s = await self._send(engines, snapshot, version, deadline_s, clear_cache)
+        except BaseException:
+            await self._leave()
+            raise
+        self._version = version
+        total_s = trio.current_time() - started
+        return PushReport(pause_s=pause_s, total_s=total_s, bytes=snapshot.size_bytes)
+
+    async def _join(self, engines: Sequence[EngineClient], snapshot: Snapshot, version: int, deadline_s: float) -> None:
+        urls = tuple(engine.url for engine in engines)
+        served = await _each(engines, version, lambda engine: engine.served_version(deadline_s=deadline_s))
+        if self._channel is not None and urls == self._urls and set(served.values()) == {self._version}:
+            return
+        await self._leave()
+        await _each(engines, version, lambda engine: _release(engine, deadline_s))
+        workers = await _each(engines, version, lambda engine: _workers(engine, deadline_s))
+        calls = _Calls(engines, version, deadline_s, workers)
+
+        def join() -> Channel:
+            return self._sender.join(calls, snapshot, world=sum(workers.values()), address=_address(urls))
+
+        self._channel = await calls.during(join)
+        self._urls = urls
+
+    async def _send(
+        self,
+        engines: Sequence[EngineClient],
+        snapshot: Snapshot,
+        version: int,
+        deadline_s: float,
+        clear_cache: bool,
+    ) -> float:
+        """The update itself; returns the seconds without generation."""
+        channel, calls = self._channel, _Calls(engines, version, deadline_s)
+        assert channel is not None
+        how = {"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
+        started = trio.current_time()
+        await calls.post("/pause", params=how)
+        await calls.during(lambda: channel.send(calls, snapshot))
+        await calls.post("/resume")
+        pause_s = trio.current_time() - started
+        for engine in engines:
+            served = await engine.served_version(deadline_s=deadline_s)
+            if served != version:
+                raise WeightSyncError(f"{engine.url} serves version {served} after the update to {version}")
+            engine.version = version
+        return pause_s
+
+    async def _leave(self) -> None:
+        """Break the channel. In shelter: nothing may stay joined half-way."""
+        channel, self._channel, self._version = self._channel, None, None
+        if channel is not None:
+            with trio.CancelScope(shield=True), suppress(WeightSyncError), trio.move_on_after(_LEAVE_S):
+                await trio.to_thread.run_sync(channel.leave, abandon_on_cancel=True)
+
+
+class _Calls:
+    """The control calls of one join or one send, which vLLM's sender makes from its threads: each goes to all engines,
+    and returns when all have answered. The first refusal ends the waiting for the sender, which may be blocked with
+    nobody left to talk to; a sender that nobody waits for any more cannot call."""
+
+    def __init__(
+        self, engines: Sequence[EngineClient], version: int, deadline_s: float, workers: Mapping[str, int] | None = None
+    ) -> None:
+        self._engines, self._version, self._deadline_s = engines, version, deadline_s
+        self._workers = workers or {}
+        self._token = trio.lowlevel.current_trio_token()
+        self._scope = trio.CancelScope()
+        self._refusal: EngineError | None = None
+        self._over = False
+
+    async def during(self, work: Callable[[], _T]) -> _T:
+        """Do the sender's work on a thread. Raises WeightSyncError at a refusal, or at the deadline."""
+        self._scope.deadline = trio.current_time() + self._deadline_s
+        try:
+            with self._scope:
+                return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+        except WeightSyncError as error:
+            raise self._refusal or error from None
+        finally:
+            self._over = True
+        names = ", ".join(engine.url for engine in self._engines)
+        raise self._refusal or WeightSyncError(
+            f"{names} did not take version {self._version} within {self._deadline_s:g} s (engine.admin_deadline_s)"
+        )
+
+    async def post(
+        self,
+        path: str,
+        body: Callable[[str], dict[str, Json]] | None = None,
+        params: dict[str, str] | None = None,
+        *,
+        first_ends: bool = False,
+    ) -> None:
+        """One call to every engine, with the `body` for its URL."""
+
+        async def one(engine: EngineClient) -> None:
+            json = None if body is None else body(engine.url)
+            await engine.call("POST", path, deadline_s=self._deadline_s, json=json, params=params)
+
+        await _each(self._engines, self._version, one, first_ends=first_ends)
+
+    def _from_sender(self, path: str, body: Callable[[str], dict[str, Json]] | None = None) -> None:
+        async def call() -> None:
+            try:
+                await self.post(path, body, first_ends=True)
+            except EngineError as error:
+                self._refusal = self._refusal or error
+                self._scope.cancel()
+                raise
+
+        if self._over:
+            raise WeightSyncError("this update was given up")
+        trio.from_thread.run(call, trio_token=self._token)
+
+    # --- vLLM's VLLMWeightSyncClient
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Every engine's workers follow those of the engines before it."""
+        offsets: dict[str, int] = {}
+        ahead = init_info.get("rank_offset", 0)
+        for url, workers in self._workers.items():
+            offsets[url] = ahead
+            ahead += workers
+
+        def body(url: str) -> dict[str, Json]:
+            own = {"rank_offset": offsets[url]} if "rank_offset" in init_info else {}
+            return {"init_info": {**init_info, **own}}
+
+        self._from_sender("/init_weight_transfer_engine", body)
+
+    def start_weight_update(self) -> None:
+        self._from_sender("/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        info = _json_safe(update_info)
+        self._from_sender("/update_weights", lambda _: {"update_info": info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._from_sender("/finish_weight_update", lambda _: {"weight_version": str(self._version)})
+
+
+async def _each(
+    engines: Sequence[EngineClient],
+    version: int,
+    ask: Callable[[EngineClient], Awaitable[_T]],
+    *,
+    first_ends: bool = False,
+) -> dict[str, _T]:
+    """The answers of all engines by URL, asked at once. Raises WeightSyncError naming those that failed: the first one
+    only, and without waiting for the others, where `first_ends`."""
+    answers: dict[str, _T] = {}
+    failures: list[str] = []
+
+    async def one(engine: EngineClient) -> None:
+        try:
+            answers[engine.url] = await ask(engine)
+        except EngineError as error:
+            failures.append(f"{engine.url} did not take version {version}: {error}")
+            if first_ends:
+                nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(one, engine)
+    if failures:
+        raise WeightSyncError("; ".join(sorted(failures)))
+    return {engine.url: answers[engine.url] for engine in engines}
+
+
+async def _release(engine: EngineClient, deadline_s: float) -> None:
+    """Have an engine forget a sender before this one, and the update that it left open."""
+    for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
+        with suppress(EngineUnavailable):  # there is none
+            await engine.call("POST", path, json={}, deadline_s=deadline_s)
+
+
+async def _workers(engine: EngineClient, deadline_s: float) -> int:
+    size = parse_json(await engine.call("GET", "/get_world_size", deadline_s=deadline_s)).get("world_size")
+    if type(size) is not int or size < 1:
+        raise EngineError(f"the engine says that its world_size is {size!r:.80}")
+    return size
+
+
+def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:
+    """CUDA IPC handles hold what JSON does not: vLLM takes them pickled, where it was started to."""
+    info = dict(update_info)
+    handles = info.pop("ipc_handles", None)
+    info.pop("ipc_handles_pickled", None)
+    if handles is not None:
+        info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+    return info
+
+
+def _address(urls: Sequence[str]) -> str:
+    """An address of this machine that all engines can reach: one that leads outwards where one of them is elsewhere.
+    Raises WeightSyncError for an engine to which no way leads."""
+    found: list[str] = []
+    for url in urls:
+        if socket_of(url) is not None:
+            continue  # it is on this machine
+        place = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+            try:
+                probe.connect((place.hostname or "127.0.0.1", place.port or 80))
+            except OSError as error:
+                raise WeightSyncError(f"no way leads from here to {url}: {error.strerror}") from error
+            found.append(probe.getsockname()[0])
+    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")

@@ -1,0 +1,119 @@
+"""PettingZoo's turn-by-turn (AEC) environments as an environment of roles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl import registry
+from agentrl.env.adapters.gym import names_of, plain
+from agentrl.env.multi_agent import RolesEnv
+from agentrl.errors import ContentParseError, ToolError, UsageError
+from agentrl.records import Json
+
+Show = Callable[[str, Any, Mapping[str, Any]], str]
+
+
+class PettingZoo(RolesEnv):
+    """`agentrl/PettingZoo-v0`. A turn-by-turn environment of PettingZoo. `env` is an AEC environment, a factory, or
+    its reference (`"pettingzoo.classic.tictactoe_v3:env"`), made with `kwargs`. Roles are its agents; all need
+    Discrete actions, which `actions` may name.
+
+    A role writes the name of its action alone, or at the end as `action: NAME`. Where the environment gives an action
+    mask, the legal actions are listed and others refused. `show(role, observation, info)` makes the text; the default
+    is the observation as plain values. The outcome of a role is its return; who forfeits gets `forfeit_outcome`."""
+
+    blocking = False
+    replayable = True
+    rules: str = ""
+
+    def __init__(
+        self,
+        env: str | Any,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        show: Show | None = None,
+        rules: str = "",
+        forfeit_outcome: float = -1.0,
+    ) -> None:
+        make = registry.load_reference(env) if isinstance(env, str) else env
+        self._env: Any = make(**dict(kwargs or {})) if callable(make) else make
+        if not hasattr(self._env, "agent_selection") and not hasattr(self._env, "agent_iter"):
+            raise UsageError(f"{self._env} is no AEC environment: convert parallel ones with parallel_to_aec")
+        self._agents = {str(agent): agent for agent in self._env.possible_agents}
+        self.roles = tuple(self._agents)
+        self._names = {role: names_of(self._env.action_space(agent), actions) for role, agent in self._agents.items()}
+        wordless = [role for role, names in self._names.items() if not names]
+        if wordless:
+            raise UsageError(f"{', '.join(wordless)} take no Discrete actions: only those have names to write")
+        self._show, self.rules, self._forfeit_outcome = show, rules, forfeit_outcome
+
+    def start(self, task: Mapping[str, Json]) -> str:
+        self._env.reset(seed=int(self.np_random.integers(2**31)), options=dict(task) or None)
+        self._returns = dict.fromkeys(self.roles, 0.0)
+        self._told: set[str] = set()
+        return str(self._env.agent_selection)
+
+    def see(self, role: str) -> str:
+        observation, _, _, _, info = self._env.last()
+        opening = [] if role in self._told else [self.rules, f"You are {role}."]
+        self._told.add(role)
+        if self._show is not None:
+            shown = self._show(role, observation, info)
+        else:
+            shown = str(plain(_without_mask(observation)))
+        legal = self._legal(role, observation, info)
+        return "\n".join(filter(None, [*opening, shown, f"Possible actions: {', '.join(legal)}."]))
+
+    def play(self, role: str, text: str) -> str | None:
+        observation, _, _, _, info = self._env.last()
+        name, legal = self._named(role, text), self._legal(role, observation, info)
+        if name not in legal:
+            raise ToolError(f"{name} is not possible now; possible: {', '.join(legal)}")
+        space = self._env.action_space(self._agents[role])
+        try:
+            self._env.step(self._names[role].index(name) + int(space.start))
+        except Exception as error:  # a game without a mask refuses an illegal move itself
+            raise ToolError(f"the game cannot take {name} now ({type(error).__name__}: {error})") from error
+        for agent, amount in self._env.rewards.items():
+            self._returns[str(agent)] += float(amount)
+        while self._env.agents and self._gone(self._env.agent_selection):
+            self._env.step(None)
+        return str(self._env.agent_selection) if self._env.agents else None
+
+    def outcomes(self, forfeited: str | None) -> Mapping[str, float]:
+        return {role: self._forfeit_outcome if role == forfeited else total for role, total in self._returns.items()}
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self._env.close()
+
+    def _gone(self, agent: Any) -> bool:
+        return bool(self._env.terminations[agent] or self._env.truncations[agent])
+
+    def _named(self, role: str, text: str) -> str:
+        said = re.findall(r"(?:action|move)\s*[:=]\s*([^\n]+)", text, re.IGNORECASE)
+        word = re.sub(r"[^\w ]", "", said[-1] if said else text).strip().casefold()
+        for name in self._names[role]:
+            if word == re.sub(r"[^\w ]", "", name).casefold():
+                return name
+        raise ContentParseError("write the name of one possible action, for example: action: " + self._names[role][0])
+
+    def _legal(self, role: str, observation: Any, info: Mapping[str, Any]) -> list[str]:
+        names = self._names[role]
+        mask = _mask_in(observation) or _mask_in(info)
+        return [name for name, allowed in zip(names, mask, strict=True) if allowed] if mask else list(names)
+
+
+def _mask_in(source: Any) -> list[int]:
+    return [int(allowed) for allowed in source["action_mask"]] if _holds(source, "action_mask") else []
+
+
+def _without_mask(observation: Any) -> Any:
+    return observation["observation"] if _holds(observation, "observation") else observation
+
+
+def _holds(source: Any, key: str) -> bool:
+    return isinstance(source, Mapping) and key in source

@@ -1,0 +1,108 @@
+"""The tasks of reasoning-gym: one question, one answer, its own verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import trio
+
+from agentrl.env.adapters.random_generators import OwnGenerators, hashes_are_fixed
+from agentrl.env.adapters.safe_eval import evaluates, is_plain
+from agentrl.env.limits import EpisodeLimits, positive_seconds
+from agentrl.env.optional_imports import require
+from agentrl.env.tool_env import Grade, ToolEnv
+from agentrl.errors import ContentParseError, UsageError
+from agentrl.records import Json
+
+UNORDERED: Final = {
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+}
+"""Data sets whose questions depend on the order of a set of texts (reasoning-gym 0.1.25)."""
+
+
+class ReasoningGym(ToolEnv):
+    """`agentrl/ReasoningGym-v0`. Questions of reasoning-gym. `task` names a data set of reasoning-gym
+    (`leg_counting`, `basic_arithmetic`, …), `config` its settings. Every seed is a question of its own; the outcome
+    is the data set's own score from 0 to 1.
+
+    The model answers within `<answer>…</answer>`; an answer without the tags costs a turn. Some data sets evaluate
+    answers as Python: there, one that is more than plain arithmetic or a plain list counts as empty. So does one that
+    the data set cannot score, or not within `score_s` seconds.
+
+    A question depends on its seed alone: the global generators that some data sets draw from are seeded with it. A few
+    data sets draw from a set of texts, whose order Python changes from process to process unless PYTHONHASHSEED is
+    set, as it is in the workers of a run; elsewhere those are not replayable."""
+
+    system = "Think about the question, then give the final answer as <answer>…</answer>."
+    limits = EpisodeLimits(turns=2)
+    blocking = False
+    replayable = True
+
+    def __init__(
+        self, task: str, *, config: Mapping[str, Any] | None = None, score_s: float = 10.0, **settings: Any
+    ) -> None:
+        self._package = require("reasoning_gym", what="ReasoningGym", package="reasoning-gym")
+        self._name, self._config, self._score_s = task, dict(config or {}), positive_seconds("score_s", score_s)
+        self.replayable = hashes_are_fixed() or not UNORDERED & _names(task, self._config)
+        try:
+            self._question(0)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UsageError(f"reasoning-gym makes no {task!r} with {self._config}: {error}") from error
+        super().__init__(**settings)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        return {"seed": int(self.np_random.integers(2**31))}
+
+    def prompt(self, task: Mapping[str, Any]) -> str:
+        self._score = 0.0
+        self._source, self._entry = self._question(task["seed"])
+        return self._entry["question"]
+
+    async def on_text(self, text: str) -> None:
+        answer = answer_in(text)
+        if answer is None:
+            raise ContentParseError("no answer found: write <answer>…</answer>")
+        with trio.move_on_after(self._score_s):
+            self._score = await trio.to_thread.run_sync(self._scored, answer, abandon_on_cancel=True)
+        self.finish()
+
+    def _scored(self, answer: str) -> float:
+        own = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
+        python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, own), strict=True))
+        if (python or symbolic) and not is_plain(answer, symbolic=symbolic) and answer != self._entry["answer"]:
+            answer = ""
+        try:
+            score = float(self._source.score_answer(answer, self._entry))
+        except Exception:  # the question is the data set's own: only the answer can be at fault
+            return 0.0
+        return score if 0.0 <= score <= 1.0 else 0.0
+
+    def grade(self) -> Grade:
+        return Grade(outcome=self._score, success=self._score >= 1.0)
+
+    def _question(self, seed: int) -> tuple[Any, Any]:
+        """The data set of one question, and the question."""
+        return OwnGenerators(seed).run(partial(self._made, seed))
+
+    def _made(self, seed: int) -> tuple[Any, Any]:
+        source = self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
+        return source, source[0]
+
+
+def _names(task: str, config: Mapping[str, Any]) -> set[str]:
+    """The data set, and those that a composite one is made of."""
+    parts: Any = config.get("datasets") or ()
+    return {task, *(str(getattr(part, "name", None) or dict(part).get("name")) for part in parts)}
+
+
+def answer_in(text: str) -> str | None:
+    """The text within the last pair of answer tags; None if there is no pair."""
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    return answer.partition("</answer>")[0].strip() if closed and opened else None

@@ -1,0 +1,207 @@
+"""`ProgramEnv`: an agent program that knows only a model's HTTP API, as an environment.
+
+The program runs against a server of ours. A request is an observation: what its messages add to the conversation so
+far; the policy's action is the answer. The tokens that were sampled stay as they are: a program that rewrites history
+makes a fork (`info["history"]`), never a retokenized prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import trio
+from gymnasium.error import ResetNeeded
+
+from agentrl import registry
+from agentrl.env import sync_async
+from agentrl.env.agent_programs.model_apis import Conversation, Reply
+from agentrl.env.agent_programs.session import Ended, Exited, Pending, Program, Running
+from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
+from agentrl.env.tool_env import Grade, MaybeAwaitable
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
+from agentrl.errors import EnvError, InfrastructureError, UsageError
+from agentrl.records import Json, Message, Messages, StopReason
+
+
+class ProgramEnv(Env):
+    """`agentrl/Program-v0`. An agent program that speaks to a model over HTTP. `program` is a function of a
+    `Session`, its reference `module:function`, or a command (a list of texts); it finds the model by the session or
+    by the usual variables (`OPENAI_BASE_URL`, …).
+
+    It may speak OpenAI's chat completions or responses, or Anthropic's messages, streamed or whole. Sampling settings
+    that it asks for are the run's business and are ignored, save stop texts. The outcome is what `grade` says; by
+    default the number or truth value that the program returns. A program that raises once it was answered has the
+    outcome 0, as the policy could have caused it; an InfrastructureError that it raises is no fault of the policy. One
+    that asks nothing for `silence_s` is ended and the episode truncated. Requests side by side are answered one after
+    the other."""
+
+    replayable = False
+
+    def __init__(
+        self,
+        program: str | Program | Sequence[str],
+        *,
+        tool_format: str | None = None,
+        max_turns: int = 100,
+        silence_s: float = 300.0,
+        replayable: bool = False,
+    ) -> None:
+        self._program = registry.load_reference(program) if isinstance(program, str) else program
+        if not callable(self._program) and not self._program:
+            raise UsageError("program is empty: give a function, its reference, or a command as a list of texts")
+        if tool_format is not None:
+            get_format(tool_format)
+        self._max_turns, self._silence_s = max_turns, silence_s
+        self.tool_format, self.replayable = tool_format, replayable
+        self._running: Running | None = None
+        self._pending: Pending | None = None
+        self._turns = 0
+
+    # --- hooks
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        """What the program is given as its task: the reset options, and what `self.np_random` decides."""
+        return dict(options)
+
+    def grade(self, task: Mapping[str, Json], result: Any) -> MaybeAwaitable[Grade | float | bool | None]:
+        """The outcome, from the program's return value (an `Exited` for a command)."""
+        if isinstance(result, int | float):
+            return result if abs(result) <= sys.float_info.max else 0.0
+        return result if isinstance(result, Grade) else None
+
+    # --- the contract
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        """The tools of the request that waits; a program names them with its first."""
+        return [dict(tool) for tool in self._pending.conversation.tools] if self._pending else []
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        await self.aclose()
+        await super().areset(seed=seed)
+        self.task = self.make_task(dict(options or {}))
+        self._turns = 0
+        running = self._running = Running(cast("Program | Sequence[str]", self._program), self.task)
+        await running.start()
+        event = await self._next(running)
+        if not isinstance(event, Pending):
+            raise EnvError(f"the program ended before it asked anything: {_why(event)}")
+        self._pending = event
+        return _copied(event.conversation.messages), {}
+
+    async def astep(self, action: str) -> StepResult:
+        running, pending = self._running, self._pending
+        if running is None or pending is None:
+            raise ResetNeeded("ProgramEnv: call reset before step, and after the end of an episode")
+        self._pending = None
+        self._turns += 1
+        reply = self._reply(action, pending.conversation)
+        pending.answer(reply)
+        event = await self._next(running)
+        if isinstance(event, Pending) and self._turns < self._max_turns:
+            self._pending = event
+            news = news_of(pending.conversation, reply, event.conversation)
+            if news is None:
+                return (), 0.0, False, False, {"history": list(_copied(event.conversation.messages))}
+            return news, 0.0, False, False, {}
+        return await self._end(event)
+
+    async def aclose(self) -> None:
+        running, self._running, self._pending = self._running, None, None
+        if running is not None:
+            with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
+                await running.stop()
+
+    # --- inside
+
+    async def _next(self, running: Running) -> Pending | Ended | None:
+        """The program's next request or its end; None if it was silent for too long."""
+        with trio.move_on_after(self._silence_s):
+            return await running.next()
+        return None
+
+    async def _end(self, event: Pending | Ended | None) -> StepResult:
+        await self.aclose()
+        if not isinstance(event, Ended):
+            stop = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
+            return (), 0.0, False, True, {"stop_reason": stop.value, "outcome": 0.0, "success": False}
+        if isinstance(event.error, InfrastructureError):
+            raise event.error
+        if event.error is not None:  # it has read what the policy wrote: the policy could have caused it
+            failed: Info = {"stop_reason": StopReason.DONE.value, "program_error": _why(event)[:500]}
+            return (), 0.0, True, False, {**failed, "outcome": 0.0, "success": False}
+        info: Info = {"stop_reason": StopReason.DONE.value}
+        if isinstance(event.result, Exited):
+            info["exit_code"] = event.result.exit_code
+        grade = await sync_async.call(self.grade, self.task, event.result, blocking=self.blocking)
+        if grade is not None:
+            if not isinstance(grade, Grade):
+                grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
+            info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
+        return (), 0.0, True, False, info
+
+    @property
+    def _format(self) -> ToolFormat:
+        return format_of(self)
+
+    def _reply(self, action: str, conversation: Conversation) -> Reply:
+        """The action as the API's reply: calls only where all of them are whole, else the text as it is; thoughts apart
+        from it."""
+        parsed = self._format.parse(action, conversation.tools)
+        text, calls = action, tuple[ToolCall, ...]()
+        if not parsed.calls:
+            text = parsed.text.lstrip() if parsed.thoughts else parsed.text
+        elif conversation.tools:
+            whole = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
+            if len(whole) == len(parsed.calls):
+                text, calls = parsed.text.strip(), whole
+        for stop in conversation.stops:
+            text = text.partition(stop)[0] if stop else text
+        return Reply(f"{self._turns:04d}", text, calls, "" if text is action else parsed.thoughts)
+
+
+def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
+    """The messages that a request adds to the conversation that ended with `reply`; None if it does not extend it."""
+    count = len(before.messages)
+    if now.tools != before.tools or now.messages[:count] != before.messages or len(now.messages) <= count:
+        return None
+    if not _same(now.messages[count], reply):
+        return None
+    names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}
+    return _copied([_named(message, names) for message in now.messages[count + 1 :]])
+
+
+def _named(message: Message, names: Mapping[str, str]) -> Message:
+    """An answer with the name of the tool, which few programs give and some chat templates write."""
+    name = names.get(message.get("tool_call_id", ""))
+    return message if name is None or message["role"] != "tool" else cast("Message", {"name": name, **message})
+
+
+def _same(message: Message, reply: Reply) -> bool:
+    """Whether a program sends the reply back as it got it; blanks around the text and the calls' ids may differ."""
+    if message["role"] != "assistant" or message["content"].strip() != reply.text.strip():
+        return False
+    sent = [call.get("function", {}) for call in message.get("tool_calls", ())]
+    try:
+        calls = [(call["name"], json.loads(call["arguments"])) for call in sent]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return calls == [(call.name, dict(call.arguments)) for call in reply.calls]
+
+
+def _copied(messages: Sequence[Message]) -> Messages:
+    return tuple(cast(Message, json.loads(json.dumps(message))) for message in messages)
+
+
+def _why(event: Ended | Pending | None) -> str:
+    if not isinstance(event, Ended):
+        return "it asked nothing in time"
+    if event.error is not None:
+        return f"{type(event.error).__name__}: {event.error}"
+    if isinstance(event.result, Exited):
+        last = event.result.stderr.decode(errors="backslashreplace").strip().splitlines()[-1:]
+        return f"exit code {event.result.exit_code}: {''.join(last)}"
+    return f"it returned {event.result!r}"

@@ -1,0 +1,1 @@
+"""Checks of environments: `check_env`, oracles, leaks, and `agentrl validate`."""

@@ -1,0 +1,106 @@
+"""Oracles: scripted policies whose outcome is known beforehand, by which an environment's tasks are validated.
+
+An environment offers them by a method `oracles()` that is asked right after a reset: a gold policy that must get 1, one
+that does nothing and must get 0, and whatever else its author knows to be right or wrong. Never imported by training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from agentrl.env import sync_async
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Messages
+
+TURNS = 200  # of an episode; an oracle that needs more has lost its way
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """`policy` maps what it reads next (the first messages, then each answer) to what it writes; it may be async.
+    An episode that it plays must end with `outcome`."""
+
+    name: str
+    outcome: float
+    policy: Callable[[Messages], str | Awaitable[str]]
+
+
+@runtime_checkable
+class HasOracles(Protocol):
+    """An environment that can be validated. Its oracles are those of the episode just reset."""
+
+    def oracles(self) -> Sequence[Oracle]: ...
+
+
+@runtime_checkable
+class HasTasks(Protocol):
+    """An environment whose seeds choose among `task_count` tasks of a set. `bad_tasks` are the parts of the set that
+    make no task, each with its id or place (`task`) and its `reason`."""
+
+    task_count: int
+    bad_tasks: Sequence[BadTask]
+
+
+class BadTask(Protocol):
+    """A part of a set that makes no task."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given). `info` is
+    the last step's, `task` what the reset's info calls the task, `answer` what the oracle read at last."""
+
+    name: str
+    expected: float
+    got: float | None
+    turns: int
+    task: str = ""
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    answer: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.got == self.expected
+
+
+async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[Verdict]:
+    """Play every oracle of the task of `seed`, each in an environment of its own; nothing if there are none."""
+    verdicts: list[Verdict] = []
+    index = 0
+    while True:
+        env = make()
+        try:
+            messages, info = await env.areset(seed=seed)
+            oracles = env.oracles() if isinstance(env, HasOracles) else ()
+            if index >= len(oracles):
+                return verdicts
+            oracle, turns, over, task = oracles[index], 0, False, str(info.get("task", ""))
+            while not over and turns < TURNS:
+                text = await sync_async.call(oracle.policy, messages, blocking=False)
+                messages, _, terminated, truncated, info = await env.astep(text)
+                turns, over = turns + 1, terminated or truncated
+            got = info.get("outcome")
+            answer = "\n".join(str(message.get("content") or "") for message in messages)
+            outcome = None if got is None else float(got)
+            verdicts.append(Verdict(oracle.name, oracle.outcome, outcome, turns, task, dict(info), answer))
+        finally:
+            await env.aclose()
+        index += 1
+
+
+def say(text: str) -> Callable[[Messages], str]:
+    """A policy that writes the same whatever it reads: to do nothing, say."""
+    return lambda messages: text
+
+
+def script(*texts: str) -> Callable[[Messages], str]:
+    """A policy that writes one text after the other, and the last one again from then on."""
+    left = list(texts)
+    return lambda messages: left.pop(0) if len(left) > 1 else left[0]

@@ -1,0 +1,290 @@
+"""Plays an environment for `check_env`, and finds the place of a flaw. The checks are in `agentrl.env.checks.checks`.
+
+Everything async runs in a thread that can be left behind: an environment that hangs is a finding, not a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import queue
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import gymnasium
+import numpy as np
+import trio
+
+from agentrl.env import step_results
+from agentrl.env.checks.random_actions import sample_action
+from agentrl.env.core import as_async
+from agentrl.env.tools.parsers import format_of
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Messages, StopReason
+
+T = TypeVar("T")
+
+_FRAMEWORK: Final = ("agentrl.env.", "gymnasium.", "builtins.", "typing.")
+_HOOKS: Final = {"reset": ("prompt",), "step": ("on_text", "after_turn"), "end": ("grade",), "close": ("teardown",)}
+_awaited: ContextVar[list[str]] = ContextVar("agentrl_check_awaited")  # the methods that a check waits for now
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A broken promise, how to fix it, and where to look: a method, the exception if there was one, and the action
+    whose answer was wrong, if that is known."""
+
+    problem: str
+    hint: str
+    method: str = "step"
+    error: BaseException | None = None
+    action: str = ""
+
+
+class Skipped(Exception):
+    """A check has nothing to look at; the text says why."""
+
+
+class Broke(Exception):
+    """The environment's own code raised, or took too long; `method` names where."""
+
+    def __init__(self, method: str, cause: BaseException) -> None:
+        self.method, self.cause = method, cause
+        super().__init__(f"{method} raised {type(cause).__name__}: {' '.join(str(cause).split())}"[:400])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The environment to check, and how long a check may take."""
+
+    make: Callable[[], gymnasium.Env[Any, Any]]
+    actions: tuple[str, ...]
+    seed: int
+    steps: int
+    deadline_s: float
+    tmp: Path
+
+    @property
+    def replayable(self) -> bool:
+        """Whether the environment promises it."""
+        env = self.make()
+        try:
+            return bool(getattr(env.unwrapped, "replayable", False))
+        finally:
+            env.close()
+
+
+@dataclass(slots=True)
+class Played:
+    """One episode as its driver saw it."""
+
+    start: Messages = ()
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    steps: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    actions: list[str] = field(default_factory=list[str])
+    end: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+class Player:
+    """Plays one episode and records it."""
+
+    def __init__(self, subject: Subject, env: AsyncEnv, seed: int) -> None:
+        self._subject, self._env, self._seed = subject, env, seed
+        self._rng = np.random.default_rng(seed)
+        self._form = format_of(env)
+        self.played = Played()
+
+    async def start(self) -> None:
+        answer: Any = await named("reset", self._env.areset(seed=self._seed))
+        with naming("reset"):
+            self.played.start, info = step_results.of_reset(answer, "reset")
+        self.played.info = _copied(info)
+
+    async def step(self, action: str | None = None) -> bool:
+        """One turn; whether the episode is over."""
+        if action is None:
+            given, index = self._subject.actions, len(self.played.steps)
+            schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
+            action = given[index % len(given)] if given else sample_action(schemas, self._form, self._rng)
+        answer: Any = await named("step", self._env.astep(action))
+        with naming("step"):
+            observation, reward, terminated, truncated, info = step_results.of_step(answer, "step")
+        self.played.actions.append(action)
+        self.played.steps.append((observation, reward, terminated, truncated, _copied(info)))
+        return bool(terminated or truncated)
+
+    async def end(self) -> None:
+        """End the episode as a limit of the run does, if it goes on."""
+        if not any(step[2] or step[3] for step in self.played.steps):
+            self.played.end = _copied(await named("aend", self._env.aend(StopReason.TURN_LIMIT)))
+
+    async def play(self, actions: Sequence[str] = (), *, steps: int = 0, yields: bool = False) -> Played:
+        """A whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
+        await self.start()
+        for index in range(len(actions) or steps or self._subject.steps):
+            if yields:
+                await trio.lowlevel.checkpoint()
+            if await self.step(actions[index] if actions else None):
+                break
+        return self.played
+
+
+async def life(
+    subject: Subject,
+    seed: int,
+    *,
+    actions: Sequence[str] = (),
+    steps: int = 0,
+    yields: bool = False,
+    ends: bool = False,
+) -> Played:
+    """A fresh instance plays an episode and is closed; `ends` lets a limit of the run end it before."""
+    env = as_async(subject.make())
+    try:
+        player = Player(subject, env, seed)
+        played = await player.play(actions, steps=steps, yields=yields)
+        if ends:
+            await player.end()
+        return played
+    finally:
+        with trio.CancelScope(shield=True):
+            await named("aclose", env.aclose())
+
+
+async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
+    """Play the first seed on an instance that has played another seed before."""
+    env = as_async(subject.make())
+    try:
+        await Player(subject, env, subject.seed + 17).play()
+        return await Player(subject, env, subject.seed).play(actions)
+    finally:
+        await named("aclose", env.aclose())
+
+
+async def named(method: str, awaitable: Awaitable[T]) -> T:
+    """Await a call into the environment; its exception becomes `Broke` with the method's name."""
+    awaited = _awaited.get([])
+    awaited.append(method)
+    try:
+        with naming(method):
+            return await awaitable
+    finally:
+        awaited.remove(method)
+
+
+@contextlib.contextmanager
+def naming(method: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Broke(method, error) from error
+
+
+def in_trio(subject: Subject, function: Callable[[], Awaitable[T]], *, plays: int = 1) -> T:
+    """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in the time that so
+    many plays may take."""
+    came: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    awaited: list[str] = []
+    limit_s = plays * subject.deadline_s
+
+    async def main() -> T:
+        _awaited.set(awaited)
+        return await function()
+
+    def body() -> None:
+        try:
+            came.put((trio.run(main), None))
+        except BaseException as error:
+            came.put((None, single(error)))
+
+    thread = threading.Thread(target=body, name="check_env", daemon=True)
+    thread.start()
+    try:
+        result, error = came.get(timeout=limit_s)
+    except queue.Empty:
+        method = awaited[-1] if awaited else "step"
+        raise Broke(method, TimeoutError(f"no answer within {limit_s:g} s")) from None
+    thread.join()
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
+    """`file:line` of the frame that raised within the environment's own code, else of the tool that was called, else of
+    the method or a hook that it calls, else of the class."""
+    try:
+        env = make()
+    except Exception as error:
+        if not inspect.isclass(make):
+            return _last_frame(error, None)
+        return _last_frame(error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
+    inner: Any = env.unwrapped
+    env.close()
+    own = [base for base in type(inner).__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [type(inner)]
+    for base in own:
+        if flaw.error is not None and (place := _last_frame(flaw.error, _file_of(base))):
+            return place
+    for function in (*_tools_called(inner, flaw.action), *_written(own, flaw.method.removeprefix("a"))):
+        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{_file_of(own[0])}:{_line_of(own[0])}"
+
+
+def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
+    """The functions behind the calls of an action, in order."""
+    tools = cast("Mapping[str, Any]", getattr(env, "_tools", {}))
+    calls = format_of(env).parse(action).calls if tools and action else ()
+    for call in calls:
+        if (tool := tools.get(call.name)) is not None:
+            yield getattr(tool, "_function", None) or tool.call
+
+
+def _written(own: Sequence[type], name: str) -> Iterator[Callable[..., Any]]:
+    """What an author's classes write of a method, or of the hooks that it calls."""
+    for each in (name, *_HOOKS.get(name, ())):
+        for base in own:
+            function = vars(base).get(f"a{each}", vars(base).get(each))
+            if inspect.isfunction(function):
+                yield function
+
+
+def _file_of(cls: type) -> str:
+    try:
+        return inspect.getfile(cls)
+    except (OSError, TypeError):  # defined in an interactive session
+        return cls.__module__
+
+
+def _line_of(cls: type) -> int:
+    try:
+        return inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return 1
+
+
+def _last_frame(error: BaseException, source: str | None) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if source is None or frame.filename == source]
+    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else ""
+
+
+def single(error: BaseException) -> BaseException:
+    """The one exception in a group of one, which a nursery wraps around it."""
+    inner = cast("tuple[BaseException, ...]", getattr(error, "exceptions", ()))
+    return single(inner[0]) if len(inner) == 1 else error
+
+
+def _copied(info: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A copy that later changes by the environment do not reach; what JSON cannot carry stays, to be found."""
+    try:
+        copied = json.loads(json.dumps(info))
+    except (TypeError, ValueError):
+        return info
+    return copied if copied == info else info

@@ -1,0 +1,187 @@
+"""`agentrl validate`: plays an environment's oracles for real and says whether each got its expected outcome.
+
+Owns the count over seeds, and which tasks of a set to leave out. `agentrl.env.checks.oracles` defines an oracle and
+plays one episode of it. A task that fails hinders no other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import trio
+
+from agentrl.env import as_async
+from agentrl.env.checks.oracles import HasTasks, Verdict, judge
+from agentrl.env.gymnasium_ids import make
+from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json
+
+_WORDS = 400  # characters of a reason
+
+
+@dataclass(slots=True)
+class Tally:
+    """An oracle over all tasks: its expected outcome, how many episodes it played, and how many of them `held`, so had
+    this outcome. `missed` has the actual outcome of the others by seed; `turns` is the sum over all episodes."""
+
+    name: str
+    expected: float
+    episodes: int = 0
+    held: int = 0
+    turns: int = 0
+    missed: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
+
+    def count(self, seed: int, verdict: Verdict) -> None:
+        self.episodes += 1
+        self.turns += verdict.turns
+        if verdict.holds:
+            self.held += 1
+        else:
+            self.missed[seed] = verdict.got
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A task that is not as it must be: its id (or place in its set, or seed), and the reason. Of its `tests` listed
+    test ids, `absent` are not in the log of the gold patch."""
+
+    task: str
+    reason: str
+    absent: int = 0
+    tests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The result: a tally for each oracle; `bad` parts of the set; `failed` tasks that raised; `missed` tasks of which
+    an oracle got another outcome. `tasks` is how many tasks the set has (0: not a set), `played` how many seeds played.
+    Of the `tests` listed test ids of the tasks played, `absent` are not in the log of the gold patch."""
+
+    tallies: Sequence[Tally]
+    bad: Sequence[Fault] = ()
+    failed: Sequence[Fault] = ()
+    missed: Sequence[Fault] = ()
+    tasks: int = 0
+    played: int = 0
+    absent: int = 0
+    tests: int = 0
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [*self.bad, *self.failed, *self.missed]
+
+    def drop(self, file: Path) -> int:
+        """Write the faulty tasks for the setting `skip`, one JSON object a line; how many they are. Raises UsageError,
+        and writes nothing, where every task failed: then it is not the tasks' fault."""
+        if self.played and len(self.failed) == self.played:
+            raise UsageError(f"{file} is not written, as every task failed, first {self.failed[0].reason}")
+        rows = {
+            fault.task: {"task": fault.task, "reason": fault.reason, "absent": fault.absent, "tests": fault.tests}
+            for fault in self.faults
+        }
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()), encoding="utf-8")
+        return len(rows)
+
+
+def validate(env_id: str, *, seeds: Sequence[int] | None, kwargs: Mapping[str, Json]) -> Validation:
+    """Play all oracles of the task of each seed, some seeds at the same time; `seeds` None: each task of the set once.
+    Raises UnknownIdError, UsageError if the environment offers no oracles, or is no set where `seeds` is None."""
+    return trio.run(_validate, lambda: as_async(make(env_id, **kwargs)), env_id, seeds)
+
+
+async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[int] | None) -> Validation:
+    tasks, bad = await _set(new)
+    if given is None and not tasks:
+        raise UsageError(f"{env_id} says not how many tasks it has: give --n")
+    seeds = range(tasks) if given is None else given
+    verdicts: dict[int, list[Verdict]] = {}
+    failed: dict[int, Fault] = {}
+    unknown: list[UnknownIdError] = []
+    slots = trio.CapacityLimiter(os.cpu_count() or 1)
+
+    async def play(seed: int) -> None:
+        made: list[AsyncEnv] = []
+
+        def make() -> AsyncEnv:
+            made.append(new())
+            return made[-1]
+
+        async with slots:
+            try:
+                with boundary(EnvError, f"{env_id}, seed {seed}: raised", place=True):
+                    verdicts[seed] = await judge(make, seed)
+            except UnknownIdError as error:  # every task would say the same
+                unknown.append(error)
+                nursery.cancel_scope.cancel()
+            except Exception as error:  # named in the result: the other tasks go on
+                task = _task_of(made[-1]) if made else ""
+                failed[seed] = Fault(task or f"seed {seed}", f"{error}"[:_WORDS])
+
+    async with trio.open_nursery() as nursery:
+        for seed in seeds:
+            nursery.start_soon(play, seed)
+    if unknown:
+        raise unknown[0]
+    tallies: dict[tuple[str, float], Tally] = {}
+    for seed in seeds:
+        if seed in verdicts and not verdicts[seed]:
+            raise UsageError(
+                f"{env_id} offers no oracles: write a method oracles() as agentrl.env.checks.oracles describes it"
+            )
+        for verdict in verdicts.get(seed, ()):
+            key = verdict.name, verdict.expected
+            tallies.setdefault(key, Tally(*key)).count(seed, verdict)
+    gold = [verdict for each in verdicts.values() for verdict in each if verdict.name == "gold"]
+    return Validation(
+        list(tallies.values()),
+        bad,
+        [failed[seed] for seed in seeds if seed in failed],
+        [fault for seed in seeds if seed in verdicts for fault in _missed(seed, verdicts[seed])],
+        tasks=tasks,
+        played=len(seeds),
+        absent=sum(_number(verdict, "absent") for verdict in gold),
+        tests=sum(_number(verdict, "tests") for verdict in gold),
+    )
+
+
+async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[Fault]]:
+    """How many tasks an environment's set has, and the parts of it that make none."""
+    env = new()
+    try:
+        if not isinstance(env, HasTasks):
+            return 0, []
+        return env.task_count, [Fault(each.task, each.reason) for each in env.bad_tasks]
+    finally:
+        await env.aclose()
+
+
+def _missed(seed: int, verdicts: Sequence[Verdict]) -> Iterator[Fault]:
+    """The first oracle of a task that did not get its outcome, and what is known of why."""
+    for verdict in verdicts:
+        if not verdict.holds:
+            absent, tests = _number(verdict, "absent"), _number(verdict, "tests")
+            why = f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}"
+            if absent:
+                named = verdict.info.get("absent_tests")
+                why += f"; {absent} of {tests} test ids are not in the log of its test run"
+                why += f", as {named[0]!r}" if isinstance(named, list) and named else ""
+            elif verdict.answer:
+                why += f"; it read {verdict.answer[:200]!r}"
+            yield Fault(verdict.task or f"seed {seed}", why[:_WORDS], absent, tests)
+            return
+
+
+def _number(verdict: Verdict, name: str) -> int:
+    value = verdict.info.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _task_of(env: AsyncEnv) -> str:
+    """What an environment of a set plays, also where its reset failed."""
+    task: object = getattr(env, "task", None)
+    return str(cast("Mapping[str, object]", task).get("task", "")) if isinstance(task, Mapping) else ""

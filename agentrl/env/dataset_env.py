@@ -1,0 +1,141 @@
+"""`RowsEnv`: an environment of a data set and reward functions. Nobody has to write an environment for one question and
+one answer.
+
+A row is asked, the policy answers once, and functions judge the answer: `(prompt, completion, row) -> float`, or those
+written for TRL (`agentrl.env.reward_functions`). Its rows are reset options, of `[[tasks]] rows = "train.jsonl"`;
+held-out ones are those of its argument `rows`, by seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from agentrl.env.chat_messages import plain_messages
+from agentrl.env.core import Env, ResetResult, StepResult
+from agentrl.env.datasets import read_rows
+from agentrl.env.limits import finite, positive_seconds
+from agentrl.env.reward_functions import Answer, RewardFunction
+from agentrl.env.reward_process import Hangs, RewardProcesses
+from agentrl.errors import EnvError, UsageError, boundary
+from agentrl.records import Json, Message, Messages
+
+ID: Final = "agentrl.env.dataset_env:RowsEnv"
+"""What a run file names it by."""
+
+log = logging.getLogger(__name__)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+class RowsEnv(Env):
+    """One question, one answer. `rewards` are references of functions (`module:name`, `file.py:name`), and `weights`
+    what each is multiplied by (default: 1); the outcome is the sum. It is a success from `success_from` on.
+
+    `prompt` is the question with the row's columns in braces; a column of chat messages may stand there alone. `rows`
+    is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is asked where no options are given.
+
+    The functions run in the main threads of at most `processes` processes, started as they are needed; with 0 in
+    threads of this process, for functions that share something large. If they need more than `reward_s` seconds for an
+    answer, those that have not judged it yet give 0, as the answer could have caused that; in a thread nothing ends
+    them. A function that raises fails the episode."""
+
+    replayable = True
+
+    def __init__(
+        self,
+        *,
+        rewards: Sequence[str],
+        weights: Sequence[float] | None = None,
+        prompt: str = "{prompt}",
+        system: str | None = None,
+        rows: str | None = None,
+        success_from: float = 1.0,
+        processes: int = 8,
+        reward_s: float = 20.0,
+    ) -> None:
+        if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
+            raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
+        if not rewards:
+            raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")
+        if weights is not None and (not _is_list(weights) or len(weights) != len(rewards)):
+            raise UsageError(f"weights = {weights!r}: give one for each of the {len(rewards)} rewards")
+        for at, weight in enumerate(weights or ()):
+            finite(f"weights[{at}]", weight)
+        finite("success_from", success_from)
+        if type(processes) is not int or processes < 0:
+            raise UsageError(f"processes = {processes!r}: give how many processes may score at once, or 0 for threads")
+        self._processes, self._reward_s = processes, positive_seconds("reward_s", reward_s)
+        texts: dict[str, object] = {"prompt": prompt, "system": system or ""}
+        for field, text in texts.items():
+            if not isinstance(text, str):
+                raise UsageError(f"{field} = {text!r}: give a text")
+        self._names = tuple(rewards)
+        self._functions = {name: RewardFunction.of(name) for name in rewards}
+        self.needs_step_s, self.needs_step_by = reward_s, "reward_s"
+        self._weights = tuple(weights) if weights is not None else (1.0,) * len(rewards)
+        self._prompt, self._system, self._success_from = prompt, system, success_from
+        self._rows = None if rows is None else read_rows(rows)
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
+        super().reset(seed=seed)
+        row = dict(options or {})
+        if not row:
+            if not self._rows:
+                raise UsageError(f"{ID} has no row to ask: give [[tasks]] rows = FILE, or its argument rows")
+            row = dict(self._rows[(seed or 0) % len(self._rows)])
+        self._row, self._asked = row, self._messages(row)
+        return self._asked, {}
+
+    def step(self, action: str) -> StepResult:
+        talk = isinstance(self._row.get(self._column), list)
+        answer = Answer(prompt=self._asked, completion=action, row=self._row, talk=talk)
+        until = time.monotonic() + self._reward_s
+        scores = {name: self._score(name, answer, until) for name in self._names}
+        outcome = sum(weight * score for weight, score in zip(self._weights, scores.values(), strict=True))
+        info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": dict(scores)}
+        return (), 0.0, True, False, info
+
+    @property
+    def _column(self) -> str:
+        """The column of the row that is asked, if the prompt is nothing else."""
+        return self._prompt.strip("{}")
+
+    def _messages(self, row: Mapping[str, Any]) -> Messages:
+        column = row.get(self._column)
+        if isinstance(column, list):
+            try:
+                asked = list(plain_messages(cast("list[Mapping[str, Any]]", column)))
+            except (TypeError, AttributeError) as error:
+                raise UsageError(f"the row's column {self._prompt!r} holds no chat messages: {error}") from error
+        else:
+            try:
+                asked = [Message(role="user", content=self._prompt.format_map(row))]
+            except (KeyError, IndexError, ValueError) as error:
+                known = ", ".join(sorted(row))
+                raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {known}") from error
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return (*system, *asked)
+
+    def _score(self, name: str, answer: Answer, until: float) -> float:
+        if not self._processes:
+            with boundary(EnvError, f"the reward function {name!r} raised", place=True):
+                return self._functions[name](answer)
+        left_s = until - time.monotonic()
+        with suppress(Hangs):
+            if left_s > 0:
+                return _shared(self._names, self._processes).score(name, answer, left_s)
+        log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
+        return 0.0
+
+
+@functools.cache
+def _shared(names: tuple[str, ...], most: int) -> RewardProcesses:
+    """The processes that all episodes of this process share."""
+    return RewardProcesses(names, most)

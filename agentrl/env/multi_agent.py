@@ -1,0 +1,247 @@
+"""Several roles in one episode: self-play, solver and verifier, a table of players.
+
+`RolesEnv` says in `info["role"]` who acts next; the observation is for that role, and holds what is new to it since
+its own last turn. Rewards and outcomes go by role. `OneRole` binds all roles but one to given policies, so that a
+driver which knows nothing of roles can train the one; the rollout itself plays all roles. It knows neither models nor
+weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+
+from agentrl.env import sync_async
+from agentrl.env.core import Env, Info, ResetResult, StepResult
+from agentrl.env.tools.tools import clean_text
+from agentrl.errors import PolicyFault, UsageError
+from agentrl.records import Json, Message, Messages, StopReason
+
+Policy = Callable[[Messages, np.random.Generator], str | Awaitable[str]]
+"""A role's given player: its conversation so far, and a seeded generator, to its next text."""
+
+
+@dataclass(slots=True)
+class _Game:
+    """Where the episode stands. `busy` stays set if a step was cancelled."""
+
+    role: str = ""
+    turns: int = 0
+    faults: int = 0
+    busy: bool = False
+    over: bool = False
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class RolesEnv(Env):
+    """An environment whose roles take turns. Write `start`, `see`, `play` and `outcomes`; each may be async.
+
+    A step's reward is the acting role's process reward; the others' rewards are in `info["rewards"]` by role. At
+    the end `info["outcomes"]` holds every role's outcome (and `outcome` that of the first role). A role whose text
+    breaks the rules (`play` raises a `PolicyFault`) reads why and tries again, `retries` times in a row; then it
+    forfeits."""
+
+    roles: tuple[str, ...]
+    retries: int = 2
+    max_turns: int = 200
+
+    task: Mapping[str, Json]
+    _game: _Game | None = None
+
+    # --- what an author writes
+
+    @abstractmethod
+    def start(self, task: Mapping[str, Json]) -> str | Awaitable[str]:
+        """Set the game up, with `self.np_random`; the role that acts first."""
+
+    @abstractmethod
+    def see(self, role: str) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
+        """The news for `role` now that it acts; the first time, its rules too."""
+
+    @abstractmethod
+    def play(self, role: str, text: str) -> str | Awaitable[str | None] | None:
+        """Apply what `role` wrote; who acts next, None if the game is over. Raise ToolError or ParseError for a move
+        against the rules."""
+
+    @abstractmethod
+    def outcomes(self, forfeited: str | None) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
+        """The outcome of every role, at the end; `forfeited` names the one that could not keep to the rules."""
+
+    def teardown(self) -> Awaitable[None] | None:
+        """Close what `start` opened."""
+
+    def reward(self, amount: float, role: str | None = None) -> None:
+        """Add to a role's process reward; the acting role's, if none is named."""
+        game = self._live()
+        role = role or game.role
+        game.rewards[role] = game.rewards.get(role, 0.0) + amount
+
+    # --- the contract
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        await self.aclose()
+        await super().areset(seed=seed)
+        self.task = dict(options or {})
+        game = self._game = _Game(busy=True)
+        game.role = self._known(await self._hook(self.start, self.task))
+        observation = _messages(await self._hook(self.see, game.role))
+        game.busy = False
+        return observation, {"role": game.role}
+
+    async def astep(self, action: str) -> StepResult:
+        game = self._game
+        if game is None or game.over or game.busy:
+            raise ResetNeeded(f"{type(self).__name__}: call reset before step, and after the end of an episode")
+        game.busy, game.rewards = True, {}
+        game.turns += 1
+        acting, forfeited = game.role, None
+        observation: Messages = ()
+        try:
+            following = await self._hook(self.play, acting, action)
+            game.faults = 0
+        except PolicyFault as fault:
+            game.faults += 1
+            following = acting
+            observation = _messages(f"not possible: {fault}")
+            if game.faults > self.retries:
+                forfeited, following = acting, None
+        if following is not None:
+            game.role = self._known(following)
+            if game.faults == 0:
+                observation = _messages(await self._hook(self.see, game.role))
+        truncated = following is not None and game.turns >= self.max_turns
+        game.over = following is None or truncated
+        info = await self._info(game, acting, forfeited, truncated)
+        game.busy = False
+        return observation, game.rewards.get(acting, 0.0), following is None, truncated, info
+
+    async def aend(self, reason: StopReason) -> Info:
+        """End the running episode as it stands: the outcome of every role."""
+        game = self._live()
+        if game.over:
+            return {}
+        game.over = True
+        return await self._judged(None, reason)
+
+    async def aclose(self) -> None:
+        if self._game is not None:
+            self._game = None
+            await self._hook(self.teardown)
+
+    # --- inside
+
+    async def _info(self, game: _Game, acting: str, forfeited: str | None, truncated: bool) -> Info:
+        info: Info = {"acted": acting}
+        others = {role: amount for role, amount in game.rewards.items() if role != acting}
+        if others:
+            info["rewards"] = others
+        if not game.over:
+            return {**info, "role": game.role}
+        stop = StopReason.TURN_LIMIT if truncated else StopReason.PARSE_FAILURE if forfeited else StopReason.DONE
+        return {**info, **await self._judged(forfeited, stop)}
+
+    async def _judged(self, forfeited: str | None, stop: StopReason) -> Info:
+        outcomes = {role: float(value) for role, value in (await self._hook(self.outcomes, forfeited)).items()}
+        return {"outcomes": outcomes, "outcome": outcomes[self.roles[0]], "stop_reason": stop.value}
+
+    def _known(self, role: str) -> str:
+        if role not in self.roles:
+            raise UsageError(f"{type(self).__name__} named {role!r} to act; its roles are {', '.join(self.roles)}")
+        return role
+
+    def _live(self) -> _Game:
+        if self._game is None:
+            raise ResetNeeded(f"{type(self).__name__} has no episode yet: call reset")
+        return self._game
+
+    async def _hook(self, function: Any, *args: Any) -> Any:
+        return await sync_async.call(function, *args, blocking=self.blocking)
+
+
+class OneRole(Env):
+    """A `RolesEnv` in which one role is the policy that learns and the others are given.
+
+    `others` binds each other role to a `Policy`. The learner's observation is what its role sees; rewards that it
+    gets for others' moves are added to the step that led to them; its outcome is a success from `success_outcome` on.
+    `role="seed"` gives the learner another role from seed to seed."""
+
+    def __init__(
+        self, env: RolesEnv, *, role: str, others: Mapping[str, Policy] | Policy, success_outcome: float = 1.0
+    ) -> None:
+        roles = env.roles
+        if role not in (*roles, "seed"):
+            raise UsageError(f"role = {role!r}: give one of {', '.join(roles)}, or 'seed'")
+        self._players = dict.fromkeys(roles, others) if callable(others) else dict(others)
+        missing = [name for name in roles if name != role and name not in self._players]
+        if missing:
+            raise UsageError(f"nobody plays {', '.join(missing)}: bind them in others")
+        self._env, self._asked, self._success = env, role, success_outcome
+        self.replayable, self.blocking = env.replayable, env.blocking  # pyright: ignore[reportAttributeAccessIssue]
+        self._role = role
+
+    @property
+    def role(self) -> str:
+        """The role that the learner plays in this episode."""
+        return self._role
+
+    def deal(self, options: Mapping[str, Json]) -> tuple[str, Mapping[str, Json]]:
+        """The learner's role in the episode to come and the table's reset options; override to choose by the task."""
+        if self._asked != "seed":
+            return self._asked, options
+        return self._env.roles[int(self.np_random.integers(len(self._env.roles)))], options
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        await super().areset(seed=seed)
+        self._role, options = self.deal(dict(options or {}))
+        self._heard: dict[str, list[Message]] = {name: [] for name in self._env.roles}
+        observation, info = await self._env.areset(seed=int(self.np_random.integers(2**31)), options=options)
+        observation, _, _, _, info = await self._others((observation, 0.0, False, False, info))
+        return observation, self._mine(info)
+
+    async def astep(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = await self._others(await self._env.astep(action))
+        return observation, reward, terminated, truncated, self._mine(info)
+
+    async def aend(self, reason: StopReason) -> Info:
+        return self._mine(await self._env.aend(reason))
+
+    async def aclose(self) -> None:
+        await self._env.aclose()
+
+    def _mine(self, info: Info) -> Info:
+        """An info as the learner's alone."""
+        mine = {key: value for key, value in info.items() if key not in _ROLE_KEYS}
+        if "outcomes" in info:
+            mine["outcome"] = info["outcomes"][self._role]
+            mine["success"] = mine["outcome"] >= self._success
+        return mine
+
+    async def _others(self, step: StepResult) -> StepResult:
+        """Let the others play until the learner acts or the game is over; the learner's rewards add up."""
+        observation, reward, terminated, truncated, info = step
+        mine = reward if info.get("acted") == self._role else 0.0
+        while True:
+            if info.get("acted") != self._role:
+                mine += info.get("rewards", {}).get(self._role, 0.0)
+            role = info.get("role")
+            if terminated or truncated or role == self._role:
+                return observation, mine, terminated, truncated, dict(info)
+            heard = self._heard[cast(str, role)]
+            heard.extend(observation)
+            text = await sync_async.call(self._players[str(role)], tuple(heard), self.np_random, blocking=self.blocking)
+            heard.append(Message(role="assistant", content=text))
+            observation, _, terminated, truncated, info = await self._env.astep(text)
+
+
+_ROLE_KEYS = frozenset({"role", "acted", "rewards", "outcomes"})
+
+
+def _messages(value: str | Sequence[Message]) -> Messages:
+    if isinstance(value, str):
+        return (Message(role="user", content=clean_text(value)),)
+    return tuple(cast(Message, dict(message)) for message in value)

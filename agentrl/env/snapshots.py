@@ -1,0 +1,204 @@
+"""An episode with a box as bytes, for another instance: what happened to the environment, and the files of its box.
+
+The environment's own code runs again, from the same reset through the same actions, so that whatever it holds in Python
+is there again; its box answers from a record meanwhile, so that no command is run twice. Each observation must be the
+one that was given before. Then the files are put into the box, and the episode goes on. Nothing of it is executed: the
+bytes are JSON and a packed box.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import inf
+from typing import Any, Final, cast
+
+import zstandard
+
+from agentrl.env.core import Env, StepResult
+from agentrl.env.limits import Meter
+from agentrl.errors import EnvError
+from agentrl.records import Json, Message
+from agentrl.sandbox.current_box import CurrentBox
+from agentrl.sandbox.recording import Tape, unsaved
+
+_MAGIC: Final = b"agentrle"
+_LENGTH: Final = struct.Struct("<Q")
+_LEVEL: Final = 3
+_EXPANDS: Final = 4  # the record may have so many times the bytes of a snapshot, before it is compressed
+_WINDOW: Final = 8 << 20  # memory that reading a stream may take
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action as the environment was given it, and a digest of its answer."""
+
+    text: str
+    cut: bool
+    id: str
+    answer: str
+
+
+@dataclass(slots=True)
+class Past:
+    """What happened to an environment since its reset. `tape` plays while it happens again."""
+
+    tape: Tape
+    seed: int | None = None
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    start: str = ""
+    actions: list[Action] = field(default_factory=list[Action])
+    again: Past | None = None  # what must happen now
+    meter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    files: bytes = b""
+
+    def began(self, observation: Sequence[Message]) -> None:
+        """The reset was answered. Raises EnvError if it was answered otherwise before."""
+        self.start = _digest(observation)
+        if self.again is not None and self.start != self.again.start:
+            raise EnvError("reset gave another first observation")
+
+    def acted(self, text: str, *, cut: bool, id: str, answer: Sequence[Any]) -> None:
+        """An action was answered. Raises EnvError if it was answered otherwise before."""
+        at = len(self.actions)
+        self.actions.append(Action(text, cut, id, _digest(answer)))
+        if self.again is not None and self.actions[at].answer != self.again.actions[at].answer:
+            raise EnvError(f"turn {at} was answered differently")
+
+    def written(self, meter: Sequence[float]) -> bytes:
+        """The record, without the files; `meter` is what the episode has used. Raises SandboxError without one."""
+        if flaw := self.tape.flaw or ("a copy of its box is open" if self.tape.copies_open else ""):
+            raise unsaved(flaw)
+        document = {
+            "seed": self.seed,
+            "options": dict(self.options),
+            "start": self.start,
+            "actions": [[one.text, one.cut, one.id, one.answer] for one in self.actions],
+            "calls": self.tape.entries,
+            "meter": list(meter),
+        }
+        packed = zstandard.compress(json.dumps(document).encode(), _LEVEL)
+        return _MAGIC + _LENGTH.pack(len(packed)) + packed
+
+
+class Recorded(Env):
+    """Snapshots for a class whose episodes have a box that records what it is asked. The class calls `_begin_record`
+    and `Past.began` in its reset, and `_record_action` after each step."""
+
+    _record: Past | None = None
+    _record_again: Past | None = None
+
+    def _record_box(self) -> CurrentBox | None:
+        """The box of its episodes; None if they have none."""
+        raise NotImplementedError
+
+    def _record_meter(self) -> Meter | None:
+        """The meter of an episode that stands between two steps; None if there is none."""
+        raise NotImplementedError
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the class wrote its own, or its episodes have a box."""
+        own = [getattr(type(self), name) is not getattr(Recorded, name) for name in ("snapshot", "restore")]
+        return all(own) if any(own) else self._record_box() is not None
+
+    async def snapshot(self) -> bytes:
+        """What was done so far, and the files of the box. Raises SandboxError if they cannot tell where it stands."""
+        past, meter, box = self._record, self._record_meter(), self._record_box()
+        if past is None or meter is None or box is None:
+            raise EnvError(f"{type(self).__name__} has no episode with a box that stands between two steps")
+        record = past.written(meter.used)
+        return record + await box.pack(self.snapshot_bytes - len(record))
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Do again what was done, with the box's answers of then, and put the files into a box. Raises EnvError if it
+        comes out otherwise."""
+        past = self._record_again = read_past(snapshot, self.snapshot_bytes)
+        try:
+            await self.areset(seed=past.seed, options=past.options)
+            for action in past.actions:
+                self.action_cut, self.action_id = action.cut, action.id
+                await self.astep(action.text)
+        finally:
+            self._record_again = None
+        past.tape.end()
+        box, meter = self._record_box(), self._record_meter()
+        if self._record is None or meter is None or box is None:
+            raise EnvError(f"{type(self).__name__} has no episode with a box after it was restored")
+        self._record.again = None
+        meter.resume(*past.meter)
+        await box.unpack(past.files)
+
+    def _begin_record(self, seed: int | None, options: Mapping[str, Json] | None) -> Past:
+        again = self._record_again
+        tape = Tape(_EXPANDS * self.snapshot_bytes) if again is None else again.tape
+        self._record = Past(tape, seed, dict(options or {}), again=again)
+        if (box := self._record_box()) is not None:
+            box.tape = tape
+        return self._record
+
+    def _record_action(self, action: str, answer: StepResult) -> None:
+        observation, _, terminated, truncated, _ = answer
+        assert self._record is not None
+        self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=(observation, terminated, truncated))
+
+
+def read_past(data: bytes, snapshot_bytes: int) -> Past:
+    """A past to be repeated, of `Past.written` and a packed box. Raises EnvError if the bytes are something else."""
+    head = len(_MAGIC) + _LENGTH.size
+    if not data.startswith(_MAGIC) or len(data) < head:
+        raise EnvError("the snapshot is damaged: these bytes are no episode with a box")
+    end = head + _LENGTH.unpack_from(data, len(_MAGIC))[0]
+    most = 2 * _EXPANDS * snapshot_bytes
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data[head:end]) as stream:
+            text = stream.read(most + 1)
+        if len(text) > most:
+            raise ValueError(f"its record has more than {most} bytes")
+        said: Any = json.loads(text)
+        calls = [(_str(key), cast("Mapping[str, Json]", answer)) for key, answer in said["calls"]]
+        if not all(
+            isinstance(answer, dict) and len(answer) == 1 and {*answer} <= {"answer", "refused"} for _, answer in calls
+        ):
+            raise ValueError("a call without an answer")
+        return Past(
+            Tape(most, calls),
+            seed=None if said["seed"] is None else int(said["seed"]),
+            options=dict(said["options"]),
+            start=_str(said["start"]),
+            actions=[
+                Action(_str(text), bool(cut), _str(id), _str(answer)) for text, cut, id, answer in said["actions"]
+            ],
+            meter=_three(said["meter"]),
+            files=data[end:],
+        )
+    except (
+        zstandard.ZstdError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise EnvError(f"the snapshot is damaged: {error}") from error
+
+
+def _three(value: Sequence[Any]) -> tuple[float, float, float]:
+    tokens, seconds, tool_seconds = map(float, value)
+    if not all(0 <= one < inf for one in (tokens, seconds, tool_seconds)):
+        raise ValueError("no episode can have used what its meter says")
+    return tokens, seconds, tool_seconds
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _digest(answer: object) -> str:
+    return blake2b(json.dumps(answer, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,218 @@
+"""Checks the answers of an environment: they must have the contract's shape, and a record must be able to carry them.
+
+If an answer breaks the contract, the environment is named here, at the boundary that the answer crossed: no driver has
+to guess later what broke it. Here alone gymnasium's `info` is read; from here on its keys with a meaning are fields
+of `records.Step`. Knows neither journal nor model; `agentrl.env.checks.check_env` looks closer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from agentrl.env import spaces
+from agentrl.errors import EnvError
+from agentrl.protocols import AsyncEnv
+from agentrl.records import LARGEST, Json, Messages, Step, StopReason, Task
+
+_LEAST: Final = 64  # bytes that a message counts for beside its content
+_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too much, the model's context says
+
+
+async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
+    """Reset for a task: what comes of it, in messages of at most about `most` bytes. Raises EnvError for an answer that
+    breaks the contract."""
+    what = f"{task.env}: reset"
+    observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
+    return _step(what, observation, info, most)
+
+
+async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None, turn: int | None = None) -> Step:
+    """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
+    Raises EnvError for an answer that breaks the contract; it names the `turn`."""
+    what = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
+    observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
+    return _step(what, observation, info, most, reward, terminated, truncated)
+
+
+async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
+    """What the environment says of an episode that its driver ends, without messages. Raises EnvError for what is
+    none."""
+    return _step(f"{task.env}: end", (), await env.aend(reason), None)
+
+
+def joined(step: Step, last: Step) -> Step:
+    """`step`, and over it what the environment said when the episode was ended after it."""
+    return replace(
+        step,
+        outcome=step.outcome if last.outcome is None else last.outcome,
+        success=step.success if last.success is None else last.success,
+        stop_reason=last.stop_reason or step.stop_reason,
+        outcomes=last.outcomes or step.outcomes,
+        rewards=last.rewards or step.rewards,
+        masked=last.masked or step.masked,
+        info={**step.info, **last.info},
+    )
+
+
+def of_reset(answer: Any, what: str) -> tuple[Any, ...]:
+    """The two parts of a reset's answer. Raises EnvError."""
+    return _parts(answer, what, "(messages, info)", 2)
+
+
+def of_step(answer: Any, what: str) -> tuple[Any, ...]:
+    """The five parts of a step's answer. Raises EnvError."""
+    return _parts(answer, what, "(messages, reward, terminated, truncated, info)", 5)
+
+
+def _parts(answer: Any, what: str, form: str, count: int) -> tuple[Any, ...]:
+    if not isinstance(answer, tuple):
+        raise EnvError(f"{what} returned a {type(answer).__name__}: return {form}")
+    parts = cast("tuple[Any, ...]", answer)
+    if len(parts) != count:
+        raise EnvError(f"{what} returned {len(parts)} values: return {form}")
+    return parts
+
+
+def _messages(observation: Any, what: str) -> Messages:
+    messages: Any = tuple(cast("list[Any]", observation)) if isinstance(observation, list) else observation
+    if reason := _MESSAGES.why_not(messages):
+        raise EnvError(f"{what}: {reason}")
+    return messages
+
+
+def _step(
+    what: str,
+    observation: Any,
+    info: Any,
+    most: int | None,
+    reward: Any = 0.0,
+    terminated: Any = False,
+    truncated: Any = False,
+) -> Step:
+    """A step of what was said: what a run acts on as fields, the rest of the info as it is. Of messages of more than
+    `most` bytes the middle is cut out."""
+
+    def named(name: str) -> str:
+        return f"{what}: info[{name!r}]"
+
+    if not isinstance(info, dict):
+        raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
+    given = dict(cast("dict[str, Any]", info))
+    earned = _number(reward, f"{what}: reward")
+    observation, lost = _cut(observation, most)
+    if not given:  # most often
+        return Step(
+            observation=_messages(observation, f"{what}: observation"),
+            reward=earned,
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            observation_cut=lost,
+        )
+    outcome, unsettled = given.pop("outcome", None), given.pop("unsettled", None) or 0.0
+    rewards, outcomes = given.pop("rewards", None), given.pop("outcomes", None)
+    numbers: dict[str, Any] = {
+        "reward": earned,
+        "outcome": None if outcome is None else _number(outcome, named("outcome")),
+        "rewards": _by_role(rewards, named("rewards")),
+        "outcomes": _by_role(outcomes, named("outcomes")),
+        "unsettled": _number(unsettled, named("unsettled")),
+    }
+    rest = _plain(given, what)
+    history, more = _cut(rest.pop("history", None), most)
+    rest.pop("observation_cut", None)
+    success, role = rest.pop("success", None), rest.pop("role", None)
+    return Step(
+        observation=_messages(observation, f"{what}: observation"),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        success=None if success is None else bool(success),
+        stop_reason=_reason(rest.pop("stop_reason", None), named("stop_reason")),
+        history=None if history is None else _messages(history, named("history")),
+        masked=bool(rest.pop("masked", False)),
+        role=None if role is None else _text(role, named("role")),
+        observation_cut=lost + more,
+        info=rest,
+        **numbers,
+    )
+
+
+def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
+    """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
+    theirs; of more messages than could have a share, the last ones go. What is no message is left as it is, for a check
+    to find."""
+    given = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
+    sizes = [_size(message) for message in given]
+    if most is None or sum(sizes) <= most:
+        return cast(Any, messages), 0
+    kept = given[: max(1, most // _LEAST)]
+    left, limits = most, dict[int, int]()
+    for place, at in enumerate(sorted(range(len(kept)), key=lambda at: sizes[at])):
+        limits[at] = min(sizes[at], left // (len(kept) - place))
+        left -= limits[at]
+    cut = [_shortened(message, sizes[at], limits[at]) for at, message in enumerate(kept)]
+    return tuple(cut), sum(sizes) - sum(limits.values())
+
+
+def _size(message: Any) -> int:
+    content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
+    return _LEAST + (len(content.encode("utf-8", "surrogatepass")) if isinstance(content, str) else 0)
+
+
+def _shortened(message: Any, size: int, limit: int) -> Any:
+    """The message with head and tail of its content, and a note between them."""
+    if size <= limit:
+        return message
+    content = message["content"].encode("utf-8", "surrogatepass")
+    half = max(0, limit - _LEAST) // 2
+    head, tail = content[:half].decode(errors="ignore"), content[len(content) - half :].decode(errors="ignore")
+    return {**message, "content": f"{head}\n[cut: {2 * half} of {len(content)} bytes shown]\n{tail}"}
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # of an integer
+        raise EnvError(f"{what}: give a number within {LARGEST:g} of 0") from None
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"{what} = {value!r}: give a finite number")
+    if abs(number) > LARGEST:
+        raise EnvError(f"{what} = {number:g}: give a number within {LARGEST:g} of 0")
+    return number
+
+
+def _reason(value: Any, what: str) -> StopReason | None:
+    if value is None:
+        return None
+    if value not in list(StopReason):
+        raise EnvError(f"{what} = {value!r}: give one of {', '.join(StopReason)}")
+    return StopReason(value)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise EnvError(f"{what} = {value!r}: give a text")
+    return value
+
+
+def _by_role(values: Any, what: str) -> dict[str, float]:
+    if not isinstance(values or {}, Mapping):
+        raise EnvError(f"{what} = {values!r}: give a number for each role")
+    numbers = cast("Mapping[str, Any]", values or {})
+    return {str(role): _number(value, f"{what}[{role!r}]") for role, value in numbers.items()}
+
+
+def _plain(info: dict[str, Json], what: str) -> dict[str, Json]:
+    """An info. Raises EnvError for what JSON cannot carry."""
+    if info:
+        try:
+            json.dumps(info, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
+    return info

@@ -1,0 +1,178 @@
+"""Between the two worlds: blocking code called from trio, and trio code called from blocking code.
+
+Owns threads and nothing else; knows no environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, cast
+
+import trio
+from trio.lowlevel import RunVar
+
+from agentrl.errors import EnvError, UsageError
+from agentrl.host.clocks import HostClock, host_time
+
+T = TypeVar("T")
+
+MAX_THREADS: Final = 64
+"""Blocking calls of one trio loop that may run at once; the others wait their turn."""
+
+
+class _Threads:
+    """The threads of one trio loop. `abandoned` are the calls that run although their callers have left them."""
+
+    def __init__(self) -> None:
+        self.limiter = cast(trio.CapacityLimiter, _Limiter())
+        self.abandoned: set[trio.Event] = set()
+
+
+class _Limiter:
+    """What `trio.to_thread` asks of a limiter. To wait for a thread is to wait for the host."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(MAX_THREADS)
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        with host_time("a thread for blocking code"):
+            await self._limiter.acquire_on_behalf_of(borrower)
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self._limiter.release_on_behalf_of(borrower)
+
+
+_threads: RunVar[_Threads] = RunVar("agentrl_env_threads")
+
+
+def _of_loop() -> _Threads:
+    try:
+        return _threads.get()
+    except LookupError:
+        _threads.set(threads := _Threads())
+        return threads
+
+
+def worn_out() -> bool:
+    """Whether half of this loop's threads are lost to calls that were abandoned and still run: no loop gets them back,
+    but its process may be started anew before the others are lost too."""
+    return len(_of_loop().abandoned) >= MAX_THREADS // 2
+
+
+async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], None] | None = None) -> T:
+    """Run blocking code in a thread. On cancellation the thread is abandoned: it runs to its own end, nobody reads its
+    result; `left` gets an event that is set at that end.
+
+    Raises EnvError where calls that were abandoned, and never end, have taken every thread: to wait for one would use
+    up the deadline of a caller who has not to answer for it."""
+    threads = _of_loop()
+    if len(threads.abandoned) >= MAX_THREADS:
+        raise EnvError(f"{MAX_THREADS} blocking calls ran past their deadlines and still run: give them deadlines")
+    ended, token = trio.Event(), trio.lowlevel.current_trio_token()
+    begun = gone = False
+
+    def end() -> None:
+        threads.abandoned.discard(ended)
+        ended.set()
+
+    def body() -> T | None:
+        nonlocal begun
+        begun = True
+        try:
+            return None if gone else function()  # its caller may have left while the thread began
+        finally:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(end)
+
+    try:
+        return cast(T, await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=threads.limiter))
+    except trio.Cancelled:
+        gone = True
+        if begun and not ended.is_set():
+            threads.abandoned.add(ended)
+            if left is not None:
+                left(ended)
+        raise
+
+
+async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: bool = True, **kwargs: Any) -> T:
+    """Call `function`, be it `def` or `async def`, without holding up the trio loop.
+
+    An async function is awaited here. A plain one goes to a thread if `blocking` (see `in_thread`), else it is called
+    in place."""
+
+    def body() -> tuple[T | Awaitable[T]]:
+        return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
+
+    try:
+        if inspect.iscoroutinefunction(function):
+            return cast(T, await function(*args, **kwargs))
+        if blocking:
+            (result,) = await in_thread(body)
+        else:
+            await trio.lowlevel.checkpoint()
+            (result,) = body()
+        return cast(T, await result) if inspect.isawaitable(result) else result
+    except SystemExit as error:
+        raise refused_exit(function, error) from error
+
+
+def refused_exit(function: Callable[..., Any], error: SystemExit) -> EnvError:
+    """`sys.exit` in an author's function (a parser of arguments calls it) fails its episode and not the process."""
+    name = getattr(function, "__qualname__", repr(function))
+    return EnvError(f"{name} called sys.exit({error.code!r}), which would end the process")
+
+
+class LoopThread:
+    """A trio loop in a thread of its own, so that blocking code can drive async code that lives across calls.
+
+    It starts with the first `run` and lasts until `stop`, which is idempotent. A child made by `fork` gets a fresh
+    loop, as threads do not survive a fork."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stop: trio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+
+    def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run `await function(*args)` on the loop and return its result or raise its exception.
+
+        Raises UsageError when called from trio code, which it would block."""
+        if trio.lowlevel.in_trio_run():
+            raise UsageError("reset, step and close block: from trio code await areset, astep and aclose")
+        with self._lock:
+            if self._token is None or self._pid != os.getpid():
+                self._start()
+        return trio.from_thread.run(function, *args, trio_token=self._token)
+
+    def stop(self) -> None:
+        """End the loop and wait for its thread."""
+        with self._lock:
+            token, stop, thread = self._token, self._stop, self._thread
+            self._token = self._stop = self._thread = None
+        if token is None or stop is None or thread is None or self._pid != os.getpid():
+            return
+        token.run_sync_soon(stop.set)
+        thread.join()
+
+    def _start(self) -> None:
+        ready = threading.Event()
+
+        async def main() -> None:
+            self._token, self._stop = trio.lowlevel.current_trio_token(), trio.Event()
+            stop = self._stop
+            ready.set()
+            await stop.wait()
+
+        run = functools.partial(trio.run, main, clock=HostClock())
+        self._thread = threading.Thread(target=run, name="agentrl env loop", daemon=True)
+        self._pid = os.getpid()
+        self._thread.start()
+        ready.wait()

@@ -1,0 +1,228 @@
+"""Tools by name: turns the list `tools` of a run file into the tools of an episode.
+
+    kwargs = { tools = ["calculator", "my_package.words:look_up", { id = "fetch", allow = ["docs.python.org"] }] }
+
+A name is an id of the entry-point group `agentrl.tools`, or a reference. It stands for a function with type hints and
+a docstring, for a tool, for a class that makes one, or for a class that makes a *server*: `open()` gives its tools when
+an episode begins, `aclose()` ends it. Classes are called with the other keys of their table; one that needs a `sandbox`
+is given the box of the episode, one that may have one too if its table says `sandbox = true`. The model reads the name
+that the tool has, or the `name` of its table.
+
+Owns that box and the servers from `open` to `aclose`. Knows nothing of episodes, prompts or models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import fields
+from typing import Any, Protocol, cast
+
+import trio
+
+from agentrl import registry
+from agentrl.env.tools.tools import FunctionTool, function_schema
+from agentrl.errors import ConfigError, SandboxError, SandboxPathError, UsageError
+from agentrl.protocols import Limits, Sandbox, SandboxSpec, Tool
+from agentrl.records import Json
+from agentrl.sandbox.current_box import CurrentBox
+from agentrl.sandbox.shared_backend import SharedBackend, shared
+
+Named = Tool | Callable[..., Any] | str | Mapping[str, Any]
+"""A tool, a function, the name of either, or a table with a name (`id`) and settings."""
+
+
+class ToolServer(Protocol):
+    """Something whose tools are known once it runs, such as an MCP server or an executor elsewhere; one an episode."""
+
+    async def open(self) -> Sequence[Tool]:
+        """Start: its tools. Raises InfrastructureError if it does not."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop it and everything it started, even if `open` failed half-way. Idempotent."""
+        ...
+
+
+class Plugged:
+    """The named tools, with the box and the servers that they need while an episode lasts."""
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        *,
+        box: Mapping[str, Any] | None = None,
+        own: Sandbox | None = None,
+        boxed: bool = False,
+    ) -> None:
+        """`box` describes the episode's box: `sandbox` (a backend's id), `image`, `ready` (boxes made ahead) and
+        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here. `boxed` opens
+        a box even if no tool asks for one.
+
+        Raises UnknownIdError, UsageError for a value that is not a tool, ConfigError for settings that do not fit."""
+        self._backend, self._ready, self._spec = _box(box or {})
+        self._box = CurrentBox()
+        self._own = own
+        self._needs_box = boxed
+        self._boxes: SharedBackend | None = None
+        self._servers: list[Callable[[], ToolServer]] = []
+        self._opened: list[ToolServer] = []
+        self.tools: list[Tool] = []
+        if isinstance(named, str | Mapping):
+            raise ConfigError("tools", named, "give a list of tools")
+        for each in named:
+            if isinstance(each, str):
+                self._resolve({"id": each})
+            elif isinstance(each, Mapping):
+                self._resolve(cast("Mapping[str, Any]", each))
+            else:
+                self.tools.append(_tool(each))
+
+    @property
+    def box(self) -> Sandbox:
+        """The box of the running episode; its methods raise SandboxError while there is none."""
+        return self._own or self._box
+
+    @property
+    def current(self) -> CurrentBox | None:
+        """The box of the episode if it has one that records what it is asked, else None."""
+        if self._own is not None:
+            return self._own if isinstance(self._own, CurrentBox) else None
+        return self._box if self._needs_box else None
+
+    @asynccontextmanager
+    async def fresh(self, carry: Sequence[str]) -> AsyncGenerator[Sandbox]:
+        """Another box of the same kind, closed at the end of the block, with the files `carry` of the episode's box. A
+        file that is not there, or that cannot be read as one, is not carried. Raises SandboxError."""
+        if self._boxes is None:
+            raise SandboxError("no episode has a box now")
+        box = await self._boxes.create(self._spec)
+        try:
+            for path in carry:
+                with suppress(SandboxPathError):
+                    await box.write(path, await self._box.read(path))
+            yield box
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
+
+    async def open(self) -> list[Tool]:
+        """Begin an episode: the tools that its servers offer. `aclose` is due after it, also if it fails."""
+        if self._needs_box and self._own is None:
+            boxes = shared(self._backend, ready=self._ready)
+            await boxes.enter()
+            self._boxes = boxes
+            self._box.box = await boxes.create(self._spec)
+        offered: list[Tool] = []
+        for make in self._servers:
+            server = make()
+            self._opened.append(server)
+            offered.extend(await server.open())
+        return offered
+
+    async def aclose(self) -> None:
+        """End the episode's sessions and servers, then its box. Idempotent."""
+        opened, self._opened = self._opened, []
+        boxes, self._boxes = self._boxes, None
+        async with AsyncExitStack() as last_first:
+            if boxes is not None:
+                last_first.push_async_callback(boxes.leave)
+            last_first.push_async_callback(self._box.close)
+            for each in [*self.tools, *opened]:
+                if (close := getattr(each, "aclose", None)) is not None:
+                    last_first.push_async_callback(close)
+
+    def _resolve(self, table: Mapping[str, Any]) -> None:
+        settings = dict(table)
+        id = settings.pop("id", None)
+        if not isinstance(id, str):
+            raise ConfigError("tools", dict(table), "give the id of a tool, or a table with one: { id = ... }")
+        target = registry.resolve("tools", id)
+        own_name = inspect.isclass(target) and "name" in inspect.signature(target).parameters
+        name = _name_of(id, settings.pop("name")) if "name" in settings and not own_name else None
+        if not inspect.isclass(target):
+            if settings:
+                raise ConfigError(f"tools.{id}", settings, "it is no class and takes no settings but a name")
+            self.tools.append(_named(_tool(target), name))
+            return
+        signature = inspect.signature(target)
+        boxed = settings.pop("sandbox", False)
+        parameter = signature.parameters.get("sandbox")
+        if parameter is not None and (boxed is True or parameter.default is parameter.empty):
+            self._needs_box = True
+            settings["sandbox"] = self._own or self._box
+        elif boxed is not False:
+            raise ConfigError(f"tools.{id}.sandbox", boxed, "give true to have it in the box, if it can be there")
+        try:
+            signature.bind(**settings)
+        except TypeError as error:
+            raise ConfigError(f"tools.{id}", sorted(settings), str(error)) from error
+        if hasattr(target, "open"):
+            if name is not None:
+                raise ConfigError(f"tools.{id}.name", name, "its tools name themselves: leave it out")
+            self._servers.append(functools.partial(cast("Callable[..., ToolServer]", target), **settings))
+        else:
+            self.tools.append(_named(_tool(target(**settings)), name))
+
+
+class _Renamed:
+    """A tool under another name; all else of it is as it was."""
+
+    def __init__(self, tool: Tool, name: str) -> None:
+        self._tool, self.name = tool, name
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        return {**function_schema(self._tool.schema), "name": self.name}
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._tool, attribute)
+
+
+def _named(tool: Tool, name: str | None) -> Tool:
+    return tool if name is None else cast(Tool, _Renamed(tool, name))
+
+
+def _name_of(id: str, name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ConfigError(f"tools.{id}.name", name, "give at most 64 letters, digits, _ and -")
+    return name
+
+
+def _tool(value: Any) -> Tool:
+    if hasattr(value, "call") and hasattr(value, "schema"):
+        return cast(Tool, value)
+    if inspect.isroutine(value):
+        return FunctionTool(value)
+    raise UsageError(f"{value!r} is no tool: give a function, or an object with name, parallel, schema and call")
+
+
+def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
+    """Backend, boxes made ahead, and what kind of box. Raises ConfigError."""
+    if not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError("box", settings, "give a table, such as { sandbox = 'docker' }")
+    rest = dict(settings)
+    backend, ready, image = rest.pop("sandbox", "bubblewrap"), rest.pop("ready", 0), rest.pop("image", None)
+    if not isinstance(backend, str):
+        raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
+    if image is not None and (not isinstance(image, str) or not image):
+        raise ConfigError("box.image", image, "give the name of an image of the backend's, or leave it out")
+    if isinstance(ready, bool) or not isinstance(ready, int) or ready < 0:
+        raise ConfigError("box.ready", ready, "give how many boxes are made ahead, 0 for none")
+    check_limits(rest, "box")
+    return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
+
+
+def check_limits(settings: Mapping[str, Any], field: str) -> None:
+    """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown one, and as `Limits` does."""
+    known = [each.name for each in fields(Limits)]
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(known)})")
+    try:
+        Limits(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error.field}", error.value, error.hint) from None

@@ -1,0 +1,147 @@
+"""What a dialect of tool calls is: it parses a model's text, and writes calls.
+
+A dialect is total: any text gives a `Parsed`, never an exception, and every call that was begun comes back in order,
+well-formed or `Malformed`. It reads a call where it begins and goes on where it ends, so that a tag within a
+string is content. A broken call may be read again from within: after `MAX_BROKEN` of them the rest is one, so that any
+text is read in linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from agentrl.env.tools.calls import Malformed, Parsed, ToolCall, call_of, decode_json, dump
+from agentrl.errors import StructuralParseError
+from agentrl.records import Json, Message, Messages
+
+MAX_BROKEN: Final = 64
+"""So many broken calls of a text are read one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A call and the part of the text, `begin` to `end`, that it takes up."""
+
+    begin: int
+    end: int
+    call: ToolCall | Malformed
+
+
+class ToolFormat(ABC):
+    """A dialect. `parse` and `write` are inverse: `parse(write(a, b)).calls == (a, b)`; one that writes values without
+    their types needs the tools' schemas for that.
+
+    A chat template teaches the model the `native` ones. The others bring `instructions` of their own, and their results
+    come back as user messages. A package of your own offers one under the entry point `agentrl.tool_formats`."""
+
+    name: ClassVar[str]
+    native: ClassVar[bool] = True
+    markers: ClassVar[tuple[str, ...]] = ()
+    """What stands in the chat templates of its models and in no other's, for those that leave out calls."""
+    thoughts: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
+    """What opens and closes a block of reasoning at the head of a turn."""
+    framing: ClassVar[re.Pattern[str] | None] = None
+    """What stands around the words of a turn and is none of them."""
+
+    def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
+        """The calls of a turn, its words and its thoughts. `schemas`, those of the tools, say of what type a value is
+        in dialects that do not write it."""
+        start, thoughts = self._thoughts(text)
+        outside, calls, at = list[str](), list[ToolCall | Malformed](), start
+        for span in self._spans(text, start):
+            outside.append(text[at : span.begin])
+            calls.append(span.call)
+            at = span.end
+        outside.append(text[at:])
+        words = "".join(outside)
+        if self.framing is not None:
+            words = self.framing.sub("", words)
+        return Parsed(words, tuple(self.typed(call, schemas) for call in calls), thoughts)
+
+    def typed(self, call: ToolCall | Malformed, schemas: Sequence[Mapping[str, Json]]) -> ToolCall | Malformed:
+        """A call with its values as the tool's schema has them."""
+        return call
+
+    def _spans(self, text: str, start: int) -> Iterator[Span]:
+        broken = 0
+        for span in self.spans(text, start):
+            broken += isinstance(span.call, Malformed)
+            if broken > MAX_BROKEN:
+                error = StructuralParseError(f"{MAX_BROKEN} tool calls before it are broken: the rest is not read")
+                yield Span(span.begin, len(text), Malformed(error, text[span.begin :]))
+                return
+            yield span
+
+    @abstractmethod
+    def spans(self, text: str, start: int) -> Iterator[Span]:
+        """The calls from `start` on, in order and without overlap."""
+
+    @abstractmethod
+    def write(self, *calls: ToolCall) -> str:
+        """The calls of one turn."""
+
+    def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
+        """The text that teaches the model the format and the tools, where the chat template does not."""
+        example = self.write(ToolCall("TOOL", {"ARGUMENT": "VALUE"}))
+        return f"To call a tool, write:\n{example}\nTools:\n{listed(schemas)}"
+
+    def answer(self, messages: Messages) -> Messages:
+        """Tool messages in the roles that this dialect's models know."""
+        return messages if self.native else self.answer_as_user(messages)
+
+    def answer_as_user(self, messages: Sequence[Message]) -> Messages:
+        """Tool messages as one message of the user."""
+        return as_user(f"Result of {message.get('name', 'the call')}: {message['content']}" for message in messages)
+
+    def _thoughts(self, text: str) -> tuple[int, str]:
+        """Where the reasoning at the head of `text` ends, and what it says: calls drafted in it are not meant.
+
+        A chat template may have opened the block, so that only its end is in `text`; an end that lies within a
+        well-formed call is an argument's content and ends nothing."""
+        for opening, closing in self.thoughts:
+            end, head = text.find(closing), text.lstrip()
+            if head.startswith(opening):
+                start = len(text) if end < 0 else end + len(closing)
+                return start, text[:start].lstrip().removeprefix(opening).removesuffix(closing).strip()
+            if end >= 0 and not any(
+                span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self._spans(text, 0)
+            ):
+                return end + len(closing), text[:end].strip()
+        return 0, ""
+
+
+def call_at(text: str, at: int, resync: re.Pattern[str]) -> tuple[ToolCall | Malformed, int]:
+    """The call whose JSON object begins at `at`, and where it ends; a broken one ends before `resync` matches."""
+    try:
+        value, end = decode_json(text, at)
+    except StructuralParseError as error:
+        end = next_match(text, at + 1, resync)
+        return Malformed(error, text[at:end].strip()), end
+    key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
+    return call_of(value, text[at:end], key=key), end
+
+
+def next_match(text: str, at: int, pattern: re.Pattern[str]) -> int:
+    """Where `pattern` matches next, or the end of the text."""
+    found = pattern.search(text, at)
+    return found.start() if found else len(text)
+
+
+def object_of(call: ToolCall, key: str) -> str:
+    """A call as JSON, its arguments under `key`."""
+    return dump({"name": call.name, key: dict(call.arguments)})
+
+
+def listed(schemas: Sequence[Mapping[str, Json]]) -> str:
+    """Schemas of tools, one a line."""
+    return "\n".join(dump(dict(schema.get("function", schema))) for schema in schemas)
+
+
+def as_user(lines: Iterator[str]) -> Messages:
+    """One user message of these lines; none of no line."""
+    text = "\n".join(lines)
+    return (Message(role="user", content=text),) if text else ()

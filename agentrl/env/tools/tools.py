@@ -1,0 +1,410 @@
+"""Tools: Python callables with type hints become what a model may call, with a JSON schema and readable errors.
+
+`@tool` marks a method of a `ToolEnv` (or a plain function); `FunctionTool` is the `protocols.Tool` made of it. This
+module validates arguments and shapes results; it neither parses a model's text nor decides an episode.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final, TypeVar, cast, get_type_hints, overload
+
+import jsonschema
+import jsonschema.validators
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from agentrl.env.sync_async import call
+from agentrl.errors import PolicyFault, ToolArgumentError, ToolError, UsageError
+from agentrl.protocols import ToolResult
+from agentrl.records import Json
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK: Final = "__agentrl_tool__"
+_MANY: Final = 1_000  # members or items where a check compares each with each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """The arguments of `@tool`. `timeout_s` None is the environment's default."""
+
+    name: str
+    parallel: bool = False
+    timeout_s: float | None = None
+    errors: tuple[type[Exception], ...] = ()
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    timeout_s: float | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> Callable[[F], F]: ...
+def tool(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    timeout_s: float | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> Any:
+    """Offer a method (or function) to the model. Its type hints and docstring become the JSON schema.
+
+    `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until
+    the call is ended and the model is told. `errors`: exceptions that the model's arguments can cause; their text is
+    shown to it. Any other exception is a failure of the environment and takes the episode out of the loss; raise
+    `ToolError` with a message for the model.
+
+    Example::
+
+        @agentrl.tool
+        def look_up(self, word: str, limit: int = 3) -> list[str]:
+            \"\"\"Find a word in the dictionary.
+
+            Args:
+                word: what to look for
+                limit: how many entries at most
+            \"\"\"
+    """
+
+    def mark(function: F) -> F:
+        options = ToolOptions(
+            name=name or function.__name__, parallel=parallel, timeout_s=timeout_s, errors=tuple(errors)
+        )
+        setattr(function, _MARK, options)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+class FunctionTool:
+    """A callable as a `protocols.Tool`. `blocking` says whether a plain `def` goes to a thread."""
+
+    def __init__(self, function: Callable[..., Any], options: ToolOptions | None = None, *, blocking: bool = True):
+        self._function, self._blocking = function, blocking
+        marked: ToolOptions | None = options or getattr(function, _MARK, None)
+        options = marked or ToolOptions(name=function.__name__)
+        self.name, self.parallel, self.timeout_s = options.name, options.parallel, options.timeout_s
+        self._errors = options.errors
+        self._signature = _signature_of(_underlying(function), self.name)
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        """Name, description and parameters, as OpenAI's function schema has them; a fresh copy."""
+        return json.loads(self._signature.schema_json)
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Validate, convert to the hinted types, call. Raises ToolArgumentError, ToolError, or the body's exception."""
+        values = self._signature.convert(arguments)
+        try:
+            result = await call(self._function, blocking=self._blocking, **values)
+        except PolicyFault:
+            raise
+        except self._errors as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+        return as_result(result)
+
+
+class SchemaTool:
+    """A `protocols.Tool` whose JSON schema is given, not derived: `function` takes the checked arguments as a dict."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Json],
+        function: Callable[[Mapping[str, Json]], Any],
+        *,
+        parallel: bool = False,
+        timeout_s: float | None = None,
+        errors: tuple[type[Exception], ...] = (),
+        blocking: bool = True,
+    ) -> None:
+        self.name, self.parallel, self.timeout_s = name, parallel, timeout_s
+        self._function, self._errors, self._blocking = function, errors, blocking
+        self._schema = json.dumps({"name": name, "description": description, "parameters": parameters})
+        self._check = argument_check(self.schema)
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        return json.loads(self._schema)
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError for exceptions that `errors` names, or the function's own exception."""
+        arguments = self._check(arguments)
+        try:
+            return as_result(await call(self._function, arguments, blocking=self._blocking))
+        except PolicyFault:
+            raise
+        except self._errors as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+
+def is_tool(value: object) -> bool:
+    """Whether `@tool` marked it."""
+    return isinstance(getattr(value, _MARK, None), ToolOptions)
+
+
+def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
+    """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
+    found: dict[str, ToolOptions] = {}
+    for cls in reversed(type(owner).__mro__):
+        for attribute, value in vars(cls).items():
+            if is_tool(value):
+                found[attribute] = getattr(value, _MARK)
+            elif attribute in found:  # overridden without a mark: no longer offered
+                del found[attribute]
+    return [FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in found.items()]
+
+
+def as_result(value: Any) -> ToolResult:
+    """A tool's return value as a text for the model: text as it is, bytes decoded, None as "ok", the rest as JSON."""
+    if isinstance(value, ToolResult):
+        return value
+    if value is None:
+        return ToolResult(content="ok")
+    if isinstance(value, str):
+        return ToolResult(content=clean_text(value))
+    if isinstance(value, bytes):
+        return ToolResult(content=readable(value))
+    if isinstance(value, BaseModel):
+        return ToolResult(content=value.model_dump_json())
+    return ToolResult(content=clean_text(json.dumps(value, ensure_ascii=False, default=str)))
+
+
+def readable(data: bytes) -> str:
+    """Bytes as text; bytes that are not UTF-8 show as `\\xff` and the like, so that nothing is lost to the reader."""
+    return data.decode("utf-8", errors="backslashreplace")
+
+
+def clean_text(text: str) -> str:
+    """Text without lone surrogates: each shows as the escape of its byte or code point."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def cut(text: str, limit: int) -> tuple[str, bool]:
+    """At most about `limit` bytes of `text`: its head and its tail with a note in between, and whether it was cut."""
+    data = text.encode()
+    if len(data) <= limit:
+        return text, False
+    head, tail = data[: limit - limit // 2], data[len(data) - limit // 2 :]
+    note = f"\n[output cut: {limit} of {len(data)} bytes shown]\n"
+    return head.decode(errors="ignore") + note + tail.decode(errors="ignore"), True
+
+
+def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The function part of a tool schema, whether or not it comes in OpenAI's envelope."""
+    return schema.get("function", schema)
+
+
+def argument_check(schema: Mapping[str, Json]) -> ArgumentCheck:
+    """The check of a tool schema, shared by all that have the same one. Raises UsageError for an invalid schema."""
+    return _argument_check(json.dumps(function_schema(schema), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=1_024)
+def _argument_check(schema: str) -> ArgumentCheck:
+    return ArgumentCheck(json.loads(schema))
+
+
+class ArgumentCheck:
+    """Validates arguments against the parameters of one tool schema."""
+
+    def __init__(self, schema: Mapping[str, Json]) -> None:
+        function = function_schema(schema)
+        self._name = str(function.get("name", "tool"))
+        parameters = function.get("parameters") or {"type": "object"}
+        try:
+            jsonschema.Draft202012Validator.check_schema(parameters)
+        except jsonschema.SchemaError as error:
+            raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
+        self._validator: Any = _VALIDATOR(parameters)
+
+    def __call__(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
+        """The arguments as a tool may take them: 1.0, an integer by JSON Schema, is 1. Raises ToolArgumentError naming
+        up to three that do not fit."""
+        errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
+        if errors:
+            said = "; ".join(_said(error) for error in errors[:3])
+            raise ToolArgumentError(f"{self._name}: {said}")
+        return {name: _whole(value) for name, value in arguments.items()}
+
+
+def _whole(value: Any) -> Any:
+    """JSON with integers for the floats that are whole."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    return [_whole(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
+    compares each with each if they cannot be sorted."""
+    if wanted and isinstance(value, list):
+        items = cast("list[Any]", value)
+        if len({json.dumps(_whole(item), sort_keys=True) for item in items}) < len(items):
+            yield jsonschema.ValidationError(f"its items must differ: {value!r}")
+
+
+def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`multipleOf`, also of an integer that no float can be: jsonschema's own raises OverflowError."""
+    try:
+        yield from jsonschema.Draft202012Validator.VALIDATORS["multipleOf"](validator, unit, value, schema)
+    except OverflowError:
+        if Fraction(value) % Fraction(unit):
+            yield jsonschema.ValidationError(f"not a multiple of {unit}: {value!r}")
+
+
+def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
+    """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
+    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+
+    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+        if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
+            yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
+        else:
+            yield from own(validator, wanted, value, schema)
+
+    return check
+
+
+_extended = cast("Callable[..., Any]", jsonschema.validators.extend)  # pyright: ignore[reportUnknownMemberType]
+_VALIDATOR: Final = _extended(
+    jsonschema.Draft202012Validator,
+    {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
+    | {keyword: _bounded(keyword) for keyword in ("unevaluatedItems", "unevaluatedProperties")},
+)
+
+
+def _error_place(error: Any) -> str:
+    return str(error.json_path)
+
+
+def _said(error: Any) -> str:
+    where = ".".join(str(part) for part in error.absolute_path)
+    message = clean_text(str(error.message))
+    message = message if len(message) <= 200 else message[:200] + "…"
+    return f"argument {where!r}: {message}" if where else message
+
+
+# --- signatures
+
+
+class _Signature:
+    """The schema of a function and the conversion of JSON arguments to its hinted types."""
+
+    def __init__(self, schema: Mapping[str, Json], model: type[BaseModel], aliases: Mapping[str, str]) -> None:
+        self.schema_json = json.dumps(schema)
+        self._model, self._aliases = model, aliases
+        self._check = argument_check(schema)
+
+    def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        try:
+            model = self._model.model_validate(self._check(arguments))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ToolArgumentError(f"argument {where!r}: {first['msg']}") from None
+        given = model.model_fields_set
+        return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in given}
+
+
+@functools.cache
+def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
+    """Built once per function, however many environments offer it. Raises UsageError for what has no schema."""
+    what = f"tool {function.__qualname__!r}"
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise UsageError(f"{what}: cannot read its type hints: {error}") from error
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UsageError(f"{what} yields, and a model reads one answer: return it")
+    summary, described = _read_docstring(inspect.getdoc(function) or "")
+    if not summary:
+        raise UsageError(f"{what} needs a docstring: it is what the model reads")
+    fields: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if index == 0 and parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UsageError(f"{what}: parameter {parameter} cannot be named in a call")
+        if parameter.name not in hints:
+            raise UsageError(f"{what}: parameter {parameter.name!r} needs a type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = f"field_{len(fields)}"  # a name of our own: pydantic reserves some that arguments may have
+        fields[field] = (
+            hints[parameter.name],
+            Field(default, alias=parameter.name, description=described.get(parameter.name)),
+        )
+        aliases[field] = parameter.name
+    try:
+        model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = _without_titles(model.model_json_schema(by_alias=True))
+    except Exception as error:  # pydantic raises several kinds for types that JSON cannot express
+        raise UsageError(f"{what}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
+    parameters.setdefault("properties", {})
+    return _Signature({"name": name, "description": summary, "parameters": parameters}, model, aliases)
+
+
+def _underlying(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "__func__", function)
+
+
+def _without_titles(schema: Any, *, names: bool = False) -> Any:
+    """The schema without pydantic's titles, which tell a model nothing. `names`: the keys here are property names."""
+    if isinstance(schema, dict):
+        fields = cast("dict[str, Any]", schema)
+        return {
+            key: _without_titles(value, names=not names and key in ("properties", "$defs"))
+            for key, value in fields.items()
+            if names or key != "title"
+        }
+    return [_without_titles(item) for item in cast("list[Any]", schema)] if isinstance(schema, list) else schema
+
+
+_ARGS: Final = re.compile(r"^(Args|Arguments|Parameters):\s*$")
+_SECTION: Final = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
+_ARGUMENT: Final = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_REST_ARGUMENT: Final = re.compile(r"^:param\s+(?:[\w\[\], ]+\s+)?(\w+):\s*(.*)$")
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The description (all before the first section) and what is said of each argument, Google or reST style."""
+    summary: list[str] = []
+    described: dict[str, str] = {}
+    section = last = ""
+    for line in text.splitlines():
+        if rest := _REST_ARGUMENT.match(line):
+            section, last = ":param", rest[1]
+            described[last] = rest[2].strip()
+        elif line.startswith(":"):
+            section = ":"
+        elif _SECTION.match(line):
+            section, last = ("args" if _ARGS.match(line) else "other"), ""
+        elif not section:
+            summary.append(line)
+        elif section == "args" and (match := _ARGUMENT.match(line)):
+            last = match[1]
+            described[last] = match[2].strip()
+        elif section in ("args", ":param") and last and line.strip():
+            described[last] = f"{described[last]} {line.strip()}"
+    return "\n".join(summary).strip(), described
+
+
+def envelope(schemas: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """Tool schemas as chat templates want them: `{"type": "function", "function": {…}}` each."""
+    return [{"type": "function", "function": dict(function_schema(schema))} for schema in schemas]

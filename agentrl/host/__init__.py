@@ -1,0 +1,1 @@
+"""What a process needs of the machine it runs on: clocks, ports, a janitor, output that never blocks. Knows no run."""

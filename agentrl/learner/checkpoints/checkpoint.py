@@ -1,0 +1,330 @@
+"""Checkpoints: one folder a step, written whole or not at all.
+
+Owns the folder's layout and its atomicity. Never knows the store: it records which episodes a checkpoint trained, and
+the reader decides what follows from it.
+
+    checkpoints/step-00000020/
+        config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
+        model.safetensors            weights, an adapter merged into them
+        adapter/                     the adapter alone, in PEFT's format, if one is trained
+        critic/                      the critic's own weights, if one is trained
+        reference/                   those of a reference that follows the policy
+        roles/ROLE/                  config.json, tokenizer*, model.safetensors of a role's own model, as above
+        optimizer.pt                 optimizers and random state
+        optimizer/                   if ranks wrote it: what their optimizers remember, a file of each rank
+        state.json                   step, episodes trained since the previous checkpoint, step by step
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentrl.errors import RunFailed
+from agentrl.learner.checkpoints.folders import STATE, complete, name_of, of_role
+from agentrl.learner.model import lora
+from agentrl.learner.optimizers import master_weights
+from agentrl.learner.optimizers.optimizers import regrouped
+from agentrl.learner.parallel import optimizer_state
+from agentrl.learner.parallel.fsdp import gathered, is_sharded, load_state, local
+from agentrl.learner.weight_export import checkpoint_tensors, write_weights
+
+ADAPTER, CRITIC = "adapter", "critic"
+"""The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
+
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+"""Its files of weights, an adapter merged into them, and of the optimizers with the random state."""
+
+SHARDS = "optimizer"
+"""Its folder of what optimizers over ranks remember: see `agentrl.learner.parallel.optimizer_state`."""
+
+_COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
+_OWN = frozenset({STATE, "model.safetensors.index.json"})
+
+
+class Part(Protocol):
+    """What a checkpoint keeps in a folder of its own: `tensors`, in the safetensors file `file`."""
+
+    @property
+    def file(self) -> str: ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    def load(self, folder: Path) -> None: ...
+
+
+class Model(Protocol):
+    """A role's own model, which a checkpoint keeps as it keeps the policy."""
+
+    @property
+    def module(self) -> Any: ...
+    @property
+    def folder(self) -> Path: ...
+
+
+_NO_PARTS: Final[Mapping[str, Part]] = {}
+_NO_MODELS: Final[Mapping[str, Model]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """`step` optimizer steps are in the weights; `episodes` lists those trained by each step since the previous
+    checkpoint of the lineage, `previous_step` (0: the initial weights). It is None if an older agentrl made it, which
+    trained whole groups."""
+
+    step: int
+    previous_step: int
+    episodes: tuple[tuple[int, ...], ...] | None
+
+
+def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None] = lambda: None) -> Path:
+    """Make the hidden folder of a checkpoint under `root`, where this process has no other one under way; `shards`:
+    ranks are to write into it. Its name is that of no other one. Calls `may_appear` first: see `save`. Raises RunFailed
+    if the step already has a checkpoint, which would be another lineage's."""
+    may_appear()
+    folder = root / name_of(step)
+    if folder.exists():
+        raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
+    root.mkdir(parents=True, exist_ok=True)
+    for draft in root.glob(".draft-*"):
+        shutil.rmtree(draft)
+    draft = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
+    (draft / SHARDS if shards else draft).mkdir(parents=True)
+    return draft
+
+
+def save(
+    draft: Path,
+    state: CheckpointState,
+    *,
+    module: Any,
+    model_folder: Path,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    parts: Mapping[str, Part] = _NO_PARTS,
+    own: Mapping[str, Model] = _NO_MODELS,
+    found: Iterable[tuple[str, Any]] | None = None,
+    keep: int,
+    ranks: int = 1,
+    settle: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
+    may_appear: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the checkpoint that `begin` began, make it durable, drop all but the newest `keep`. Returns its folder.
+    `own` are the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any
+    thread while the models go on: of these it only reads their names. `settle` waits until the other `ranks` have made
+    their files durable.
+
+    It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
+    every file; `may_appear` before the first one and right before the rename, and raises if the folder is no longer
+    this process's to write. Raises RunFailed if what another rank wrote is not there."""
+    may_appear()
+    root, folder = draft.parent, draft.parent / name_of(state.step)
+    given = contents(module, optimizers, parts, own) if found is None else found
+    try:
+        _describe(model_folder, draft)
+        for role, model in own.items():
+            of_role(draft, role).mkdir(parents=True)
+            _describe(model.folder, of_role(draft, role))
+        progress()
+        for name, one in given:
+            if name == SHARDS:
+                optimizer_state.write(draft / SHARDS, 0, one, progress)
+            else:
+                _write(draft / name, one, module, parts.get(name))
+            progress()
+        settle()
+        _check_shared(draft / SHARDS, range(1, ranks))
+        (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
+        for file in draft.rglob("*"):
+            _sync(file)
+            progress()
+        _sync(draft)
+    except Exception:
+        may_appear()  # if it must not, another process has removed the draft
+        raise
+    may_appear()
+    draft.rename(folder)
+    _sync(root)
+    for old in complete(root)[:-keep]:
+        _discard(old)
+    return folder
+
+
+def _write(path: Path, one: Any, module: Any, part: Part | None) -> None:
+    """Write what `contents` gave for a file or folder."""
+    if path.name == WEIGHTS:
+        write_weights(one, path)
+    elif path.name == ADAPTER:
+        lora.write(module, one, path)
+    elif part is not None:
+        path.mkdir()
+        save_file({key: tensor.contiguous() for key, tensor in one.items()}, path / part.file)
+    else:
+        torch.save(one, path)
+
+
+def contents(
+    module: Any,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    parts: Mapping[str, Part],
+    own: Mapping[str, Model] = _NO_MODELS,
+) -> Iterator[tuple[str, Any]]:
+    """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
+    asked for: every rank goes through all of them, and rank 0 has them, but of SHARDS each rank its own."""
+    yield WEIGHTS, checkpoint_tensors(module)
+    for role, model in own.items():
+        yield str(of_role(Path(), role) / WEIGHTS), checkpoint_tensors(model.module)
+    if lora.has_adapter(module):
+        yield ADAPTER, lora.tensors_of(module)
+    for name, part in parts.items():
+        yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
+    rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    states, apart = optimizer_state.divided(optimizers)
+    yield OPTIMIZER, {"optimizers": states, "rng": rng} | ({"shards": list(apart)} if apart else {})
+    if apart is not None:
+        yield SHARDS, optimizer_state.shards(apart)
+
+
+def copied(
+    module: Any,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    parts: Mapping[str, Part],
+    own: Mapping[str, Model] = _NO_MODELS,
+) -> list[tuple[str, Any]]:
+    """`contents` in host memory, where no later step changes them. Numbers that were gathered, or came from a GPU, are
+    copies already."""
+    modules = [module, *(model.module for model in own.values())]
+    live: list[Any] = [
+        *(master_weights.state(one) for one in modules),
+        *(dict(one.tensors()) for one in parts.values()),
+    ]
+    live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+    places = {local(one).untyped_storage().data_ptr() for one in _tensors(live)}
+    return [(name, _kept(found, places)) for name, found in contents(module, optimizers, parts, own)]
+
+
+def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
+    """About what `copied` takes, on all ranks of the machine: weights whole, and what optimizers remember."""
+    held = [*(master_weights.state(one) for one in (module, *(model.module for model in own.values())))]
+    return sum(one.nbytes for one in _tensors([held, [one.state_dict()["state"] for one in optimizers.values()]]))
+
+
+def free_bytes() -> int:
+    """Host memory that is free, of this machine and of this process's container."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+    with suppress(OSError, ValueError):  # no limit, or none that can be read
+        most, now = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, most - now)
+    return free
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, and the parts of those that consist of several."""
+    if isinstance(found, Tensor):
+        names = _parts_of(found)
+        yield from (getattr(found, name) for name in names) if names else [found]
+    elif isinstance(found, Mapping):
+        for one in cast("Mapping[Any, Any]", found).values():
+            yield from _tensors(one)
+    elif isinstance(found, list | tuple):
+        for one in cast("Sequence[Any]", found):
+            yield from _tensors(one)
+
+
+def _kept(found: Any, places: Set[int]) -> Any:
+    """The same in host memory, copied if it lies at one of `places`."""
+    if isinstance(found, Tensor):
+        if names := _parts_of(found):  # of several, such as codes and scales
+            inner = {name: _kept(getattr(found, name), places) for name in names}
+            flat = cast("Any", found)
+            return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], found.size(), found.stride())
+        return found.to("cpu", copy=found.untyped_storage().data_ptr() in places)
+    if isinstance(found, dict):
+        return {key: _kept(one, places) for key, one in cast("dict[Any, Any]", found).items()}
+    if isinstance(found, list | tuple):
+        made = [_kept(one, places) for one in cast("Sequence[Any]", found)]
+        return made if isinstance(found, list) else tuple(made)
+    return found
+
+
+def _parts_of(tensor: Tensor) -> list[str]:
+    """The names of what a tensor consists of that has no storage of its own; a sharded one has its shard."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [] if flatten is None or is_sharded(tensor) else flatten()[0]
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What a checkpoint records about itself."""
+    state = json.loads((folder / STATE).read_text())
+    episodes = state.get("episodes")
+    return CheckpointState(
+        step=state["step"],
+        previous_step=state["previous_step"],
+        episodes=None if episodes is None else tuple(map(tuple, episodes)),
+    )
+
+
+def load(
+    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part] = _NO_PARTS
+) -> CheckpointState:
+    """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the weights of policies are
+    loaded as those of any model folder. Raises ModelError if it has no such part."""
+    # Mapped: a rank reads its own shards alone.
+    blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
+    for name, part in parts.items():
+        part.load(folder / name)
+    states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
+    names = blob.get("shards", ())  # none: one rank wrote it, or an older agentrl, which gathered them
+    shards = optimizer_state.read(folder / SHARDS, names, optimizers) if names else {}
+    for name, optimizer in optimizers.items():
+        load_state(optimizer, regrouped(states[name], optimizer), shards.get(name, {}))
+    torch.set_rng_state(blob["rng"]["cpu"])
+    if blob["rng"]["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(blob["rng"]["cuda"])
+    return read_state(folder)
+
+
+def _check_shared(folder: Path, ranks: range) -> None:
+    """Raises RunFailed if what one of these ranks wrote is not there."""
+    for rank in ranks:
+        if not optimizer_state.file_of(folder, rank).is_file():
+            raise RunFailed(
+                f"rank {rank} wrote its part of a checkpoint, and rank 0 does not see it in {folder.parent.parent}: "
+                "the run's folder has to be on a file system that all ranks share"
+            )
+
+
+def _describe(source: Path, folder: Path) -> None:
+    """Copy what describes a model: its configuration, tokenizer, chat template."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and file.name not in _OWN:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint; it loses its name before its first file is deleted."""
+    grave = folder.with_name(f".draft-{folder.name}")
+    folder.rename(grave)
+    shutil.rmtree(grave)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Finished groups become rows, rows become packed prefix trees."""

@@ -1,0 +1,75 @@
+"""Ragged columns as tensors: for each of K tokens a head and its numbers, see `agentrl.tokens.columns`.
+
+Owns how they are cut and joined, and how kept sets (`agentrl.tokens.sampling_mask`) become indices. Never knows rows or
+models.
+"""
+
+from __future__ import annotations
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.tokens import sampling_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """`head_K` are the heads; `numbers_M` are the numbers of all tokens, `abs(head)` of each, one after the other."""
+
+    head_K: Tensor
+    numbers_M: Tensor
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ragged:
+        """That of a whole column."""
+        heads: list[int] = []
+        numbers: list[float] = []
+        for head, own in sampling_mask.parts(values):
+            heads.append(head)
+            numbers += own
+        return cls(torch.tensor(heads, dtype=torch.long), torch.tensor(numbers, dtype=torch.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """One after the other."""
+        return cls(torch.cat([part.head_K for part in parts]), torch.cat([part.numbers_M for part in parts]))
+
+    def only(self, keep_K: Tensor) -> Ragged:
+        """Those tokens for which `keep_K` is true."""
+        return Ragged(self.head_K[keep_K], self.numbers_M[keep_K.repeat_interleave(self.head_K.abs())])
+
+    def to(self, device: torch.device | str) -> Ragged:
+        return Ragged(self.head_K.to(device), self.numbers_M.to(device))
+
+    def sets(self) -> tuple[Tensor, Tensor]:
+        """The kept sets: for each of their M ids the number of its token, and the id, both [M] and in the order of the
+        tokens. A token whose head is 0 has none."""
+        token_M = torch.arange(len(self.head_K), device=self.head_K.device).repeat_interleave(self.head_K.abs())
+        listed_M = self.head_K[token_M] > 0
+        if bool(listed_M.all()):
+            return token_M, self.numbers_M.long()
+        first_K = self.head_K.abs().cumsum(0) - self.head_K.abs()
+        word_M = torch.arange(len(token_M), device=token_M.device) - first_K[token_M]
+        shift_32 = torch.arange(32, device=token_M.device)
+        bits = (self.numbers_M[~listed_M, None] >> shift_32 & 1).bool()
+        ids = (word_M[~listed_M, None] * 32 + shift_32)[bits]
+        of = token_M[~listed_M, None].expand_as(bits)[bits]
+        token = torch.cat([token_M[listed_M], of])
+        order = token.argsort(stable=True)
+        return token[order], torch.cat([self.numbers_M[listed_M].long(), ids])[order]
+
+
+def normalised(logprobs_M: Tensor, of_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probs of the members of `count` sets made to sum to 1 in each, [M], and the log of each set's mass before,
+    [count]; 0 for a set without members."""
+    top_K = logprobs_M.new_full((count,), float("-inf")).scatter_reduce(0, of_M, logprobs_M.detach(), "amax")
+    top_K = torch.where(top_K.isfinite(), top_K, 0.0)
+    total_K = torch.zeros_like(top_K).index_add(0, of_M, (logprobs_M - top_K[of_M]).exp())
+    empty_K = torch.ones_like(total_K, dtype=torch.bool).index_fill(0, of_M, False)
+    mass_K = torch.where(empty_K, 0.0, top_K + total_K.masked_fill(empty_K, 1.0).log())
+    return logprobs_M - mass_K[of_M], mass_K

@@ -1,0 +1,123 @@
+"""The stem of a group that is larger than a pass: computed once, and not in every pass of the group.
+
+Owns what passes a layer's keys and values on, and how gradients come back. Never knows models or losses.
+
+    P Q R  is the stem of  P Q R S A B   P Q R S C D   P Q R S E F      where S predicts A, C and E
+
+    forward    P Q R  by itself: its graph is kept, and keys and values of each layer are lent to the passes
+    passes     S A B  then  S C D  then  S E F: each sees what was lent before its own keys and values, and its backward
+               pass leaves their gradients here, added up in float32
+    backward   once through P Q R, from these sums
+
+A stem ends before the first node that predicts, so losses depend on it through its keys and values; the balance loss of
+a mixture also through the probabilities of its experts. In that loss, a sum over tokens, one counts once for each row
+(see `agentrl.learner.moe.routers`): so the stem lends the sums of these probabilities too, and a pass counts them for
+as many rows as it has.
+
+Only what all passes of a group begin with is kept; what some of them share beyond it is computed in each. A pass has no
+more nodes than the budget says with the stem counted, so as many as ever wait for gradients at any time. Beyond that a
+stem needs room for these sums, and, if layers are computed again, for its keys and values.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.model.rotary import stretched
+from agentrl.learner.moe.routers import Heard
+
+
+class Roots:
+    """Keys and values of a stem by layer. `keep` and `before` are an `attention.Gather` each. `heard` is what routers
+    said of its tokens, each counted once."""
+
+    def __init__(self) -> None:
+        self.heard = Heard()
+        self._lent: dict[str, tuple[_Lent, _Lent]] = {}
+        self._said: list[_Lent] = []
+        self._end: Tensor | None = None
+
+    def keep(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """In the stem's own pass. A backward pass may compute a layer again."""
+        if name not in self._lent:
+            self._lent[name] = _Lent(key), _Lent(value)
+        return key, value
+
+    def before(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """In a pass after it: the stem's, then its own."""
+        first_key, first_value = self._lent[name]
+        return torch.cat([first_key.leaf, key], 2), torch.cat([first_value.leaf, value], 2)
+
+    def hear(self, heard: Heard) -> None:
+        """What was heard in the stem's own pass."""
+        said = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
+        self._said = list(said.values())
+        self.heard = replace(heard, mass={at: one.leaf for at, one in said.items()})
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is lent, and of the sums of its gradients."""
+        lent = [*chain(*self._lent.values()), *self._said]
+        return sum(one.made.nbytes + sum(of.nbytes for of in one.sums) for one in lent)
+
+    def end(self, output: Tensor) -> None:
+        """What the stem's own pass returned. FSDP gathers a layer for its backward pass when a gradient comes to its
+        output, in the last layer too: there it is one of zeros."""
+        self._end = output
+
+    def backward(self) -> None:
+        """Add the gradients of all passes to those of the stem's parameters; once."""
+        lent = [one for one in (*chain(*self._lent.values()), *self._said) if one.sums]
+        if not lent:
+            return  # nothing is trained
+        tensors = [one.made for one in lent]
+        grads = [one.sums[0].to(one.made.dtype) for one in lent]
+        if self._end is not None and self._end.requires_grad:
+            tensors.append(self._end)
+            grads.append(torch.zeros_like(self._end))
+        torch.autograd.backward(tensors, grads)
+
+
+class _Lent:
+    """A tensor, and `leaf`: the same numbers, cut off from its graph. `sums` has the sum of the leaf's gradients, once
+    there is one."""
+
+    def __init__(self, made: Tensor) -> None:
+        self.made, self.leaf, self.sums = made, made.detach(), list[Tensor]()
+        if made.requires_grad:
+            self.leaf.requires_grad_().register_post_accumulate_grad_hook(partial(_add, self.sums))
+
+
+def _add(sums: list[Tensor], leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    if sums:
+        sums[0] += leaf.grad
+    else:
+        sums.append(leaf.grad.float())
+    leaf.grad = None
+
+
+class Names:
+    """A gather that changes nothing, and hears which layers ask."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def __call__(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        self.heard.append(name)
+        return key, value
+
+
+def can_be_lent(module: nn.Module, layers: Sequence[str]) -> bool:
+    """Whether a stem of this model may be computed by itself. `layers` are those of one pass by their names, which must
+    tell them apart. Positions must not depend on the longest row."""
+    return next(stretched(module), None) is None and len(set(layers)) == len(layers)

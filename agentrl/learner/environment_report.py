@@ -1,0 +1,105 @@
+"""What a step played in each environment and learned from it, beside the others that are mixed with it.
+
+Owns the numbers by environment. Never computes anything that training needs.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.learner.data.batch import GroupRows
+from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.play_report import Lengths, lengths, pass_at
+
+Computed = tuple[Pack, Tensor, Tensor, Tensor]
+"""A pass, and of its tokens [K]: the proximal log-prob, the entropy, whether a clip cut the gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReport:
+    """The groups of one environment in a step. `share` is its share of the loss: the sum of its tokens' weights over
+    that of all tokens. `kl_k1`, `entropy` and `clip_fraction` are over the tokens that were computed, as in
+    `StepReport`; `lag_mean` is over all scored ones. `pass_at` has, by k, the mean over groups of the chance that one
+    of k members succeeds. `limited` is the share of all episodes that a limit ended; `dropped` are the episodes of
+    `played` of which no token is trained, the others are `trained`. A mean over nothing is None."""
+
+    episodes: int
+    outcome_mean: float | None
+    reward_mean: float | None
+    success_mean: float | None
+    pass_at: Mapping[str, float]
+    limited: float | None
+    played: Lengths
+    trained: Lengths
+    dropped: Lengths
+    groups_without_signal: int
+    tokens_scored: int
+    tokens_trained: int
+    share: float | None
+    lag_mean: float | None
+    kl_k1: float | None
+    entropy: float | None
+    clip_fraction: float | None
+
+
+def by_environment(
+    ready: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[Computed]
+) -> dict[str, EnvironmentReport]:
+    """By the environment's id. `laid` are the step's passes, `computed` those that were run: one of `epochs` for each
+    pass."""
+    return {env: _report([one for one in ready if one.env == env], laid, computed) for env in _ids(ready)}
+
+
+def _ids(ready: Sequence[GroupRows]) -> list[str]:
+    return list(dict.fromkeys(group.env for group in ready))
+
+
+def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[Computed]) -> EnvironmentReport:
+    rows = [row for group in own for row in group.rows]
+    members = [one for group in own for one in group.members]
+    episodes_E = torch.tensor(sorted({row.episode_id for row in rows}), dtype=torch.long)
+
+    def of(pack: Pack, column_K: Tensor) -> Tensor:
+        return column_K[torch.isin(pack.columns["episode"], episodes_E.to(column_K.device))]
+
+    weight = sum(float(pack.columns["weight"].sum()) for pack in laid)
+    outcomes = [outcome for group in own for outcome in group.outcomes]
+    process = [reward for group in own for reward in group.process]
+    return EnvironmentReport(
+        episodes=sum(0 if group.skipped else len(group.outcomes) - group.members_stale for group in own),
+        outcome_mean=_mean(outcomes),
+        reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
+        success_mean=_mean([float(success) for group in own for success in group.successes]),
+        pass_at=pass_at(own),
+        limited=_mean([float(one.limited) for one in members]),
+        played=lengths(members),
+        trained=lengths([one for one in members if one.trained]),
+        dropped=lengths([one for one in members if not one.trained]),
+        groups_without_signal=sum(
+            not any(row.has_signal for row in group.rows) for group in own if not group.taken_before
+        ),
+        tokens_scored=sum(len(row.place_S) for row in rows),
+        tokens_trained=sum(len(of(pack, pack.target_K)) for pack, *_ in computed),
+        share=sum(float(of(pack, pack.columns["weight"]).sum()) for pack in laid) / weight if weight else None,
+        lag_mean=_mean_of([row.columns["lag"] for row in rows]),
+        kl_k1=_mean_of([of(pack, pack.columns["behaviour"] - proximal_K) for pack, proximal_K, _, _ in computed]),
+        entropy=_mean_of([of(pack, entropy_K) for pack, _, entropy_K, _ in computed]),
+        clip_fraction=_mean_of([of(pack, clipped_K) for pack, _, _, clipped_K in computed]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _mean_of(columns: Sequence[Tensor]) -> float | None:
+    """Over all elements of tensors [K]."""
+    all_T = torch.cat(list(columns)) if columns else torch.zeros(0)
+    return float(all_T.double().mean()) if len(all_T) else None

@@ -1,0 +1,500 @@
+"""The learner: finished groups in, better weights and a report out.
+
+Owns the order of a step and its schedule. Never knows the store, the engine, where groups come from, or what an
+algorithm (`agentrl.algos.algorithm`) does with them. If environments or roles have algorithms of their own, each has
+passes and advantages of its own; the gradients of all add up.
+
+A step:
+
+    groups ─► rows with what their algorithm prepares from their rewards (samples) ─► packs of prefix trees (packing)
+           ─► a pass over all of them, if the algorithm looks ahead or there are several updates ─► its advantages
+           ─► per update: passes whose loss it gives add up gradients, clip, an optimizer
+           ─► StepReport
+
+The proximal policy is the one at the start of the step. With one update per step (the default) it is the current one,
+so its log-probs are those of the pass itself and the ratio is always 1; with several updates its log-probs are computed
+before the first. Rows that cannot move the weights, as their algorithm says, are counted in the normalisation but not
+computed.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.algorithm import Outputs
+from agentrl.config import RunConfig
+from agentrl.config.algorithms import distinct
+from agentrl.errors import RunFailed
+from agentrl.learner.checkpoints import checkpoint
+from agentrl.learner.checkpoints.checkpoint import CheckpointState
+from agentrl.learner.checkpoints.folders import newest, of_role
+from agentrl.learner.data.batch import GroupRows, Row, StepOf, Undone, group_rows, weigh
+from agentrl.learner.data.prefix_trees import Pack, Tree
+from agentrl.learner.flops import Prices, operations, prices, use
+from agentrl.learner.model import lora
+from agentrl.learner.model.models import Models, policy_of
+from agentrl.learner.moe.routers import Routers, listening
+from agentrl.learner.moe.routing_replay import Routed, check, prepared, pulled, routed
+from agentrl.learner.optimizers.optimizers import lr_of
+from agentrl.learner.parallel import optimizer_state
+from agentrl.learner.parallel.fsdp import whole
+from agentrl.learner.parallel.pass_schedule import Pass, divided, laid, moved
+from agentrl.learner.parallel.ranks import ALONE, Ranks
+from agentrl.learner.step_report import Seen, StepReport, Stopwatch, Tally, seen, summarise
+from agentrl.learner.weight_export import WeightFile, checkpoint_tensors, write_weights
+from agentrl.learner.weight_hashes import hash_of
+from agentrl.learner.weight_snapshot import Snapshot, take
+from agentrl.records import Group
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
+"""Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
+
+
+class Diverged(RunFailed):
+    """Too many updates in a row had a gradient that is not finite. The learner can be saved."""
+
+
+class Learner:
+    """Trains one policy, and those of roles with their own. Invariants: `step_index` steps are in the weights;
+    `trained` holds the ids of the episodes trained since the last checkpoint, step by step; between calls the models'
+    gradients are empty. Whoever wants to look at passes sets `on_pass`; it must change nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        device: torch.device | str = "cpu",
+        *,
+        reference_dir: Path | None = None,
+        folder_of: Callable[[str], Path] = Path,
+        progress: Callable[[], None] = lambda: None,
+        may_save: Callable[[], None] = lambda: None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
+        after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
+        the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
+        model that an algorithm or a role names. `progress` is called
+        whenever a part of long work is done: a pass, an update, a file; `may_save` before a checkpoint appears, and
+        raises if it must not. `ranks` share the work: this learner is that of
+        rank 0, and they make their own. Raises ModelError."""
+        self.config, self.algorithms = config, distinct(config.algorithms)
+        self._progress, self._may_save, self.ranks = progress, may_save, ranks
+        torch.set_num_threads(config.train.threads)
+        torch.manual_seed(config.seed)
+        with ranks.building(config, model_dir, reference_dir, folder_of):
+            self.models = Models(
+                config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks
+            )
+            check(config.train, self.models.policies(), routed=config.engine.routed_experts)
+        self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
+        self.step_index = 0
+        self.checkpoint_step = 0
+        self.trained: list[tuple[int, ...]] = []
+        self.skipped_in_a_row = 0
+        self._place = self.model.device if ranks.size == 1 else torch.device("cpu")  # of a step's passes
+        self._watch = Stopwatch()
+        self.on_pass: Passed | None = None
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        groups: Sequence[Group],
+        *,
+        step_of: StepOf,
+        undone: Undone = lambda _: False,
+        max_lag: int | None = None,
+    ) -> StepReport:
+        """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step, `undone`
+        says whether a restart abandoned it. `max_lag` is the lag bound (default: `buffer.max_lag`).
+
+        A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False), as
+        does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
+        row."""
+        watch = self._watch = Stopwatch()
+        abandoned, by_role = cache(undone), self.config.algo_by_role
+        ready = [
+            group_rows(
+                group,
+                self.config.algo_of(group.task.env),
+                step_of=step_of,
+                step_now=self.step_index,
+                max_lag=self.config.buffer.max_lag if max_lag is None else max_lag,
+                undone=abandoned,
+                keeps_kv=not self.config.engine.recompute_kv,
+                quorum=self.config.quorum,
+                by_role=by_role,
+                policies=self.config.own_roles,
+            )
+            for group in groups
+        ]
+        updates = self._lay(self._minibatches([one for one in ready if not one.skipped]))
+        updates = [prepared(part, self._routers, self.config.train.routing_replay) for part in updates]
+        watch.lap("pack")
+        updates = self._looked_ahead(updates, every=len(updates) * self.config.train.epochs > 1)
+        updates = self._judged(updates)
+        watch.lap("proximal")
+        tally = Tally(self.algorithms)
+        for _ in range(self.config.train.epochs):
+            for part in updates:
+                if part:
+                    self._update(part, tally)
+        lr = lr_of(self.optimizer)
+        self._all(self.ended, None)
+        self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
+        self._check_skipped()
+        passes = [pack for part in updates for pack in part]
+        used = use(
+            self._module,
+            tally.packs,
+            self.model.device,
+            seconds=self.ranks.size * sum(watch.seconds.values()),
+            dtype=self.model.dtype,
+            peak_tflops=self.config.train.peak_tflops,
+        )
+        return summarise(
+            self.step_index,
+            ready,
+            passes,
+            tally,
+            lr=lr,
+            use=used,
+            seconds=watch.seconds,
+            replays=self.config.engine.routed_experts and self.config.train.routing_replay != "off",
+        )
+
+    def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
+        """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
+        n = min(self.config.train.minibatches, max(len(ready), 1))
+        order = list(ready)
+        if n > 1:
+            random.Random(f"{self.config.seed}/{self.step_index}").shuffle(order)
+        return [order[index::n] for index in range(n)]
+
+    def _lay(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
+        """The passes of each update, without rows that cannot move the weights; if their algorithm looks ahead, without
+        episodes that cannot."""
+
+        def kept(rows: Sequence[Row]) -> list[Row]:
+            matter = {id(row): row.episode_id for row in rows if row.algo.matters(row.columns)}
+            episodes = set(matter.values())
+            return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
+
+        @cache
+        def priced(policy: str | None) -> Prices:
+            return prices(self.models.of(policy).module)
+
+        def cost(tree: Tree) -> float:
+            """Of the nodes that predict, those that rows share count for each."""
+            predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
+            return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
+
+        budget, size = self.config.train.tokens_per_batch, self._at_once
+        shared = not any(model.obstacle for model in self.models.policies())
+        kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
+        return [
+            laid(rows, budget, size, self._place, cost=cost, shared=shared, stems=self.models.prompt_once)
+            for rows in kept_rows
+        ]
+
+    def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
+        """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm
+        looks ahead."""
+
+        wanted = [pack for part in updates for pack in part if every or pack.algo.ahead]
+        if not wanted:
+            return [list(part) for part in updates]
+        columns = {id(wanted[at]): found for at, found in self._divided(self.ahead, wanted).items()}
+        return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
+
+    def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+        """The passes with what each algorithm says of all its tokens of the step that are of one policy."""
+        judged = {id(pack): pack for part in updates for pack in part}
+        for algo, policy in product(self.algorithms.values(), (None, *self.config.own_roles)):
+            laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
+            if not laid:
+                continue
+            columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
+            sizes = [len(pack.target_K) for pack in laid]
+            found = {name: column.split(sizes) for name, column in algo.advantages(columns).items()}
+            for at, pack in enumerate(laid):
+                judged[id(pack)] = pack.having({name: of[at] for name, of in found.items()})
+        return [[judged[id(pack)] for pack in part] for part in updates]
+
+    def _update(self, part: Sequence[Pack], tally: Tally) -> None:
+        """One optimizer update from the summed gradients of its passes."""
+        part = pulled(part, self._routers, self.config.train.balance_weight, self._heard)
+        found = self._divided(self.passed, part)
+        for at, pack in enumerate(part):
+            tally.passed(pack, found[at])
+        loss = sum(found[at].loss for at in range(len(part)))
+        names = {
+            policy_of(pack.policy) if name == "policy" else name
+            for pack in part
+            for name in pack.algo.trained(self.step_index)
+        }
+        norm = self._all(self.updated, ([name for name in self.models.optimizers if name in names], loss))
+        tally.updated(loss, norm)
+        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
+
+    # --- over ranks: rank 0 calls these on all of them -------------------------------------------------------------
+
+    def _all(self, work: Callable[[S], T], given: S) -> T:
+        """Every rank does the same; what it returned on rank 0."""
+        return self.ranks.run(work, [given] * self.ranks.size)[0]
+
+    def _divided(self, work: Callable[[list[Pass]], list[T]], part: Sequence[Pack]) -> dict[int, T]:
+        """What `work` returned for each pass, by its place; each rank has its share of them, together with those that
+        compute passes with it."""
+        shares = divided(part, self._at_once, lambda pack: operations(self._module(pack), pack))
+        together = self.ranks.team
+        found = self.ranks.run(work, [share for share in shares for _ in range(together)])[::together]
+        each = ((one, is_) for share, of in zip(shares, found, strict=True) for one, is_ in zip(share, of, strict=True))
+        return {one.at: is_ for one, is_ in each if one.counts}
+
+    @property
+    def _at_once(self) -> int:
+        """Passes that the ranks compute at the same time."""
+        return self.ranks.size // self.ranks.team
+
+    def _module(self, pack: Pack) -> Any:
+        """What computes a pass."""
+        return self.models.of(pack.policy).module
+
+    def _routers(self, pack: Pack) -> Routers | None:
+        return self.models.of(pack.policy).routers
+
+    def _heard(self, part: Sequence[Pack]) -> list[Routed]:
+        """What the routers say in passes without gradients."""
+        found = self._divided(self.routed, part)
+        return [found[at] for at in range(len(part))]
+
+    def _here(self, one: Pass) -> Pack:
+        return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
+
+    def _each(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
+        """The passes, those of one stem after each other, then what is left of their gradients; its time is one of
+        that `part` of the step."""
+        for _, own in groupby(share, lambda one: (one.pack.policy, one.pack.stem)):
+            with self.models.stem():
+                yield from ((one, self._here(one)) for one in own)
+            self._watch.lap(part)
+            self._progress()
+
+    def ahead(self, share: list[Pass]) -> list[dict[str, Tensor]]:
+        """Columns of each pass under the models as they are now."""
+        found: list[dict[str, Tensor]] = []
+        for _, pack in self._each(share, "proximal"):
+            self._progress()
+            found.append(moved(self.models.ahead(pack), self._place))
+        return found
+
+    @torch.no_grad()
+    def routed(self, share: list[Pass]) -> list[Routed]:
+        """What the routers say in each pass under the models as they are now."""
+        found: list[Routed] = []
+        for _, pack in self._each(share, "forward"):
+            with listening(self._routers(pack)) as heard:
+                self.models.forward(pack, trained=())
+            assert heard is not None, "only passes of mixtures"
+            found.append(moved(routed(heard), self._place))
+            self._progress()
+        return found
+
+    def passed(self, share: list[Pass]) -> list[Seen]:
+        """Add the gradients of some passes to those at hand."""
+        found: list[Seen] = []
+        for one, pack in self._each(share, "backward"):
+            others = {} if "proximal" in pack.columns else self.models.others(pack)
+            trained = pack.algo.trained(self.step_index)
+            with listening(self._routers(pack)) as heard:
+                outputs = self.models.forward(pack, trained=trained)
+            tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
+            if self.on_pass is not None:
+                self.on_pass(pack, tokens, outputs)
+            loss = pack.algo.loss(tokens, outputs, self.step_index)
+            if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
+                loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
+            found.append(moved(seen(tokens, outputs, loss, heard), self._place))
+            self._watch.lap("forward")
+            self._progress()
+            # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
+            (loss.total * (1 / self.ranks.team if one.counts else 0)).backward()
+            self._watch.lap("backward")
+            self._progress()
+        return found
+
+    def updated(self, given: tuple[Sequence[str], float]) -> float | None:
+        """Update the named models from the gradients at hand, whose passes had this loss: see `Models.update`."""
+        names, loss = given
+        norm = self.models.update(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
+        self._watch.lap("optimizer")
+        self._progress()
+        return norm
+
+    def ended(self, _: None) -> None:
+        """Count a step."""
+        self.step_index += 1
+        self.models.follow(self.step_index)
+
+    def exported(self, given: tuple[torch.dtype | None, str | None]) -> dict[str, Tensor]:
+        """See `checkpoint_tensors`; other ranks than 0 return nothing."""
+        dtype, role = given
+        return checkpoint_tensors(self.models.of(role).module, dtype)
+
+    def adapter(self, _: None) -> dict[str, Tensor]:
+        """See `lora.tensors_of`."""
+        found = lora.tensors_of(self.model.module)
+        return found if self.ranks.rank == 0 else {}
+
+    def scored(self, given: tuple[Sequence[int], torch.dtype, str | None]) -> tuple[float, ...]:
+        token_ids, dtype, role = given
+        if self.config.adapted_roles:
+            lora.activate(self.model.module, role)
+        return self.models.of(role).score(token_ids, dtype)
+
+    def hashed(self, _: None) -> dict[str, str]:
+        found = {name: whole(tensor.detach(), name) for name, tensor in self.models.tensors().items()}
+        return {name: hash_of(tensor) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
+
+    def taken(self, dtype: torch.dtype) -> Snapshot | None:
+        return take(self.model.module, dtype)
+
+    def saved(self, given: tuple[Path, CheckpointState]) -> Path | None:
+        """Write a checkpoint; other ranks than 0 give their shards of models, and begin to write what is theirs."""
+        draft, state = given
+        if self.ranks.rank == 0:
+            return self._write(draft, state, None, self._progress)
+        parts = self.models.parts()
+        self._begin(draft, checkpoint.contents(self.model.module, self.models.optimizers, parts, self.models.own))
+        return None
+
+    def copied(self, draft: Path) -> list[tuple[str, Any]]:
+        """See `checkpoint.copied`; other ranks than 0 begin to write what is theirs, and return nothing."""
+        found = checkpoint.copied(self.model.module, self.models.optimizers, self.models.parts(), self.models.own)
+        if self.ranks.rank == 0:
+            return found
+        self._begin(draft, found)
+        return []
+
+    def _begin(self, draft: Path, found: Iterable[tuple[str, Any]]) -> None:
+        for name, one in found:
+            if name == checkpoint.SHARDS:
+                write = partial(optimizer_state.write, draft / name, self.ranks.rank, one)
+                self.ranks.beside(draft.name, write)
+
+    def _write(
+        self, draft: Path, state: CheckpointState, found: list[tuple[str, Any]] | None, progress: Callable[[], None]
+    ) -> Path:
+        return checkpoint.save(
+            draft,
+            state,
+            module=self.model.module,
+            model_folder=self.model.folder,
+            optimizers=self.models.optimizers,
+            parts=self.models.parts(),
+            own=self.models.own,
+            found=found,
+            keep=self.config.train.keep_checkpoints,
+            ranks=self.ranks.size,
+            settle=partial(self.ranks.settle, draft.name, progress),
+            progress=progress,
+            may_appear=self._may_save,
+        )
+
+    def loaded(self, folder: Path) -> CheckpointState:
+        self.model.load_weights(folder)
+        for role, model in self.models.own.items():
+            model.load_weights(of_role(folder, role))
+        state = checkpoint.load(folder, self.models.optimizers, self.models.parts())
+        self.step_index = self.checkpoint_step = state.step
+        self.trained = []
+        return state
+
+    def _check_skipped(self) -> None:
+        most = self.config.train.max_skipped
+        if self.skipped_in_a_row > most:
+            raise Diverged(
+                f"step {self.step_index}: the gradients of {self.skipped_in_a_row} updates in a row were not finite, "
+                f"more than train.max_skipped = {most}, and no weight changed: lower train.lr in a new run"
+            )
+
+    # --- what outlives the process --------------------------------------------------------------------------------
+
+    def export(self, path: Path, *, dtype: torch.dtype | None = None, role: str | None = None) -> WeightFile:
+        """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it.
+        Those of a `role` with its own model, or of all others."""
+        found = self._all(self.exported, (dtype, role))
+        return write_weights(found, path, dtype=dtype, metadata={"step": str(self.step_index)})
+
+    def export_adapter(self, folder: Path) -> Path:
+        """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""
+        return lora.write(self.model.module, self._all(self.adapter, None), folder, read_back=False)
+
+    def snapshot(self, dtype: torch.dtype) -> Snapshot:
+        """A copy of the weights that a sender reads: see `agentrl.learner.weight_snapshot`."""
+        found = self._all(self.taken, dtype)
+        assert found is not None, "rank 0 gets it"
+        return found
+
+    def score(
+        self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32, *, role: str | None = None
+    ) -> tuple[float, ...]:
+        """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
+        canary; those of a `role` with its own adapter or model, or of all others."""
+        return self._all(self.scored, (token_ids, dtype, role))
+
+    def hashes(self) -> dict[str, str]:
+        """Of each trained tensor, by name: see `agentrl.learner.weight_hashes`."""
+        return self._all(self.hashed, None)
+
+    def save(self, root: Path) -> Path:
+        """Write a checkpoint of this step under `root`; the episodes in `trained` are recorded in it, then forgotten.
+        Where nothing was trained since the last one, that one is returned."""
+        last = newest(root)
+        if last is not None and self.checkpoint_step == self.step_index and not self.trained:
+            return last
+        folder = self._all(self.saved, (self._draft(root), self._state()))
+        assert folder is not None, "rank 0 writes it"
+        self.checkpoint_step, self.trained = self.step_index, []
+        return folder
+
+    def copy(self, root: Path) -> Callable[[Callable[[], None]], Path] | None:
+        """Copy the state of this step to host memory; None if there is no room for it. The call that is returned writes
+        it as a checkpoint under `root`, as `save` does, on any thread and while the learner goes on; it is given what
+        to call after every file, and it is called once, before there is another checkpoint. The episodes in `trained`
+        are recorded in it, and forgotten: if it is not written, the learner has to go on from the one before."""
+        if checkpoint.size_bytes(self.model.module, self.models.optimizers, self.models.own) > checkpoint.free_bytes():
+            return None
+        draft = self._draft(root)
+        write = partial(self._write, draft, self._state(), self._all(self.copied, draft))
+        self.checkpoint_step, self.trained = self.step_index, []
+        return write
+
+    def _draft(self, root: Path) -> Path:
+        over = self.ranks.size > 1
+        return checkpoint.begin(root, self.step_index, shards=over, may_appear=self._may_save)
+
+    def _state(self) -> CheckpointState:
+        return CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))
+
+    def load(self, folder: Path) -> CheckpointState:
+        """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
+        as they are."""
+        return self._all(self.loaded, folder)

@@ -1,0 +1,1 @@
+"""The models of a learner: the policy, references, critics, adapters, attention over prefix trees, log-probs."""

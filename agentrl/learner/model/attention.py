@@ -1,0 +1,400 @@
+"""Attention over prefix trees: every node sees its ancestors and itself.
+
+Owns the layout of one pass, made once and shared by all layers, and the ways to compute it. Never knows the model, the
+loss, or why rows share a prefix.
+
+A layout is a class that is made from the branches of a pass; its `attend` is called by every layer:
+
+    Paths     sdpa     one call per branch, or 1,024 queries of it, K and V gathered by its path; all calls share a
+                       dense mask of that height. Any device and dtype.
+    Varlen    varlen   one flash kernel for all branches: their sizes are the queries' lengths, their paths the keys',
+                       causal from the bottom right. K and V gathered by path, no masks. CUDA, bfloat16 or float16.
+    Subtrees  flex     FlexAttention over the nodes, K and V as they are. Nodes are in preorder, so node j is an
+                       ancestor of i, or i, if j <= i < end of j's subtree: the mask needs one number per node.
+                       Compiled on CUDA, any dtype (float32 as exact as `torch.set_float32_matmul_precision` says);
+                       on the CPU it makes the [N, N] scores: for tests.
+
+On an H100 flex is quickest, needs the least memory, and its gradients of K and V are three times as exact as those that
+are summed over copies in bfloat16 (`benchmarks/gpu_attention.md`): `auto` takes it first.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from agentrl.errors import ConfigError
+from agentrl.learner.data.prefix_trees import Branch
+
+_NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
+_BLOCK = 128  # nodes of a side of FlexAttention's blocks
+_QUERIES = 1024  # that share a mask
+
+
+Gather = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
+"""Makes the keys and values of a pass from those of this rank's nodes; the name of what they are for goes with them."""
+
+
+class Layout(Protocol):
+    """The branches of one pass, ready for the attention of every layer: all of them, or pieces, in the order of their
+    nodes. These are the queries; keys and values are those of all nodes of the pass."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None: ...
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [1, H, n, D], key and value [1, H_kv, N, D] give [1, n, H, D]. `window`: how many tokens a node sees,
+        itself among them. `sinks` [H]: a score beside those of the keys, of nothing."""
+        ...
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    gather: Gather | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **given: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. With
+    `gather` all three are of this rank's nodes. Dropout of transformers' interface is not used.
+
+    Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
+    if layout is None:
+        raise ValueError("its layers do not hand the layout of a tree to their attention")
+    if attention_mask is not None:
+        raise ValueError("its attention has a mask of its own")
+    refuse_unknown(given)
+    if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if gather is not None:
+        key, value = gather(key, value, f"keys and values of layer {getattr(module, 'layer_idx', '?')}")
+    return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
+
+
+def refuse_unknown(given: Mapping[str, object]) -> None:
+    """Raises ValueError for a number or tensor that may change the scores."""
+    for name, what in given.items():
+        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
+            raise ValueError(f"its attention takes {name!r}")
+
+
+class Paths:
+    """Calls of torch's scaled dot product attention: one for each branch, for each `_QUERIES` of its queries if it
+    needs a mask."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.branches = branches
+        self.sizes = [branch.stop - branch.start for branch in branches]
+        self.lengths = [len(branch.path) for branch in branches]
+        self.paths = torch.cat([branch.path for branch in branches])
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        queries = query.split(self.sizes, 2)
+        keys = key.index_select(2, self.paths).split(self.lengths, 2)
+        values = value.index_select(2, self.paths).split(self.lengths, 2)
+        outputs: list[Tensor] = []
+        for i, (size, length) in enumerate(zip(self.sizes, self.lengths, strict=True)):
+            causal = sinks is None and _is_causal(size, length, window)
+            rows = size if causal else _QUERIES
+            for start in range(0, size, rows):
+                stop = min(start + rows, size)
+                last = length - size + stop
+                first = 0 if window is None else max(0, last - (stop - start) - window + 1)
+                parts = (queries[i][:, :, start:stop], keys[i][:, :, first:last], values[i][:, :, first:last])
+                mask = None
+                if not causal:
+                    most = self._mask(window, query, every=sinks is not None)
+                    mask = most[most.shape[0] - (stop - start) :, most.shape[1] - (last - first) :]
+                    mask = mask if query.device.type == "cpu" else mask.contiguous()  # CUDA wants it aligned
+                if sinks is not None:
+                    parts, mask = _with_sinks(*parts, mask, sinks)
+                outputs.append(
+                    functional.scaled_dot_product_attention(
+                        *parts, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+                    )
+                )
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def _mask(self, window: int | None, like: Tensor, *, every: bool) -> Tensor:
+        """An additive mask [n, L] whose lower right corners are the masks of all calls that need one: what a query sees
+        depends on how far it is from the last query and a key from the last key. `every` branch needs one, or those
+        that are not plain rows."""
+        if window not in self.masks:
+            sizes = list(zip(self.sizes, self.lengths, strict=True))
+            needing = [size for size in sizes if every or not _is_causal(*size, window)]
+            n, length = (max(of) for of in zip(*needing, strict=True))
+            self.masks[window] = _mask(window, like, min(n, _QUERIES), length)
+        return self.masks[window]
+
+
+def _is_causal(size: int, length: int, window: int | None) -> bool:
+    """Whether a branch is a whole row within a window."""
+    return size == length and (window is None or length <= window)
+
+
+def _mask(window: int | None, like: Tensor, n: int, length: int) -> Tensor:
+    query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
+    key_1L = torch.arange(length, device=like.device)[None, :]
+    hidden_nL = key_1L > query_n1
+    if window is not None:
+        hidden_nL |= key_1L <= query_n1 - window
+    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill_(hidden_nL, float("-inf"))
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """One more key, of zeros, which the mask gives the score of each head's sink."""
+    assert mask is not None
+    n, length = mask.shape
+    scores = [mask.expand(len(sinks), n, length), sinks.to(mask.dtype)[:, None, None].expand(-1, n, 1)]
+    return (query, functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))), torch.cat(scores, -1)[None]
+
+
+class Varlen:
+    """One flash kernel over all branches of a pass."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        sizes = [branch.stop - branch.start for branch in branches]
+        lengths = [len(branch.path) for branch in branches]
+        self.paths = torch.cat([branch.path for branch in branches])
+        starts = ([0, *accumulate(sizes)], [0, *accumulate(lengths)])
+        self.query_starts, self.key_starts = torch.tensor(starts, dtype=torch.int32, device=self.paths.device)
+        self.longest = (max(sizes), max(lengths))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if sinks is not None:
+            raise ValueError("it has no attention sinks")  # its log-sum-exp has no gradient
+        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        if "enable_gqa" in _parameters(varlen_attn):  # older ones take fewer heads of K and V unasked
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
+        output_NHD = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1).index_select(0, self.paths),
+            value[0].transpose(0, 1).index_select(0, self.paths),
+            self.query_starts,
+            self.key_starts,
+            *self.longest,
+            **options,
+        )
+        return cast(Tensor, output_NHD)[None]
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, object]:
+    return inspect.signature(function).parameters
+
+
+class Subtrees:
+    """FlexAttention over the nodes of a pass; queries and keys are padded to whole blocks. Raises ValueError if the
+    nodes are not in preorder. `_n` are the nodes that are queries, `_N` those that they may see."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        paths = torch.cat([branch.path for branch in branches])
+        stops, lengths, sizes = torch.tensor(
+            [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches], device=paths.device
+        ).unbind(1)
+        self.size, self.count = branches[-1].stop, int(sizes.sum())
+        self.padding = -self.count % _BLOCK
+        keys = self.size + self.padding
+        node_N = torch.arange(keys + -keys % _BLOCK, device=paths.device)
+        # the last branch below a node ends its subtree; a padding node sees itself, so that its softmax is finite
+        self.end_N = (node_N + 1).scatter_reduce(0, paths, stops.repeat_interleave(lengths), "amax")
+        self.depth_N = node_N.scatter(0, paths, _numbered(torch.zeros_like(lengths), lengths))
+        own_n = _numbered(stops - sizes, sizes)
+        self.node_n = torch.cat([own_n, node_N[self.size : keys]])
+        seen = torch.searchsorted(own_n, self.end_N) - torch.searchsorted(own_n, node_N)
+        if int(seen[: self.size].sum()) != int((self.depth_N[own_n] + 1).sum()):
+            raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
+        self.masks: dict[int | None, Any] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        if window not in self.masks:
+            self.masks[window] = self._mask(window)
+        more = len(self.end_N) - self.size
+        seen = [functional.pad(part[:, :, : self.size], (0, 0, 0, more)) for part in (key, value)]
+        padded = [functional.pad(query, (0, 0, 0, self.padding)), *seen]
+        grouped = query.shape[1] != key.shape[1]
+        options: dict[str, Any] = {"block_mask": self.masks[window], "scale": scale, "enable_gqa": grouped}
+        if sinks is None:
+            output = _flex(query.device.type)(*padded, **options)
+        else:
+            output, of = _flex(query.device.type)(*padded, **options, return_aux=AuxRequest(lse=True))
+            output = output * (of.lse - sinks[:, None]).sigmoid()[..., None].to(output.dtype)
+        return output[:, :, : self.count].transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Any:
+        """Block sparsity from the ends of the blocks' intervals, in [blocks, blocks] numbers."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        end_N, depth_N, node_n = self.end_N, self.depth_N, self.node_n
+        plain = len(node_n) == len(end_N)  # query and node have the same number
+        key_B, end_B, above_B = (part.view(1, -1, _BLOCK) for part in (torch.arange(len(end_N)), end_N, depth_N))
+        query_B, below_B = (part.view(-1, 1, _BLOCK) for part in (node_n, depth_N[node_n]))
+        key_B = key_B.to(end_N.device)
+        some = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
+        every = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
+        if window is not None:
+            some &= below_B.amin(-1) - above_B.amax(-1) < window
+            every &= below_B.amax(-1) - above_B.amin(-1) < window
+        parts = [part[None, None] for blocks in (some & ~every, every) for part in _indices(blocks)]
+
+        def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            node = query if plain else node_n[query]
+            return (key <= node) & (node < end_N[key])
+
+        def near(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            node = query if plain else node_n[query]
+            return (key <= node) & (node < end_N[key]) & (depth_N[node] - depth_N[key] < cast(int, window))
+
+        return BlockMask.from_kv_blocks(
+            *parts, BLOCK_SIZE=_BLOCK, mask_mod=seen if window is None else near, seq_lengths=(len(node_n), len(end_N))
+        )
+
+
+def _numbered(first_B: Tensor, count_B: Tensor) -> Tensor:
+    """So many numbers from each first one on, one after the other."""
+    at = torch.arange(int(count_B.sum()), device=first_B.device)
+    return at + (first_B - count_B.cumsum(0) + count_B).repeat_interleave(count_B)
+
+
+def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks a row of `chosen` holds, and which: those first, in order."""
+    return chosen.sum(1, dtype=torch.int32), chosen.int().argsort(dim=1, descending=True, stable=True).int()
+
+
+@cache
+def _flex(device: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device != "cpu":  # one graph for passes of any length
+        return cast(Callable[..., Any], torch.compile(flex_attention, dynamic=True))
+
+    def eager(*args: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return cast(Any, flex_attention)(*args, **options)
+
+    return eager
+
+
+LAYOUTS: Mapping[str, type[Layout]] = {"sdpa": Paths, "varlen": Varlen, "flex": Subtrees}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a model's attention asks of a layout."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    sinks: bool = False
+    windows: bool = True
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> type[Layout]:
+    """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of flex,
+    varlen and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
+
+    Raises ConfigError, with the reason, for a named one that does not work."""
+    if name == "sdpa" or (name == "auto" and device.type == "cpu"):
+        return Paths
+    for candidate in ("flex", "varlen") if name == "auto" else (name,):
+        reason = _refusal(LAYOUTS[candidate], device, dtype, shape)
+        if reason is None:
+            return LAYOUTS[candidate]
+        if name != "auto":
+            raise ConfigError("train.attention", name, f"{reason}: give auto or sdpa")
+    return Paths
+
+
+def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
+    """Why a layout does not work here; None if it does."""
+    if layout is Varlen and (device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16)):
+        return f"its kernel wants train.device cuda and train.dtype bfloat16, not {device.type} and {_short(dtype)}"
+    random = torch.Generator().manual_seed(0)
+    sizes = [(1, heads, 200, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    drawn = [torch.randn(size, generator=random) for size in [*sizes, (shape.heads,)][: 4 if shape.sinks else 3]]
+    parts = [part.to(device, dtype) for part in drawn]
+    numbers = torch.arange(200, device=device)
+    branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
+    for window in (None, 40) if shape.windows else (None,):
+        exact = _outcome(Paths(branches), [part.float() for part in parts], window)
+        try:
+            found = _outcome(layout(branches), parts, window)
+        except Exception as error:  # kernels and compilers fail in many ways
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            return f"it fails on {device.type} in {_short(dtype)} ({reason})"
+        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+        if not worst <= max(2 * torch.finfo(dtype).eps, 1e-3):
+            return f"it is {worst:.1g} off on {device.type} in {_short(dtype)}"
+    return None
+
+
+@torch.enable_grad()
+def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
+    """What attention gives, and its gradients."""
+    query, key, value, *sinks = asked = [part.clone().requires_grad_() for part in parts]
+    output = layout.attend(query, key, value, window, None, *sinks)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), asked)]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

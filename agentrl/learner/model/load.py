@@ -1,0 +1,154 @@
+"""A Hugging Face folder becomes a module, of which each rank reads only its shards.
+
+Never knows packs, adapters, or in what numbers are held: they are float32 here.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from agentrl.errors import ConfigError, ModelError
+from agentrl.learner.parallel.ranks import Ranks
+
+
+def load(folder: Path, ranks: Ranks, attention: str) -> Any:
+    """The model of a folder, with the attention that transformers knows under this name. Raises ModelError, in one
+    line, for a folder that cannot be trained; ConfigError for a model that the ranks cannot cut."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
+    if detect_fake_mode() is not None:
+        module = _hollow(folder, attention)
+        if ranks.size > 1:
+            ranks.spread(module)
+        return module
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+
+    def loaded(attention: str) -> tuple[Any, dict[str, Any]]:
+        with _spread(ranks) as asked:
+            return cast(Any, AutoModelForCausalLM).from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
+                **asked,
+            )
+
+    try:
+        try:
+            module, info = loaded(attention)
+        except KeyError as error:  # an old kind, which has a class for each attention that it knows
+            if error.args != (attention,):
+                raise
+            module, info = loaded("eager")
+    except ConfigError:  # the model cannot be cut so
+        raise
+    except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
+    _check_tied(module, folder)
+    _check_tokens(module, folder)
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise ModelError(f"{type(module).__name__} in {str(folder)!r} cannot compute logits of chosen positions only")
+    return module
+
+
+def _check_tied(module: Any, folder: Path) -> None:
+    """Raises ModelError if a file holds numbers of its own for a tensor that config.json ties to another: engines drop
+    them."""
+    if not module.config.get_text_config().tie_word_embeddings:
+        return
+    tied = getattr(module, "_tied_weights_keys", None)  # transformers unties a model whose file has both
+    tied = cast("dict[str, str]", tied) if isinstance(tied, dict) else {}
+    held = {name: file for file in folder.glob("*.safetensors") for name in _names(file)}
+    for name, source in tied.items():
+        if name in held and source in held and not torch.equal(*(_tensor(held[one], one) for one in (name, source))):
+            hint = "give config.json tie_word_embeddings = false, or remove the tensor"
+            raise ModelError(f"{str(folder)!r} ties {name!r} to {source!r}, and its file has another {name!r}: {hint}")
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _check_tokens(module: Any, folder: Path) -> None:
+    """Raises ModelError if the tokenizer has a token that the embedding has no row for and that a conversation needs;
+    warns of others."""
+    file, rows = folder / "tokenizer.json", module.get_input_embeddings().num_embeddings
+    if not file.is_file():
+        return
+    found = json.loads(file.read_text())
+    vocab = found.get("model", {}).get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((one[0], at) for at, one in enumerate(vocab))
+    pairs = [*pairs, *((one["content"], one["id"]) for one in found.get("added_tokens", ()))]
+    beyond = sorted({(at, token) for token, at in pairs if at >= rows})
+    if not beyond:
+        return
+    texts = [one.read_text() for one in folder.glob("chat_template*") if one.is_file()]
+    described = folder / "tokenizer_config.json"
+    facts = json.loads(described.read_text()) if described.is_file() else {}
+    texts += [json.dumps(facts.get(key, ""), ensure_ascii=False) for key in ("chat_template", "eos_token")]
+    needed = next(((at, token) for at, token in beyond if any(token in text for text in texts)), None)
+    at, token = needed or beyond[0]
+    said = (
+        f"the tokenizer in {str(folder)!r} has {len(beyond)} tokens beyond the model's {rows}, such as {token!r} ({at})"
+    )
+    if needed:
+        raise ModelError(f"{said}, which its conversations need: resize the model's embeddings to the tokenizer")
+    warnings.warn(f"{said}: a prompt that holds one cannot be computed", stacklevel=2)
+
+
+@contextmanager
+def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
+    """Inside, transformers reads only this rank's shards of the weights, if it is given these arguments: it cuts a
+    model that is to be distributed after it was made on the meta device, before a weight is read."""
+    if ranks.size == 1:
+        yield {}
+        return
+
+    def laid(_: object, model: Any, *__: object) -> Any:
+        ranks.spread(model)
+        return model
+
+    with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(laid)):
+        yield {"distributed_config": DistributedConfig()}
+
+
+def _hollow(folder: Path, attention: str) -> Any:
+    """The model of a config.json, of tensors that have no numbers."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except Exception as error:  # of many kinds; the user must mend each
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error

@@ -1,0 +1,309 @@
+"""The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithms
+ask for. If roles have adapters of their own, each is a policy over the same weights, with an optimizer of its own. A
+role with a model of its own is a policy with other weights: the frozen and moving models of its passes are its own too.
+
+Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algos.algorithm import Outputs
+from agentrl.config import RunConfig, Train, algorithms
+from agentrl.learner.checkpoints.checkpoint import CRITIC, Part
+from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.data.shared_prompt import Roots
+from agentrl.learner.model import lora
+from agentrl.learner.model.critic import Critic
+from agentrl.learner.model.policy import PolicyModel
+from agentrl.learner.model.reference_models import Follower
+from agentrl.learner.optimizers import master_weights as masters
+from agentrl.learner.optimizers import optimizers
+from agentrl.learner.parallel.fsdp import clipped, reshard
+from agentrl.learner.parallel.ranks import ALONE, Ranks
+
+REFERENCE = "reference"
+
+
+def policy_of(role: str | None) -> str:
+    """The name of the policy that is a role's own, or of the one of all other roles."""
+    return _named("policy", role)
+
+
+def _named(name: str, role: str | None) -> str:
+    """The name of a model that is a role's own, or of the one of all other roles."""
+    return name if role is None else f"{name}.{role}"
+
+
+class Models:
+    """`policy` is the model that engines get, `own` has those of roles with a model of their own, by role. `optimizers`
+    has one for each model that is trained: `policy`, that of each role with its own adapter or model (`policy_of`), and
+    `critic` if there is one."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        device: torch.device | str,
+        *,
+        reference_dir: Path | None,
+        folder_of: Callable[[str], Path] = Path,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """Of several `ranks` each has a shard of every model. Raises ModelError for a folder that cannot be used."""
+        train, critic = config.train, algorithms.slots(config.algorithms)
+        self._config, self._temperature, self._ranks = config, config.rollout.temperature, ranks
+        ranks.arrange(train.parallel)
+        adapter = train if train.lora_rank else None
+        self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=config.adapted_roles)
+        self.own = {role: self._load(folder_of(of), device, held=train) for role, of in config.role_models.items()}
+        self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
+        self.moving: dict[str, Follower] = {}
+        self._roots: dict[str, Roots] = {}  # of the stem of the passes under way, by model
+        for role in (None, *self.own):
+            slots, begun = algorithms.slots(config.algorithms_of(role)), self.of(role).folder
+            for name, folder in slots.frozen.items():
+                given = reference_dir if name == REFERENCE and role is None else None
+                chosen = folder_of(folder) if folder else given or begun
+                below = bool(train.lora_rank) and chosen == begun
+                self._frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
+            for name, follows in slots.moving.items():
+                self.moving[_named(name, role)] = Follower(self.of(role).module, follows)
+        self.critic: Critic | None = None
+        if critic.critic is not None:
+            own = critic.critic == "own"
+            trunk = self._load(model_dir, device, adapter=adapter, headless=True) if own else self.policy
+            self.critic = Critic(trunk, own=own)
+            ranks.cut(self.critic.head)
+        self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
+        if config.adapted_roles:
+            roles = (None, *config.adapted_roles)
+            self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
+        self._own |= {policy_of(role): model.parameters() for role, model in self.own.items()}
+        self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
+        self._lr = dict.fromkeys(self._own, train.lr)
+        if self.critic is not None:
+            self._lr["critic"] = critic.critic_lr or train.lr
+            self._own["critic"] = self.critic.parameters()
+            self.optimizers["critic"] = self._optimizer(self._own["critic"], self._lr["critic"])
+
+    def _load(
+        self,
+        folder: Path,
+        device: torch.device | str,
+        *,
+        adapter: Train | None = None,
+        held: Train | None = None,
+        roles: Sequence[str] = (),
+        frozen: bool = False,
+        headless: bool = False,
+    ) -> PolicyModel:
+        train = self._config.train
+        return PolicyModel(
+            folder,
+            device=device,
+            dtype=torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
+            checkpointing=train.gradient_checkpointing,
+            offloading=train.offload_activations,
+            compiled=train.compile,
+            attention=train.attention,
+            adapter=adapter,
+            held=held,
+            roles=roles,
+            frozen=frozen,
+            headless=headless,
+            logits_mb=train.logits_mb,
+            ranks=self._ranks,
+        )
+
+    def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        outer = [] if self.critic is None else [self.critic.head.weight]
+        for model in self.language_models():
+            layers = (model.module.get_input_embeddings(), model.module.get_output_embeddings())
+            outer += [weight for layer in layers for weight in layer.parameters()]
+        return optimizers.make(self._config.train, parameters, lr, outer={id(weight) for weight in outer})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all models that a step changes by name, not copied; tied ones once."""
+        own = {
+            f"{policy_of(role)}.{name}": masters.master(parameter)
+            for role in (None, *self.own)
+            for name, parameter in self.of(role).module.named_parameters()
+            if parameter.requires_grad
+        }
+        critic = {} if self.critic is None else self.critic.tensors()
+        named = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
+        return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
+
+    def of(self, role: str | None) -> PolicyModel:
+        """The model that computes the policy of a role, or that of all others."""
+        return self.own.get(role, self.policy) if role is not None else self.policy
+
+    def policies(self) -> list[PolicyModel]:
+        """The models that compute policies."""
+        return [self.policy, *self.own.values()]
+
+    def language_models(self) -> list[PolicyModel]:
+        """All that are loaded: the policies, a critic's own trunk, frozen ones."""
+        trunk = [self.critic.trunk] if self.critic is not None and self.critic.own else []
+        return [*self.policies(), *trunk, *(model for model in self._frozen.values() if model is not None)]
+
+    def held(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of models that learn, and those of the others; not copied."""
+        moving = [tensor for follower in self.moving.values() for tensor in follower.tensors().values()]
+        frozen = [model for model in self._frozen.values() if model is not None]
+        own = [model for model in self.language_models() if model not in frozen]
+        head = [] if self.critic is None else list(self.critic.head.parameters())
+        return [t for model in own for t in _tensors(model)] + head, [t for m in frozen for t in _tensors(m)] + moving
+
+    def learned(self) -> list[nn.Parameter]:
+        """All parameters that optimizers update."""
+        return [parameter for own in self._own.values() for parameter in own]
+
+    def masters(self) -> list[Tensor]:
+        """The float32 numbers behind weights that are held in less."""
+        return [tensor for model in self.policies() for tensor in masters.masters(model.module).values()]
+
+    def away(self) -> list[Tensor]:
+        """The tensors of optimizers, and masters, that wait in host memory."""
+        apart = [one for one in self.optimizers.values() if isinstance(one, optimizers.OneByOne)]
+        return [tensor for one in apart for tensor in one.away()]
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def ahead(self, pack: Pack) -> dict[str, Tensor]:
+        """Columns of a pass under the models as they are now: `proximal`, `values` if it needs the critic, and those of
+        `others`."""
+        outputs = self.forward(pack, trained=())
+        columns = {"proximal": outputs.logprobs_K, **self.others(pack)}
+        return columns if outputs.values_K is None else {**columns, "values": outputs.values_K}
+
+    def forward(self, pack: Pack, *, trained: Collection[str]) -> Outputs:
+        """What the policy, and the critic if the pass needs it, say of a pass, with gradients for those `trained`: a
+        critic on the policy's trunk moves the trunk with the policy only."""
+        critic = None if pack.algo.slots.critic is None else self.critic
+        self._play(pack)  # until the next pass: a backward pass may compute layers again
+        logprobs_K, entropy_K, observed_O, hidden_PH = self.of(pack.policy).outputs(
+            pack,
+            temperature=self._temperature,
+            entropy_grad=pack.algo.entropy_gradient,
+            roots=self._roots_of(policy_of(pack.policy), self.of(pack.policy), pack),
+        )
+        heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
+        own = None
+        if critic is not None and critic.own:  # its own routers choose
+            own = self._roots_of("critic", critic.trunk, replace(pack, routes=None))
+        values_K = None if critic is None else critic.values(pack, heard_PH, own)
+        return Outputs(
+            logprobs_K=logprobs_K,
+            entropy_K=entropy_K,
+            values_K=values_K,
+            observed_O=observed_O,
+            observed_weight_O=pack.observed_weight_O,
+        )
+
+    def _play(self, pack: Pack) -> None:
+        """Have the policy compute with the adapter of a pass, if roles have their own."""
+        if self._config.adapted_roles:
+            lora.activate(self.policy.module, pack.policy)
+
+    @torch.no_grad()
+    def others(self, pack: Pack) -> dict[str, Tensor]:
+        """The log-probs of a pass under each frozen and each moving model that it needs, by its name. Their own routers
+        choose the experts: they are other policies."""
+        columns: dict[str, Tensor] = {}
+        pack = replace(pack, routes=None)
+        self._play(pack)
+        policy, role = self.of(pack.policy), pack.policy if pack.policy in self.own else None
+        for name in pack.algo.slots.frozen:
+            model = self._frozen[_named(name, role)]
+            with lora.switched_off(policy.module) if model is None else nullcontext():
+                columns[name] = self._logprobs(_named(name, role), model or policy, pack)
+        for name in pack.algo.slots.moving:
+            with self.moving[_named(name, role)].in_place():
+                columns[name] = self._logprobs(_named(name, role), policy, pack)
+        return columns
+
+    def _logprobs(self, name: str, model: PolicyModel, pack: Pack) -> Tensor:
+        return model.logprobs(pack, temperature=self._temperature, roots=self._roots_of(name, model, pack))[0]
+
+    def _roots_of(self, name: str, model: PolicyModel, pack: Pack) -> Roots | None:
+        """The stem of a pass under the model of that name: the first pass computes it."""
+        if pack.stem is None:
+            return None
+        if name not in self._roots:
+            self._roots[name] = model.roots(pack)
+        return self._roots[name]
+
+    @contextmanager
+    def stem(self) -> Generator[None]:
+        """Around the passes of one stem, forward and backward, or around passes without one. At its end the stem's
+        parameters have their gradients too."""
+        try:
+            yield
+            for roots in self._roots.values():
+                roots.backward()
+        finally:
+            self._roots = {}
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the stem under way keeps for its passes."""
+        return sum(roots.size_bytes for roots in self._roots.values())
+
+    @property
+    def prompt_once(self) -> bool:
+        """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
+        return self._config.train.prompt_once and all(model.has_stems for model in self.language_models())
+
+    # --- updates --------------------------------------------------------------------------------------------------
+
+    def update(self, names: Sequence[str], *, loss: float, lr_share: float) -> float | None:
+        """One optimizer step of the named models from the gradients at hand, and no gradients after it. `lr_share`
+        scales the learning rates. Returns the norm of the gradient of the first of them, before it was clipped; None if
+        a gradient or `loss` is not finite: nothing has changed then."""
+        norms = {name: self._clip(name) for name in names}
+        if not all(map(math.isfinite, (loss, *norms.values()))):
+            self._forget()
+            return None
+        for name in names:
+            optimizers.set_lr(self.optimizers[name], self._lr[name] * lr_share)
+            self.optimizers[name].step()
+        self._forget()
+        return norms[names[0]]
+
+    def follow(self, step: int) -> None:
+        """Have the moving models follow their policies, after step number `step` (from 1)."""
+        for follower in self.moving.values():
+            follower.follow(step)
+
+    def parts(self) -> Mapping[str, Part]:
+        """What a checkpoint keeps besides the policies and the optimizers, by the name of its folder."""
+        critic: dict[str, Part] = {} if self.critic is None else {CRITIC: self.critic}
+        return {**critic, **self.moving}
+
+    def _clip(self, name: str) -> float:
+        most = self._config.train.grad_clip
+        return clipped(self._own[name], math.inf if most is None else most)
+
+    def _forget(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        for model in self.policies():
+            reshard(model.module)  # no backward pass may have come to it
+
+
+def _tensors(model: PolicyModel) -> list[Tensor]:
+    return [*model.module.parameters(), *model.module.buffers()]

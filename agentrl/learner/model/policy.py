@@ -1,0 +1,588 @@
+"""The policy as the learner sees it: log-probs of the scored tokens of a pack.
+
+Owns that its attention is the one over prefix trees. Never knows advantages, losses or optimizers.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.config.train import Train
+from agentrl.errors import ConfigError, ModelError
+from agentrl.learner.checkpoints.checkpoint import ADAPTER
+from agentrl.learner.data.prefix_trees import Branch, Pack
+from agentrl.learner.data.ragged import normalised
+from agentrl.learner.data.shared_prompt import Names, Roots, can_be_lent
+from agentrl.learner.model import lora
+from agentrl.learner.model.attention import Gather, Layout, Paths, Shape, choose, refuse_unknown, tree_attention
+from agentrl.learner.model.load import load
+from agentrl.learner.model.logprobs import Asked, Head, Places, head_of, overheard, rows_within, statistics
+from agentrl.learner.model.rotary import restart, stretched
+from agentrl.learner.moe.expert_records import Routes
+from agentrl.learner.moe.routers import Routers, listening, routers
+from agentrl.learner.optimizers import master_weights
+from agentrl.learner.optimizers.master_weights import master
+from agentrl.learner.parallel.fsdp import exactly, local, reshard, settled
+from agentrl.learner.parallel.pass_shards import Portion
+from agentrl.learner.parallel.ranks import ALONE, Ranks
+from agentrl.tokens.columns import KEPT
+
+ATTENTION = "agentrl_tree"
+"""Under this name transformers calls `tree_attention` in every layer."""
+
+_STRICT = "agentrl_strict_sdpa"
+"""Under this name it calls `_strict_sdpa`."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # those of transformers that `tree_attention` computes
+_WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
+_CAPS = frozenset({"attn_logit_softcapping"})
+_NOISE = ("drop", "jitter")  # in the names of what is random in training
+_SHORT = 4  # tokens of a window in `_obstacle`
+_LOW = 0.5  # a cap there
+_IN_THE_MASK = "sliding_window"
+
+
+def _strict_sdpa(module: nn.Module, *given: Any, **named: Any) -> tuple[Tensor, None]:
+    """transformers' sdpa, which drops what it does not know, such as a cap of the scores: here a ValueError."""
+    refuse_unknown({name: what for name, what in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
+    return sdpa_attention_forward(module, *given, **named)
+
+
+_SDPA_KNOWS = inspect.signature(sdpa_attention_forward).parameters
+
+AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
+AttentionInterface.register(_STRICT, cast(Any, _strict_sdpa))
+AttentionMaskInterface.register(_STRICT, cast(Any, sdpa_mask))
+
+
+class PolicyModel:
+    """A causal language model over packs. `module` is the transformers model; `dtype` is what a pass
+    computes in. Trained parameters are float32; of the others, matrices are held in `dtype`, to which a pass would
+    round them anyway. `folder` is where tokenizer and configuration came from. `obstacle` says why it cannot compute
+    prefix trees, if it cannot: then each branch is the end of a row that is computed alone. `routers` are those of a
+    mixture. Under torch's FakeTensorMode the model is made from its config.json alone, and its tensors have no numbers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+        offloading: bool = False,
+        compiled: bool = False,
+        attention: str = "auto",
+        adapter: Train | None = None,
+        held: Train | None = None,
+        roles: Sequence[str] = (),
+        frozen: bool = False,
+        headless: bool = False,
+        logits_mb: int = 1024,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """With `offloading`, what `checkpointing` keeps of a pass for its gradients waits in host memory. With
+        `adapter`, only a LoRA adapter of those settings is trained, and one for each of the `roles`; with `held`,
+        trained matrices are held as those settings say; if `frozen`, nothing is trained; if `headless`, there is no
+        output layer. Of several `ranks` each reads only its shards of the weights. Raises ModelError, in one line, for
+        a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
+        `train.attention`) does not work here."""
+        self.folder, self.device, self.dtype = folder, torch.device(device), dtype
+        self._offloading, self._ranks, self._logits_bytes = offloading, ranks, logits_mb << 20
+        self.module = load(folder, ranks, ATTENTION)
+        wide = held if held is not None and held.weights == "bfloat16" else None
+        self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
+        if self._narrow:
+            embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
+            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding, wide)
+        self.module.to(self.device)
+        if wide is not None and not wide.offload_optimizer:
+            master_weights.move(self.module)
+        if headless:
+            self.module.set_output_embeddings(nn.Identity())
+        if adapter is not None:
+            lora.inject(self.module, adapter, folder)
+            # PEFT's are as narrow as what they adapt
+            _hold_in(torch.float32, self.module, lambda one: one.requires_grad)
+            lora.add_roles(self.module, roles)
+        if frozen:
+            self.module.requires_grad_(False)
+        ranks.cut(self.module, torch.float32 if self._narrow else dtype)
+        with lora.switched_off(self.module):
+            self.obstacle = _obstacle(self.module, layers := Names())
+            self._head, self.routers = _check(self.module, folder, self.obstacle)
+        # Compiled layers were never tried.
+        self.has_stems = not compiled and not self.obstacle and can_be_lent(self.module, layers.heard)
+        reshard(self.module)
+        if self.obstacle and ranks.team > ranks.tensor:
+            hint = f"the model is computed row by row ({self.obstacle}): give 1"
+            raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, hint)
+        if self._head is None and not headless:
+            name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
+            warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
+        self.layout = choose(
+            "sdpa" if self.obstacle or detect_fake_mode() else attention,
+            self.device,
+            dtype,
+            _shape(self.module, ranks.tensor),
+        )
+        _without_noise(self.module, folder)
+        if checkpointing:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            _compile(self.module, self.device)
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that the model knows: 0 to `vocab` - 1."""
+        return self.module.config.get_text_config().vocab_size
+
+    def roots(self, pack: Pack) -> Roots:
+        """The stem of a pass, for that and the others that have it."""
+        assert pack.stem is not None and self.has_stems, "the learner asks"
+        computing, roots = _computing(self.device, self.dtype), Roots()
+        once = replace(pack, routes=pack.routes and pack.routes.once())
+        stem = self._ranks.portion(once, (0, len(pack.stem)))
+        quiet = overheard(self._layer, _nothing)
+        with settled(self.module), computing, self._keeping(), quiet, listening(self.routers) as heard:
+            output = self._run(stem, roots.keep)
+        if heard is not None:
+            roots.hear(heard)
+        if self._ranks.size > 1:
+            roots.end(output)
+        return roots
+
+    def hidden(self, pack: Pack, roots: Roots | None = None) -> Tensor:
+        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`, of those that this rank has. No
+        experts are replayed."""
+        computing, portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None))
+        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
+            self._run(portion, roots and roots.before)
+        return _joined(heard)[portion.rows]
+
+    def joined(self, pack: Pack, own_P: Tensor, name: str) -> Tensor:
+        """Numbers of all `predictors_P` from those that this rank has."""
+        portion = self._portion(pack)
+        if portion.row_p is None:
+            return own_P
+        return portion.joined([(own_P, portion.row_p, len(pack.predictors_P))], name)[0]
+
+    def logprobs(
+        self, pack: Pack, *, temperature: float, entropy_grad: bool = False, roots: Roots | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
+        sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
+        `predictors_P` only, a few of them at a time; with `roots`, of its stem no node is."""
+        return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad, roots=roots)[:2]
+
+    def outputs(
+        self, pack: Pack, *, temperature: float, entropy_grad: bool = False, roots: Roots | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
+        the output layer [P, H], of those `predictors_P` that this rank has."""
+        assert roots is not None or pack.stem is None, "its nodes are not computed here"
+        portion, kept = self._portion(pack), pack.ragged.get(KEPT)
+        of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
+        own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
+        plain = Places(pack.observer_O, pack.observed_O)
+        with settled(self.module):
+            run = partial(self._run, portion, roots and roots.before)
+            hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
+        if roots is not None and self.routers is not None and pack.routes is not None:
+            self.routers.begin(roots.heard, pack.routes.rows_N[0])  # all of its rows begin there
+        own_KM, observed_O, entropy_P = found
+        logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
+        entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
+        if kept is None or not len(ids_M):
+            return logprobs_K, entropy_K, observed_O, hidden_PH
+        restricted_M, mass_K = normalised(logprobs_M, of_M, len(logprobs_K))
+        with nullcontext() if entropy_grad else torch.no_grad():
+            own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
+        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it: computed in float32
+        from weights rounded to `dtype`. (A step too small to change a bfloat16 changes nothing.)"""
+        tokens_N = torch.tensor(token_ids, device=self.device)
+        numbers_N = torch.arange(len(token_ids), device=self.device)
+        branch = Branch(0, len(token_ids), numbers_N)
+        run: Callable[[], Tensor] = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
+        if self.obstacle:
+            run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
+        next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
+        exact = dtype == torch.float32 and not self._narrow
+        with settled(self.module), exactly(), nullcontext() if exact else _rounded(self.module, dtype):
+            _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
+        return tuple(logprobs_T.tolist())
+
+    def _portion(self, pack: Pack) -> Portion:
+        """What this rank computes of a pass, without its stem."""
+        return self._ranks.portion(pack, None if pack.stem is None else (len(pack.stem), len(pack.token_ids_N)))
+
+    def _run(self, portion: Portion, gather: Gather | None = None) -> Tensor:
+        pack, routes = portion.pack, None if self.routers is None else portion.routes
+        if self.obstacle:
+            return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
+        layout, gather = self.layout(portion.branches), portion.gather(gather)
+        found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes)
+        if self.routers is not None and portion.meshes is not None:
+            self.routers.join(portion.meshes.context)
+        return found
+
+    def _read(
+        self,
+        run: Callable[[], Tensor],
+        own: Places,
+        plain: Places,
+        portion: Portion | None,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The input of the output layer [P, H] in a pass made by `run`, of those rows that this rank has, and what
+        `statistics` says of the logits of all."""
+        head, layer, size = self._head, self._layer, rows_within(self._logits_bytes, self.vocab)
+        with _computing(self.device, dtype), self._keeping(), overheard(layer, _nothing if head else None) as heard:
+            logits_PV = run()
+        rows = slice(None) if portion is None else portion.rows
+        hidden_PH = _joined(heard)[rows]
+
+        def logits_of(hidden_CH: Tensor) -> Tensor:
+            assert head is not None
+            with _computing(self.device, dtype):
+                return head(hidden_CH)
+
+        def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
+            asked = Asked(own=own, plain=plain, temperature=temperature, rows=size)
+            if head is None:
+                return statistics(_nothing, logits_PV[rows], (), asked)
+            return statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+
+        return hidden_PH, found(own, plain) if portion is None else portion.read(own, plain, found)
+
+    def _keeping(self) -> AbstractContextManager[object]:
+        """Inside, tensors that gradients need are kept where they should wait for these."""
+        pinned = self.device.type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self._offloading else nullcontext()
+
+    @property
+    def _layer(self) -> nn.Module:
+        return self.module.get_output_embeddings()
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the weights of another folder of the same architecture; if an adapter is trained, only the adapter's.
+        Raises ModelError if they do not fit."""
+        if lora.has_adapter(self.module):
+            lora.load(self.module, folder / ADAPTER)
+            return
+        try:
+            master_weights.load(self.module, load(folder, self._ranks, ATTENTION).state_dict())
+        except RuntimeError as error:
+            raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters; tied ones once."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def _joined(heard: Sequence[Tensor]) -> Tensor:
+    """What was heard in the passes of one pack [P, H]."""
+    return heard[0][0] if len(heard) == 1 else torch.cat([one_1PH[0] for one_1PH in heard])
+
+
+def _nothing(states: Tensor) -> Tensor:
+    """Stands in the place of an output layer."""
+    return states
+
+
+def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Inside, matrix products are computed in `dtype`."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
+    """Inside, each layer computes in float32 with its weights rounded to `dtype`; only one layer's are copied at a
+    time."""
+    whole: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def before(part: nn.Module, _: object) -> None:
+        found = [(local(one), master(one)) for one in part.parameters(recurse=False)]
+        whole[part] = [(own, own.data) for own, _ in found]
+        for own, exact in found:
+            own.data = local(exact).data.to(own.device, dtype).float()
+
+    def after(part: nn.Module, *_: object) -> None:
+        for own, data in whole.pop(part):  # by now FSDP may have put its shard into the parameter's place
+            own.data = data
+
+    parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    hooks = [part.register_forward_pre_hook(before) for part in parts]
+    hooks += [part.register_forward_hook(after) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for part in list(whole):  # left over if a pass failed
+            after(part)
+
+
+def _logits(
+    module: Any,
+    token_ids_N: Tensor,
+    depth_N: Tensor,
+    layout: Layout,
+    keep_P: Tensor,
+    gather: Gather | None = None,
+    routes: Routes | None = None,
+) -> Tensor:
+    output = module(
+        input_ids=token_ids_N[None],
+        position_ids=depth_N[None],
+        use_cache=False,
+        logits_to_keep=keep_P,
+        layout=layout,
+        gather=gather,
+        **({} if routes is None else {"routes": routes}),
+    )
+    return output.logits[0]
+
+
+def _logits_of_rows(
+    module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor, routes: Routes | None = None
+) -> Tensor:
+    """By the model's own attention and rotations: a node's logits in the row that ends with its branch."""
+    found: list[Tensor] = []
+    for branch in branches:
+        own = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
+        if len(own):
+            place = own + (len(branch.path) - branch.stop)
+            row = token_ids_N[branch.path][None]
+            given = {} if routes is None else {"routes": routes.at(branch.path)}
+            restart(module)
+            found.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **given).logits[0])
+    return torch.cat(found)
+
+
+def _shape(module: Any, ranks: int) -> Shape:
+    """The shape of the model's attention, as far as its configuration says, on each of the ranks that share it."""
+    config = module.config.get_text_config()
+    heads = config.num_attention_heads
+    return Shape(
+        heads=heads // ranks,
+        kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        sinks=any(name.endswith(".sinks") for name, _ in module.named_parameters()),
+        windows=getattr(config, "sliding_window", None) is not None,
+    )
+
+
+def _compile(module: Any, device: torch.device) -> None:
+    """Have torch compile each decoder layer but its attention, which depends on the tree and stays as it is. Passes of
+    any length run the same code."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            "train.compile", True, f"this machine has no C++ compiler {compiler!r}: install it, or give false"
+        )
+    AttentionInterface.register(ATTENTION, cast(Any, torch.compiler.disable(tree_attention)))
+    for part in module.modules():
+        if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers
+            part.compile(dynamic=True)
+
+
+def _hold_in(
+    dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Parameter], bool], trained: Train | None = None
+) -> None:
+    """Convert these parameters of a model, which are tied to no others. Those that are `trained` may have masters."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if which(parameter) and parameter.dtype != dtype:
+                whole = parameter.detach()
+                setattr(part, name, held := nn.Parameter(whole.to(dtype), parameter.requires_grad))
+                if trained is not None:
+                    master_weights.give(held, whole if trained.master_weights else None)
+
+
+@torch.no_grad()
+def _obstacle(module: Any, layers: Names) -> str | None:
+    """Why a model cannot be computed over prefix trees; None if it can. Two rows that share a prefix must get the
+    logits that transformers' own attention gives them; an architecture that mixes tokens in another way (recurrent
+    layers, attention biases) would train on wrong numbers. The rows are several windows long: the model's windows are
+    shortened during the check, so that a long one costs nothing. Afterwards it has the attention that it needs, and
+    `layers` have been heard once."""
+    device = next(module.parameters()).device
+    shared, alone = 3 * _SHORT, 2 * _SHORT
+    n = shared + 2 * alone
+    numbers = torch.arange(n, device=device)
+    tokens_N = _tokens(module, n)
+    paths = [numbers[: shared + alone], torch.cat([numbers[:shared], numbers[shared + alone :]])]
+    branches = [Branch(0, shared + alone, paths[0]), Branch(shared + alone, n, paths[1])]
+    depth_N = torch.cat([numbers[: shared + alone], numbers[shared : shared + alone]])
+    module.eval()
+    try:
+        _check_layers(module)
+        if detect_fake_mode() is not None:  # there are no numbers to compare
+            return None
+        with _tightened(module), _rounded(module, torch.float32):
+            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers, layers)
+            _attend(module, "eager")
+            for path in paths:
+                if not _close(_row(module, tokens_N[path]), tree_NV[path]):
+                    raise ValueError("logits differ from those of single rows")
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        _use_own_attention(module, [tokens_N[path] for path in paths], shared)
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    _attend(module, ATTENTION)
+    return None
+
+
+def _attend(module: Any, name: str) -> None:
+    """Have the model attend by the function of this name; one of an old kind only takes its masks from there."""
+    module.set_attn_implementation(name)
+    module.config._attn_implementation = name
+
+
+def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None:
+    """Set the attention of transformers' that computes this model: eager, which each model defines, or sdpa if it takes
+    all that the layers pass and gives the same logits of these rows, whose first tokens are `shared`. Raises ModelError
+    if these have others in another row: then a token depends on what follows it."""
+    supported = getattr(module, "_supports_sdpa", False)
+    _attend(module, "sdpa" if supported else "eager")
+    if detect_fake_mode() is not None:
+        return
+    found: dict[str, list[Tensor]] = {}
+    with _tightened(module), _rounded(module, torch.float32):
+        for name in ("eager", _STRICT, "sdpa") if supported else ("eager",):
+            _attend(module, name)
+            try:
+                found[name] = [_row(module, row_T) for row_T in rows]
+            except (ValueError, TypeError, RuntimeError, AttributeError):
+                if name == "eager":
+                    return  # `_check` says why
+    eager = found["eager"]
+    same = all(_close(one, exact) for other in found.values() for one, exact in zip(other, eager, strict=True))
+    _attend(module, "sdpa" if same and len(found) == 3 else "eager")
+    if not _close(eager[0][:shared], eager[1][:shared]):
+        raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
+
+
+def _row(module: Any, tokens_T: Tensor, **given: object) -> Tensor:
+    restart(module)
+    return module(input_ids=tokens_T[None], use_cache=False, **given).logits[0]
+
+
+def _close(found_TV: Tensor, exact_TV: Tensor) -> bool:
+    return torch.allclose(found_TV, exact_TV, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[Head | None, Routers | None]:
+    """How the model's logits are made, if we can do the same, and its routers. Raises ModelError if it computes
+    nothing."""
+    if detect_fake_mode() is not None:
+        layer = module.get_output_embeddings()
+        return Head(layer) if type(layer) is nn.Linear else None, None
+    name, n = type(module).__name__, 4 * _SHORT
+    run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
+    if obstacle:
+        warnings.warn(
+            f"{name} in {str(folder)!r} is computed row by row, not over prefix trees ({obstacle}): tokens that rows "
+            "share are computed once per row",
+            stacklevel=3,
+        )
+    try:
+        numbers = torch.arange(n, device=next(module.parameters()).device)
+        if not obstacle:
+            run = partial(run, layout=Paths([Branch(0, n, numbers)]))
+        with _rounded(module, torch.float32):
+            head = head_of(module, lambda: run(logits_to_keep=numbers[1:]).logits[0], n - 1)
+            return head, routers(module, lambda routes: run(logits_to_keep=numbers[:1], routes=routes), n)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{name} in {str(folder)!r} cannot be computed: {error}") from error
+
+
+@torch.no_grad()
+def _without_noise(module: Any, folder: Path) -> None:
+    """Set the model to train without dropout and the like, since the engine samples without: as layers, as numbers that
+    layers hand to functions, and as those of configurations. Raises ModelError if something random is left."""
+    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
+    for owner in owners.values():
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if isinstance(value, float) and any(noise in name for noise in _NOISE):
+                setattr(owner, name, 0.0)
+    if detect_fake_mode() is None:
+        tokens_T, found = _tokens(module, 4 * _SHORT), list[Tensor]()
+        tree = {"layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])}
+        given = tree if module.config._attn_implementation == ATTENTION else {}
+        for training in (False, True):
+            module.train(training)
+            with _rounded(module, torch.float32), warnings.catch_warnings():
+                found.append(_row(module, tokens_T, **given))
+        if not _close(*found):
+            raise ModelError(
+                f"{type(module).__name__} in {str(folder)!r} computes something else in training than the engine does "
+                "when it samples: switch off what is random in its config.json"
+            )
+    module.train()
+
+
+def _tokens(module: Any, n: int) -> Tensor:
+    """So many token ids of the model's vocabulary, the same every time."""
+    numbers = torch.arange(n, device=next(module.parameters()).device)
+    return (7 * numbers + numbers**2 // 5 + 3) % module.config.get_text_config().vocab_size
+
+
+def _check_layers(module: Any) -> None:
+    """Raises ValueError for a layer of an unknown type, and for positions that depend on a row's length, even if a few
+    tokens are computed right."""
+    for index, kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
+        if kind not in _LAYER_TYPES:
+            raise ValueError(f"layer {index} is of type {kind!r}, we compute {', '.join(_LAYER_TYPES)}")
+    if kinds := sorted({kind for _, kind in stretched(module)}):
+        raise ValueError(f"its rotations are of type {kinds[0]!r}, which depends on the length of a row")
+
+
+@contextmanager
+def _tightened(module: Any) -> Generator[None]:
+    """Inside, every window of attention is `_SHORT` tokens long, and every cap of its scores `_LOW`, in the layers and
+    in their configurations: so a few tokens show whether they are computed."""
+    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
+    kept = [
+        (owner, name, value, tight)
+        for owner in owners.values()
+        for names, kinds, tight in ((_WINDOWS, (int,), _SHORT), (_CAPS, (int, float), _LOW))
+        for name in names
+        if type(value := getattr(owner, name, None)) in kinds and cast(float, value) > 0
+    ]
+    for owner, name, _, tight in kept:
+        setattr(owner, name, tight)
+    try:
+        yield
+    finally:
+        for owner, name, value, _ in kept:
+            setattr(owner, name, value)

@@ -1,0 +1,1 @@
+"""Mixtures of experts in the learner: routers, and the replay of the experts that engines chose."""

@@ -1,0 +1,220 @@
+"""The routers of a mixture in the learner: which experts compute a token, and how evenly all are used.
+
+Owns what happens where a router has judged a token and takes the best experts. Never knows where routes come from.
+
+Replay (Ma et al., 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"): a token
+is computed with the experts that the engine computed it with, weighted by what the current router says of them, and
+normalised as the model does, so that gradients reach the router. Only the choice is replayed: inside a router, a `topk`
+answers with the chosen experts in the place of the best ones.
+
+Balance (Fedus et al., 2021, "Switch Transformers", equations 4 to 6; as transformers' `load_balancing_loss_func`, with
+which Qwen3-MoE was trained, a token counts for each of its K experts), over all tokens of an update as in Qiu et al.,
+2025, "Demons in the Detail":
+
+    loss = weight · mean over mixtures of  E · Σ_e f_e P_e
+    f_e = 1/T Σ_t [t is computed with e]        P_e = 1/T Σ_t p_t(e)
+
+It is K where all experts are used alike. A node of a prefix tree counts once for each row whose loss depends on it: so
+T is that of the rows, however they are divided into passes and ranks. f has no gradient, so with f of the whole update
+at hand the loss of a pass is a sum over its tokens, and losses of passes add up.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.learner.moe.expert_records import Routes, Shape, known, used
+from agentrl.learner.parallel.layers import added_up
+
+_ROUTERS = ("gate", "router")  # what transformers calls the part that chooses, beside one called `experts`
+_TOPK = (torch.topk, Tensor.topk)
+_ROUNDING = 1e-3
+_eager: Any = torch.compiler.disable  # routes are other objects in every pass
+
+
+@dataclass(slots=True)
+class Heard:
+    """Of a pass, by mixture [E] each: `load` counts the tokens of rows that each expert got, `mass` adds up the
+    probabilities of the router, with gradients. `agreed` counts the replayed experts of tokens of rows that the router
+    would have chosen too, of `replayed` ones."""
+
+    load: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    mass: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    agreed: Tensor | float = 0.0
+    replayed: Tensor | float = 0.0
+
+    @torch.no_grad()
+    def add(self, at: int, index_TK: Tensor, best_TK: Tensor, experts: int, routes: Routes) -> None:
+        """What the router of mixture number `at` did with some tokens."""
+        load_E = used(index_TK, routes.rows_N, experts)
+        self.load[at] = self.load[at] + load_E if at in self.load else load_E
+        if routes.chosen_NLK is not None:
+            rows_T = routes.rows_N * known(routes)
+            same_TK = (index_TK[:, :, None] == best_TK[:, None, :]).any(-1)
+            self.agreed += (same_TK * rows_T[:, None]).sum()
+            self.replayed += rows_T.sum() * index_TK.shape[1]
+
+    def join(self, group: Any) -> None:
+        """Add up what the ranks of a group heard, each of some of the tokens of a pass."""
+        mass_ME = added_up(torch.stack(list(self.mass.values())), group, "probabilities of experts")
+        load_ME = torch.stack(list(self.load.values()))
+        counts = torch.stack([load_ME.new_tensor(float(count)) for count in (self.agreed, self.replayed)])
+        whole = added_up(torch.cat([load_ME.flatten(), counts]), group, "loads of experts")
+        self.mass = dict(zip(self.mass, mass_ME.unbind(), strict=True))
+        self.load = dict(zip(self.load, whole[:-2].view_as(load_ME).unbind(), strict=True))
+        self.agreed, self.replayed = whole[-2:].unbind()
+
+    def begin(self, stem: Heard, rows: Tensor) -> None:
+        """The pass begins with a stem, of whose tokens each was heard once: so many rows have them."""
+        for at, mass_E in stem.mass.items():
+            self.mass[at] = self.mass[at] + rows * mass_E
+            self.load[at] = self.load[at] + rows * stem.load[at]
+        self.agreed, self.replayed = self.agreed + rows * stem.agreed, self.replayed + rows * stem.replayed
+
+    def pulled(self, pull_ME: Tensor) -> Tensor:
+        """The balance loss of the pass."""
+        return sum((pull_E * self.mass[at]).sum() for at, pull_E in enumerate(pull_ME.unbind()))  # pyright: ignore
+
+
+def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> Routers | None:
+    """The routers of a mixture, hooked; None of another model, and of one whose choice cannot be replayed, with a
+    warning. `run` makes a pass over so many tokens with routes, so that the hooks can be tried."""
+    if not any(map(_mixtures, _layers(module))):
+        return None
+    found = Routers(module)
+    if obstacle := found.hook(run, tokens):
+        warnings.warn(f"the experts of {type(module).__name__} cannot be replayed: {obstacle}", stacklevel=4)
+        return None
+    return found
+
+
+@contextmanager
+def listening(of: Routers | None) -> Generator[Heard | None]:
+    """Inside, what these routers say of tokens with routes is heard; not what a backward pass computes again."""
+    with nullcontext() if of is None else of.listening() as heard:
+        yield heard
+
+
+class Routers:
+    """Those of a mixture, whose `shape` is known once they are hooked, and whether they are `probable`: each chooses by
+    a softmax over all experts, as the balance loss needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._routes: Routes | None = None
+        self._heard: Heard | None = None
+        self._gates: list[tuple[int, nn.Module]] = []
+        self._layers = _layers(module)
+        for number, layer in enumerate(self._layers):
+            for block in _mixtures(layer):
+                if gate := next((part for name, part in block.named_children() if name in _ROUTERS), None):
+                    self._gates.append((number, gate))
+        mixed = tuple(number for number, _ in self._gates)
+        self.shape = Shape(layers=len(self._layers), mixed=mixed, experts=0, per_token=0)
+        self.probable = False
+
+    def hook(self, run: Callable[[Routes], object], tokens: int) -> str | None:
+        """Put the hooks in, and try them. Returns why they do not work, if so: then no pass may have routes."""
+        if len(self._gates) != sum(bool(_mixtures(layer)) for layer in self._layers):
+            return "a layer has experts, and no router beside them"
+        for layer in self._layers:
+            layer.register_forward_pre_hook(_eager(self._enter), with_kwargs=True)
+        for at, (number, gate) in enumerate(self._gates):
+            setattr(gate, "forward", _eager(partial(self._forward, at, number, gate.forward)))  # noqa: B010
+        rows_T = torch.ones(tokens, dtype=torch.int32, device=next(self._layers[0].parameters()).device)
+        with self.listening() as heard:
+            try:
+                run(Routes(chosen_NLK=None, rows_N=rows_T))
+            except TypeError as error:  # it takes no further arguments
+                return next(iter(str(error).splitlines()), "TypeError")
+        sizes = {(len(load_E), int(load_E.sum()) // tokens) for load_E in heard.load.values()}
+        if len(heard.load) != len(self._gates) or len(sizes) != 1:
+            return f"{type(self._gates[0][1]).__name__} does not choose experts by one topk"
+        ((experts, per_token),) = sizes
+        self.shape = replace(self.shape, experts=experts, per_token=per_token)
+        self.probable = all(abs(float(mass_E.sum()) / tokens - 1) < _ROUNDING for mass_E in heard.mass.values())
+        return None
+
+    def _enter(self, _: nn.Module, args: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A layer begins, in a pass or once more for its gradients. Transformers hands the argument `routes` on to it,
+        as it does all that a model does not know."""
+        self._routes = given.get("routes")
+        return args, {name: one for name, one in given.items() if name != "routes"}
+
+    def _forward(self, at: int, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        routes = self._routes
+        if routes is None:
+            return forward(*given, **named)
+        chosen_NLK = routes.chosen_NLK
+        with _Choosing(None if chosen_NLK is None else chosen_NLK[:, layer].long()) as choosing:
+            found = forward(*given, **named)
+        if len(choosing.seen) == 1:
+            scores_TE, index_TK, best_TK = choosing.seen[0]
+            with nullcontext() if routes.pull_ME is not None else torch.no_grad():
+                mass_E = (routes.rows_N[:, None] * scores_TE.float()).sum(0)  # also where a backward pass recomputes it
+            if self._heard is not None:
+                self._heard.mass[at] = self._heard.mass[at] + mass_E if at in self._heard.mass else mass_E
+                self._heard.add(at, index_TK, best_TK, len(mass_E), routes)
+        return found
+
+    @contextmanager
+    def listening(self) -> Generator[Heard]:
+        """See `listening`. What is heard inside of another one is not heard there."""
+        outer, self._heard = self._heard, (heard := Heard())
+        try:
+            yield heard
+        finally:
+            self._heard, self._routes = outer, None
+
+    def join(self, group: Any) -> None:
+        """After a pass whose tokens the ranks of a group had among them: what was heard is of all tokens."""
+        if group is not None and self._heard is not None and self._heard.load:
+            self._heard.join(group)
+
+    def begin(self, stem: Heard, rows: Tensor) -> None:
+        """After a pass that began with a stem: see `Heard.begin`."""
+        if self._heard is not None:
+            self._heard.begin(stem, rows)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def _mixtures(layer: nn.Module) -> list[nn.Module]:
+    """The parts of a layer that have experts."""
+    return [part for part in layer.modules() if "experts" in dict(part.named_children())]
+
+
+class _Choosing(TorchFunctionMode):
+    """Inside, `topk` over rows takes the numbers chosen for them [T, K], where these are not negative. `seen` has, of
+    each, what it was over [T, E], the numbers that it took, and the best ones."""
+
+    def __init__(self, chosen_TK: Tensor | None) -> None:
+        super().__init__()
+        self._chosen_TK = chosen_TK
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return found
+        scores_TE: Tensor = args[0]
+        index_TK = best_TK = cast(Tensor, found.indices)
+        if self._chosen_TK is not None:
+            index_TK = torch.where(self._chosen_TK < 0, best_TK, self._chosen_TK)
+            found = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
+        self.seen.append((scores_TE, index_TK, best_TK))
+        return found

@@ -1,0 +1,153 @@
+"""What a step does with the experts that engines told, and what it reports of its mixtures.
+
+Owns which tokens are replayed, the balance loss of each pass, and the numbers on both. Never knows how a router is made
+to choose (`agentrl.learner.moe.routers`), nor ranks.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.config.train import RoutingReplay, Train
+from agentrl.errors import ModelError, RunFailed
+from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.model.policy import PolicyModel
+from agentrl.learner.moe.expert_records import Routes, fitted, known, load
+from agentrl.learner.moe.routers import Heard, Routers
+
+RoutersOf = Callable[[Pack], Routers | None]
+"""Those of the policy of a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Of a pass: how many tokens of rows each expert of each mixture got and how much probability [M, E], and the
+    numbers of replayed experts and of those that the router would have chosen too."""
+
+    load_ME: Tensor
+    mass_ME: Tensor
+    agreed: float
+    replayed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Of a step's mixtures. Tokens are those of rows, but their last ones. `missing` ones had to be replayed, and their
+    experts are not journaled: the learner's router chose. `differing` counts nodes that have other experts in another
+    row: those of one row were replayed. `agreement` is the share of replayed experts that the learner's router would
+    choose too. `balance` is the balance loss without its weight, K at best. `load_max` and `load_mean` are the load of
+    the busiest expert of a layer by the mean of its experts: in the worst layer, and on average over layers. `unused`
+    is the share of experts that got no token (none is ever dropped)."""
+
+    replayed: int
+    missing: int
+    differing: int
+    agreement: float | None
+    balance: float
+    load_max: float
+    load_mean: float
+    unused: float
+
+
+def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> None:
+    """Raises ModelError if the engine's experts are to be replayed by a model that cannot, which would show nowhere, or
+    if a model has no load that could be evened. `routed`: experts are journaled."""
+    for model in policies:
+        if model.routers is None and (train.routing_replay == "on" or (routed and train.routing_replay == "auto")):
+            hint = "it is no mixture whose experts can be replayed: set train.routing_replay = 'off'"
+            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
+        if train.balance_weight and not (model.routers and model.routers.probable):
+            hint = "it has no routers that choose by a softmax over all experts: set train.balance_weight = 0"
+            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
+
+
+def routed(of: Heard) -> Routed:
+    """What the routers said in a pass, without gradients."""
+    load_ME, mass_ME = (torch.stack([found[at].detach() for at in sorted(found)]) for found in (of.load, of.mass))
+    return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=float(of.agreed), replayed=float(of.replayed))
+
+
+def prepared(packs: Sequence[Pack], routers_of: RoutersOf, replay: RoutingReplay) -> list[Pack]:
+    """The passes with routes that their policies can replay; without any where these are no mixtures. Raises RunFailed
+    for a token that is not journaled if every one has to be replayed."""
+    found: list[Pack] = []
+    for pack in packs:
+        routers, routes = routers_of(pack), pack.routes
+        if routers is None or routes is None:
+            found.append(replace(pack, routes=None))
+        elif replay == "off":
+            found.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
+        else:
+            found.append(replace(pack, routes=fitted(routes, routers.shape)))
+    needed = sum(int(pack.routes.rows_N.sum()) for pack in found if pack.routes)
+    lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in found if (routes := pack.routes))
+    if replay == "on" and lacking:
+        raise RunFailed(
+            f"train.routing_replay = 'on', and {lacking} of {needed} tokens have no journaled experts that the model "
+            "has: none of them was trained; go on with --set train.routing_replay=auto"
+        )
+    return found
+
+
+def pulled(
+    part: Sequence[Pack], routers_of: RoutersOf, weight: float, heard_in: Callable[[Sequence[Pack]], Sequence[Routed]]
+) -> list[Pack]:
+    """The passes of an update with their shares of the balance loss, which each policy has for itself. Which experts
+    compute a token is known beforehand where all are replayed; else it is `heard_in` a pass ahead."""
+    places = {pack.policy: [at for at, own in enumerate(part) if own.policy == pack.policy] for pack in part}
+    found = list(part)
+    for own in places.values() if weight else ():
+        routed = [
+            (at, routers, routes) for at in own if (routers := routers_of(part[at])) and (routes := part[at].routes)
+        ]
+        told = {at: load(routes, routers.shape) for at, routers, routes in routed if _all_known(routes)}
+        left = [at for at, *_ in routed if at not in told]
+        if left:
+            told |= {at: one.load_ME for at, one in zip(left, heard_in([part[at] for at in left]), strict=True)}
+        for at, routers, routes in routed:
+            load_ME = torch.stack([one.to(routes.rows_N.device) for one in told.values()]).sum(0)
+            tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
+            scale = weight * routers.shape.experts / len(load_ME) / tokens**2
+            found[at] = replace(part[at], routes=replace(routes, pull_ME=(scale * load_ME).float()))
+    return found
+
+
+def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> Routing | None:
+    """Of some passes and what was heard in them; None if there was no mixture. No token is missing if replay was not
+    `asked` for and none has experts."""
+    mixed = [(pack, pack.routes, one) for pack, one in zip(packs, passes, strict=True) if pack.routes and one]
+    if not mixed:
+        return None
+    ratios: list[Tensor] = []  # the load of experts by the mean of their layer
+    balances: list[Tensor] = []
+    for policy in dict.fromkeys(pack.policy for pack, *_ in mixed):
+        own = [(routes, one) for pack, routes, one in mixed if pack.policy == policy]
+        load_ME, mass_ME = sum(one.load_ME for _, one in own), sum(one.mass_ME.double() for _, one in own)
+        assert isinstance(load_ME, Tensor) and isinstance(mass_ME, Tensor)
+        tokens, experts = sum(int(routes.rows_N.sum()) for routes, _ in own), load_ME.shape[1]
+        ratios += (load_ME / load_ME.mean(1, keepdim=True).clamp(min=1)).unbind()
+        balances += (experts * (load_ME * mass_ME).sum(1) / max(tokens, 1) ** 2).unbind()
+    replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)
+    needed = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed)
+    compared = sum(one.replayed for *_, one in mixed)
+    return Routing(
+        replayed=replayed,
+        missing=needed - replayed if asked or replayed else 0,
+        differing=sum(routes.differing for _, routes, _ in mixed),
+        agreement=sum(one.agreed for *_, one in mixed) / compared if compared else None,
+        balance=float(torch.stack(balances).mean()),
+        load_max=max(float(ratio_E.max()) for ratio_E in ratios),
+        load_mean=sum(float(ratio_E.max()) for ratio_E in ratios) / len(ratios),
+        unused=sum(int((ratio_E == 0).sum()) for ratio_E in ratios) / sum(map(len, ratios)),
+    )
+
+
+def _all_known(routes: Routes) -> bool:
+    return bool((known(routes) | (routes.rows_N == 0)).all())

@@ -1,0 +1,1 @@
+"""Optimizers, their master weights, and where their state is between two steps."""

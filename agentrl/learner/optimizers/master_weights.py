@@ -1,0 +1,59 @@
+"""Trained weights that a pass holds in bfloat16, and the float32 numbers behind them.
+
+Owns which parameter has a master, and that both are loaded together. A master is what an optimizer updates, a file
+holds and a hash is of; the parameter is its master rounded. Never knows optimizers.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import ConfigError
+from agentrl.learner.parallel.fsdp import load_state_dict
+
+
+def give(parameter: nn.Parameter, whole: Tensor | None) -> None:
+    """Make a trained parameter one of `whole`, its master, if there is one; its gradient is float32. Raises ConfigError
+    if this torch cannot."""
+    if not hasattr(parameter, "grad_dtype"):
+        hint = f"torch {torch.__version__} has no gradients wider than weights: pip install --upgrade torch"
+        raise ConfigError("train.weights", "bfloat16", hint)
+    setattr(parameter, "grad_dtype", torch.float32)  # noqa: B010  (torch leaves it untyped)
+    setattr(parameter, "_master", whole)  # noqa: B010
+
+
+def master(parameter: Tensor) -> Tensor:
+    """The float32 numbers of a parameter: most are their own."""
+    found = getattr(parameter, "_master", None)
+    return parameter if found is None else found
+
+
+def move(module: nn.Module) -> None:
+    """Bring masters to where their parameters are."""
+    for parameter in module.parameters():
+        if (whole := master(parameter)) is not parameter:
+            give(parameter, whole.to(parameter.device))
+
+
+def masters(module: nn.Module) -> dict[str, Tensor]:
+    """The masters of a module's parameters, by name."""
+    return {name: master(one) for name, one in module.named_parameters() if master(one) is not one}
+
+
+def state(module: nn.Module) -> dict[str, Any]:
+    """The state of a module with masters in the place of what they are rounded to."""
+    return module.state_dict() | masters(module)
+
+
+@torch.no_grad()
+def load(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """Load what `state` returned, of a module with masters or without. Raises RuntimeError if it does not fit."""
+    load_state_dict(module, whole)
+    for name, own in masters(module).items():
+        own.copy_(whole[name])

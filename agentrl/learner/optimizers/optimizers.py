@@ -1,0 +1,248 @@
+"""Optimizers by the name of `train.optimizer`, and where their numbers are between two updates.
+
+Owns which optimizer updates which parameter, float32 masters of bfloat16 weights, and numbers that wait in host memory.
+Never knows models, losses or schedules. Every optimizer here has the state and the groups of one of torch's, so that a
+checkpoint keeps it as such.
+
+    adamw       Loshchilov and Hutter 2019: two moments, 8 bytes a parameter
+    adamw8bit   the same with moments of 8 bits, blockwise (Dettmers et al. 2022), through torchao: 2 bytes
+    muon        Jordan et al. 2024: orthogonal updates of matrices, 4 bytes, scaled to the size of AdamW's (Liu et al.
+                2025) so that one learning rate suits both; embedding, output layer, vectors and fused experts by AdamW
+    sgd         nothing to remember, or with momentum 4 bytes
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from agentrl.config.train import Train
+from agentrl.errors import ConfigError
+from agentrl.learner.optimizers.master_weights import master
+from agentrl.learner.parallel.fsdp import is_sharded, local, with_shard
+
+
+def make(train: Train, parameters: Sequence[nn.Parameter], lr: float, *, outer: Collection[int] = ()) -> Optimizer:
+    """`outer` are the ids of embeddings and output layers. Raises ConfigError if the optimizer is not installed."""
+    wholes = [cast(nn.Parameter, master(one)) for one in parameters]
+    base = _of(train, wholes, lr, {id(master(one)) for one in parameters if id(one) in outer})
+    if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
+        return base
+    return OneByOne(parameters, base, offload=train.offload_optimizer)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, so that it compiles once
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def lr_of(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _decayed(parameters: Sequence[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weight decay is of matrices, not of norms and biases. Parameters stay in their order, by
+    which a checkpoint knows them."""
+    runs = groupby(parameters, key=lambda one: decay if one.dim() > 1 else 0.0)
+    return [{"params": list(run), "weight_decay": own} for own, run in runs]
+
+
+def regrouped(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved state of the same parameters, with the groups that the optimizer has now: it may have had another weight
+    decay, or be of an agentrl whose decay reached vectors."""
+    groups, there = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    of = {at: group for group in there for at in group["params"]}
+    if len(groups) == len(there) or of.keys() != {at for group in groups for at in group["params"]}:
+        return saved
+    own = ("params", "weight_decay")
+    return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in own} for group in groups]}
+
+
+def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Collection[int]) -> Optimizer:
+    decay = train.weight_decay
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(_decayed(parameters, decay), lr=lr, momentum=train.momentum or 0.0)
+    if train.optimizer == "adamw8bit":
+        return _eight_bit()(_decayed(parameters, decay), lr=lr, betas=train.betas)
+    if train.optimizer == "muon":
+        matrices = [one for one in parameters if one.dim() == 2 and id(one) not in outer]
+        others = [one for one in parameters if all(one is not matrix for matrix in matrices)]
+        parts: list[Optimizer] = []
+        if matrices:
+            momentum = 0.95 if train.momentum is None else train.momentum
+            rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+            parts.append(_muon(over=is_sharded(matrices[0]))(matrices, lr=lr, **rule))
+        if others:
+            parts.append(torch.optim.AdamW(_decayed(others, decay), lr=lr, betas=train.betas))
+        return parts[0] if len(parts) == 1 else Several(parts)
+    return torch.optim.AdamW(_decayed(parameters, decay), lr=lr, betas=train.betas)
+
+
+def _muon(*, over: bool) -> Any:
+    found = getattr(torch.optim, "Muon", None)
+    if found is None:
+        hint = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
+        raise ConfigError("train.optimizer", "muon", hint)
+    if over:
+        from agentrl.learner.parallel.muon import Muon
+
+        return Muon
+    return found
+
+
+def _eight_bit() -> Any:
+    try:
+        from torchao.optim import AdamW8bit  # pyright: ignore
+    except ImportError as error:
+        hint = "it needs torchao: pip install 'agentrl[adamw8bit]', or give adamw"
+        raise ConfigError("train.optimizer", "adamw8bit", hint) from error
+    return AdamW8bit
+
+
+class Several(Optimizer):
+    """Optimizers of different parameters as one; they share its state and groups."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+class OneByOne(Several):
+    """Updates one parameter after the other, in float32: in place, or in its master, which it is rounded from; a
+    bfloat16 parameter without a master is rounded at random, up or down so that the mean is exact. If they are
+    offloaded, moments and masters wait in host memory, and are beside the parameter only for its own update; of a
+    sharded one each rank has its shards. Its state and groups are those of the optimizer that it stands for."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], base: Optimizer, *, offload: bool) -> None:
+        """`base` is the optimizer of the parameters' float32 numbers."""
+        super().__init__(base.parts if isinstance(base, Several) else [base])
+        self.parameters, self.offload = list(parameters), offload
+        self._at = {id(master(one)): at for at, one in enumerate(self.parameters)}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        del set_to_none
+        for one in self.parameters:
+            one.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
+        for part in self.parts:
+            groups = part.param_groups
+            for group in groups:
+                wholes, part.param_groups = group["params"], [group]
+                try:
+                    for some in self._rounds(part, wholes):
+                        self._update(part, group, some)
+                finally:
+                    group["params"], part.state, part.param_groups = wholes, self.state, groups
+
+    def _rounds(self, part: Optimizer, wholes: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
+        """Those that are updated together: over ranks, muon's."""
+        together = getattr(part, "rounds", None)
+        if together is not None:
+            return together(wholes)
+        return [[one] for one in wholes if self.parameters[self._at[id(one)]].grad is not None]
+
+    def _update(self, part: Optimizer, group: dict[str, Any], wholes: Sequence[Tensor]) -> None:
+        held = [self.parameters[self._at[id(one)]] for one in wholes]
+        here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, held, strict=True)]
+        states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, held, strict=True)]
+        group["params"], part.state = here, defaultdict(dict, zip(here, states, strict=True))
+        part.step()
+        for whole, parameter, one, state in zip(wholes, held, here, states, strict=True):
+            if whole is not parameter and self.offload:
+                whole.copy_(one)
+            if parameter.dtype != torch.float32:
+                seed = self.param_groups[0]["updates"], self._at[id(whole)]
+                parameter.copy_(one if whole is not parameter else rounded(one, parameter.dtype, seed=seed))
+            if state:
+                self._keep(whole, state, parameter.device)
+
+    def _brought(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The float32 numbers of a parameter, beside it and with its gradient."""
+        moves = whole is not parameter and self.offload
+        here = whole.to(parameter.device, torch.float32, copy=moves).detach()
+        here.grad = parameter.grad
+        return here
+
+    def _near(self, whole: Tensor, device: torch.device) -> dict[str, Any]:
+        """What is remembered of a parameter, beside it."""
+        kept = self.state.get(whole, {})
+        away = {name: value for name, value in kept.items() if self.offload and _is_moved(value)}
+        return kept | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}
+
+    def _keep(self, whole: Tensor, state: dict[str, Any], device: torch.device) -> None:
+        """Remember this of a parameter on `device`: in host memory where it was before, if it was there."""
+        if self.offload:
+            kept, pinned = self.state.get(whole, {}), device.type == "cuda"
+            state = {name: _home(value, kept.get(name), pinned=pinned) for name, value in state.items()}
+        self.state[whole] = state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+        wholes = [one for group in self.param_groups for one in group["params"]]
+        for at, saved in state_dict["state"].items():
+            device = self.parameters[self._at[id(wholes[at])]].device
+            near = not self.offload
+            state = {name: one.to(device) if near and _is_moved(one) else one for name, one in saved.items()}
+            self._keep(wholes[at], state, device)
+
+    def away(self) -> list[Tensor]:
+        """The tensors in host memory; of sharded ones this rank's shards."""
+        if not self.offload:
+            return []
+        moments = [local(value) for state in self.state.values() for value in state.values() if _is_moved(value)]
+        return [*(master(one) for one in self.parameters if master(one) is not one), *moments]
+
+
+def _is_moved(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _home(value: Any, kept: Tensor | None, *, pinned: bool) -> Any:
+    """A tensor in host memory: where it was before, if it was there."""
+    if not _is_moved(value):
+        return value
+    if kept is None:
+        kept = with_shard(value, torch.empty_like(local(value), device="cpu", pin_memory=pinned))
+    local(kept).copy_(local(value))
+    return kept
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Tensor:
+    """bfloat16 below or above each float32, at random so that the mean is the value: the bits that it loses are a
+    number that is carried with its probability."""
+    random = torch.Generator(values.device).manual_seed(hash(seed) & 0x7FFFFFFF)
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=random)
+    return ((bits + noise) & -65536).view(torch.float32).to(dtype)

@@ -1,0 +1,152 @@
+"""What ranks send each other in a pass, found on one machine before anything is loaded.
+
+One rank of so many runs the learner's own code: its models are made from the model's configuration alone, of tensors
+that have shapes and no numbers (torch's FakeTensorMode), cut and gathered as a run file says, and make one pass forward
+and backward, in a process group that sends nothing (torch's "fake" backend). Every collective is noted under its name.
+Never knows bandwidths.
+
+Of a mixture whose experts are apart, tokens go where they are chosen, which shapes alone do not say: here each rank
+gets as many as any other.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentrl.config import RunConfig
+from agentrl.config.train import ParallelPlan
+from agentrl.learner.data.batch import Row
+from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.memory_budget import grouped, hollow
+from agentrl.learner.model.models import Models
+from agentrl.learner.parallel import collectives, layers
+from agentrl.learner.parallel.fsdp import shard
+from agentrl.learner.parallel.meshes import Meshes
+from agentrl.learner.parallel.ranks import Member
+
+KINDS: Mapping[str, str] = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+}
+"""By what torch calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One that `size` ranks enter. `shape` is of the whole tensor, of which a rank has, or gets, one part of `size`; of
+    an all-reduce it has all; of an all-to-all it has all, and sends each rank a part."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a ring, which takes each part past all ranks; twice for an all-reduce."""
+        return self.nbytes * (self.size - 1) / self.size * (2 if self.kind == "all-reduce" else 1)
+
+
+def traffic(config: RunConfig, folder: Path, rows: Sequence[Row]) -> list[Collective]:
+    """Those of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more than a
+    config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
+    plan = config.train.parallel
+    with first_of(plan) as first:
+        with hollow():
+            models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
+        (pack,) = packs([rows], 1 << 60)
+        recorder = _Recorder()
+        collectives.keep(cast(Any, recorder))  # in the place of a ledger
+        with recorder:
+            models.others(pack)
+            outputs = models.forward(pack, trained=tuple(models.optimizers))
+            loss = outputs.logprobs_K.sum() + (0 if outputs.values_K is None else outputs.values_K.sum())
+            loss.backward()
+    return recorder.found
+
+
+@contextmanager
+def first_of(plan: ParallelPlan) -> Generator[Member]:
+    """Inside, this process is the first of the ranks, the others of which do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store, timeout = FakeStore(), timedelta(seconds=1)
+    distributed.init_process_group("fake", store=store, rank=0, world_size=plan.ranks)
+    try:
+        first = Member(0, plan.ranks, timeout, Meshes(init_device_mesh("cpu", (plan.ranks,))), store)
+        first.arrange(plan)
+        yield _First(0, plan.ranks, timeout, first.meshes, store)
+    finally:
+        collectives.keep(None)
+        distributed.destroy_process_group()
+
+
+class _First(Member):
+    def arrange(self, plan: ParallelPlan) -> None: ...
+
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        with unset_fake_temporarily(), patch.object(layers, "Experts", _Even):  # meshes are numbers
+            shard(module, self.meshes, dtype)
+
+
+class _Even(layers.Experts):
+    """Each rank has chosen every rank's experts as often. Rank 0 gets what is left over."""
+
+    def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
+        size = len(sent_WE)
+        sent = [-(-(count - at) // size) for at in range(size)]
+        return sent, sent[:1] * size
+
+
+class _Recorder(TorchDispatchMode):
+    """Inside, notes collectives, whose names it is told as a ledger is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Collective] = []
+        self._name = ""
+
+    def enter(self, name: str) -> None:
+        self._name = name
+
+    def leave(self) -> None: ...
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = tree_leaves(args)
+            whole = max((one for one in given if isinstance(one, Tensor)), key=Tensor.numel)
+            (group,) = (one for one in map(_group_of, given) if one is not None)
+            kind = KINDS[func._schema.name.partition("::")[2]]
+            self.found.append(Collective(self._name, kind, tuple(whole.shape), whole.dtype, group.size()))
+        return (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
+
+
+def _group_of(one: object) -> distributed.ProcessGroup | None:
+    if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one):
+        return distributed.ProcessGroup.unbox(one)
+    return None

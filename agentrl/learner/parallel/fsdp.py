@@ -1,0 +1,281 @@
+"""FSDP2: a model's parameters cut into as many shards as there are ranks, gathered layer by layer as they are needed.
+
+Owns how a model is cut, how one of its tensors is gathered, and how one is filled from a whole one. Never knows what
+the tensors are for.
+
+Shards, gradients and the state of the optimizer are float32. If passes compute in bfloat16, linear layers are gathered
+in it: a pass would round their weights to it anyway, so half of the bytes move and no bit of a result changes.
+Gradients are added up in float32: the sum of rounded parts is not the rounded sum. Embedding, norms and experts, which
+a pass does not round, and the output layer, which stays with the embedding, are gathered in float32 too.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportDeprecated=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.learner.parallel.collectives import named
+from agentrl.learner.parallel.layers import Cut, cuts, install, linear_layers
+from agentrl.learner.parallel.meshes import Meshes
+
+
+def spread(module: nn.Module, meshes: Meshes) -> None:
+    """Give a module on the meta device sharded tensors, of which each rank then reads only its shard. Raises
+    ConfigError for a model that cannot be cut as `meshes` ask for."""
+    cut = cuts(module, meshes)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    for part, name, parameter in _parameters(module):
+        if parameter not in made:
+            how = cut.get((part, name))
+            mesh, placements = (meshes.ranks, [Shard(0)]) if how is None else (how.mesh, how.placements)
+            shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            made[parameter] = nn.Parameter(shard, parameter.requires_grad)
+        part.register_parameter(name, made[parameter])
+
+
+def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter with the parts that have it, and its name there."""
+    parts = list(module.modules())
+    return [(part, name, parameter) for part in parts for name, parameter in part.named_parameters(recurse=False)]
+
+
+def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32) -> None:
+    """Cut a model over the ranks of `meshes`, on whose devices it is then. Each decoder layer is gathered by itself,
+    its linear layers in `dtype`, which a pass computes them in; the rest together, and it stays until the backward
+    pass, or `reshard`: logits are made after the pass."""
+    cut, narrow = cuts(module, meshes), dtype != torch.float32
+    sharded = [one for one in _parameters(module) if is_sharded(one[2])]
+    whole = {one: _hollow(one, cut.get((part, name))) for part, name, one in sharded}
+    for part, name, parameter in sharded:
+        part.register_parameter(name, whole[parameter])
+    names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    apart = dict.fromkeys(linear_layers(module), meshes.ranks) if narrow else {}
+    apart |= {part: how.column for (part, _), how in cut.items()}
+    for layer in layers:
+        groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Module]] = {}
+        for part in layer.modules():
+            if part in apart:
+                moved = dtype if isinstance(part, nn.Linear) else torch.float32
+                groups.setdefault((apart[part], moved), []).append(part)
+        for (mesh, moved), own in groups.items():
+            _fully(own, mesh, f"{names[own[0]]} and what is cut as it", reshard=True, dtype=moved)
+    for part in (*layers, module):
+        _fully([part], meshes.ranks, names[part], reshard=part is not module)
+    for part, name, parameter in sharded:  # FSDP takes over what it finds at the first pass
+        part.register_parameter(name, parameter)
+    install(module, meshes, cut)
+
+
+def _hollow(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    """A parameter that FSDP is to cut, without numbers."""
+    empty: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    if cut is not None:
+        empty = distribute_tensor(empty, cut.row, [Shard(cut.dim)], src_data_rank=None)
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def _fully(
+    parts: list[nn.Module], mesh: DeviceMesh, name: str, *, reshard: bool, dtype: torch.dtype = torch.float32
+) -> None:
+    """Have FSDP cut the parameters of parts that it gathers together, those in float32 as `dtype`. Gradients are added
+    up: each rank has its part of the loss."""
+    fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, reshard_after_forward=reshard)
+    first = parts[0]
+    assert isinstance(first, FSDPModule)
+    first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}", dtype)))
+    first.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
+    first.set_gradient_divide_factor(1.0)
+    first.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of this rank, not copied, and without gradients: the tensor that a sharded one is computed with."""
+    return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` may wrap it anew
+
+
+def with_shard(tensor: Tensor, shard: Tensor) -> Tensor:
+    """A tensor like another one, of which this rank has `shard`, wherever that is; `shard`, if the other is whole."""
+    return DTensor(shard, cast(Any, tensor)._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard
+
+
+def whole(tensor: Tensor, name: str) -> Tensor:
+    """A tensor with all of its shards: a collective, if it has shards. `name` is the same on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with named(f"gathering {name}"):
+        placements = list(tensor.placements)
+        for at in range(len(placements) - 1):  # one mesh dimension at a time: torch would warn that it does
+            placements[at] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.full_tensor()
+
+
+def gathered(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, in host memory if they were sharded; none on other ranks. Each is changed first."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = whole(change(tensor), name)
+        if not is_sharded(tensor):
+            found[name] = full
+        elif distributed.get_rank() == 0:
+            found[name] = full.cpu()
+    return found if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
+
+
+def like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """`whole` on the device of `tensor`, and sharded as it is. Each rank has all of `whole` already, or its shard."""
+    there = whole.to(tensor.device)
+    if is_sharded(there):
+        return there
+    if not isinstance(tensor, DTensor):
+        return there
+    return distribute_tensor(there, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded."""
+    tensor.copy_(like(whole, tensor))
+
+
+def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into a module that may be sharded. Raises RuntimeError if they do not fit."""
+    own = module.state_dict()
+    if not any(is_sharded(tensor) for tensor in own.values()):
+        module.load_state_dict(state)
+        return
+    if wrong := [
+        name for name in own.keys() | state.keys() if own.get(name, _NONE).shape != state.get(name, _NONE).shape
+    ]:
+        raise RuntimeError(f"{min(wrong)} is of another shape, or not there")
+    for name, tensor in own.items():
+        fill(tensor, state[name])
+
+
+@torch.no_grad()
+def clipped(parameters: Sequence[nn.Parameter], most: float) -> float:
+    """Scale the gradients of parameters down to a norm of `most` altogether. Returns the norm before that. Of sharded
+    ones each rank has a part that no other has, however they are cut."""
+    grads = [one.grad for one in parameters if one.grad is not None]
+    own = [local(grad) for grad in grads]
+    norm = nn.utils.get_total_norm(own)
+    if any(is_sharded(grad) for grad in grads):
+        square = norm.double().square()
+        with named("a norm"):
+            distributed.all_reduce(square)
+        norm = square.sqrt().to(norm.dtype)
+    share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
+    for grad in own:
+        grad.mul_(share)
+    return float(norm)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of what a pass has gathered and no backward pass has let go of."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+@contextmanager
+def settled(module: nn.Module) -> Generator[None]:
+    """Around a pass and what is made of it: without gradients, no backward pass comes."""
+    yield
+    if not torch.is_grad_enabled():
+        reshard(module)
+
+
+def waits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what it remembers waits in host memory."""
+    return getattr(optimizer, "offload", False)
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Mapping[int, Mapping[str, Tensor]]
+) -> None:
+    """Load the state of an optimizer, on every rank: whole tensors, which are copied, and `shards` by their parameters,
+    which are cut as these are. If it is to wait in host memory, no more than one tensor is on the device at a time."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    away = waits(optimizer)
+
+    def placed(value: Tensor, parameter: Tensor) -> Tensor:
+        there = like(value, parameter) if value.shape == parameter.shape else value
+        return there.to("cpu" if away else there.device, copy=True)
+
+    cut = {
+        at: {name: placed(value, parameter) for name, value in own.items()}
+        for (at, own), parameter in ((one, parameters[one[0]]) for one in state["state"].items())
+    }
+    for at, own in shards.items():
+        cut[at] = {**cut.get(at, {}), **own}
+    optimizer.load_state_dict({**state, "state": cut})
+
+
+# torch 2.13 renamed them
+ALL_GATHER: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+_NONE = torch.empty(0, 0, 0)
+
+
+_EXACT = ContextVar("exact", default=False)
+
+
+@contextmanager
+def exactly() -> Generator[None]:
+    """Around a pass without gradients that computes in float32: weights are gathered as they are."""
+    token = _EXACT.set(True)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
+
+
+class _Named:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Named):
+    """FSDP's own, noted in the ledger. Of float32 it moves `dtype`, and gives the rounded numbers in float32."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name)
+        self._dtype = dtype
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        rounds = output_tensor.dtype == torch.float32 != self._dtype and not _EXACT.get()
+        with named(self._name):
+            if not rounds:
+                return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+            narrow = torch.empty_like(output_tensor, dtype=self._dtype)
+            ALL_GATHER(narrow, input_tensor.to(self._dtype), group=group)
+        output_tensor.copy_(narrow)
+        return None
+
+
+class _ReduceScatter(_Named):
+    """FSDP's own, noted in the ledger."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        with named(self._name):
+            return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

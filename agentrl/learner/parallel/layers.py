@@ -1,0 +1,337 @@
+"""Layers that several ranks compute together: matrix products cut over them, and the experts of a mixture kept apart.
+
+Owns which parameter of a model is cut how, and what a layer does then. Never knows FSDP, which gathers over the columns
+of a mesh what is cut over them beside this; nor losses.
+
+tensor    A model's own plan (transformers' `tp_plan`) names the linear layers. The rows of a "colwise" weight are cut,
+          so that each rank has some heads, or some neurons; the columns of the "rowwise" one behind it, whose outputs
+          the ranks add up, each with a part of the bias. All else is computed by every rank alike, but the experts of a
+          mixture: each rank of a row sends them its share of the tokens.
+expert    A model's own plan (`ep_plan`) names the stacks of experts. A token goes to the ranks that have its experts
+          and comes back, all to all.
+
+Adapters of linear layers that are cut are small, and whole on every rank: one multiplies with the rows of B that belong
+to its outputs, or the columns of A that belong to its inputs. What a "rowwise" layer and its adapter make of a rank's
+inputs is added up over the ranks together.
+
+Gradients need no rules of their own. The loss of a step is the sum over all ranks, of which each in a row of `tensor`
+has an equal part. The sum of outputs is a sum of gradients as well, and what all ranks of a row have, a norm's weight
+or an adapter, has the sum of their gradients, as FSDP adds them up.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedFunctionDecorator=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.config.train import HEADS, check_divides
+from agentrl.errors import ConfigError
+from agentrl.learner.parallel.collectives import named
+from agentrl.learner.parallel.meshes import Meshes
+
+_WAYS = {"colwise": 0, "rowwise": 1}  # of transformers' plan: the dimension of a weight that is cut
+_AS_IT_IS = frozenset({"replicated_with_grad_allreduce"})  # right here without a word
+_STACK = "grouped_gemm"  # of transformers' plan: experts by their first dimension
+
+Cuts = Mapping[tuple[nn.Module, str], "Cut"]
+"""By the part of a model and the name of its parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dimension `dim` of a parameter is cut over the ranks of a row of `mesh`."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def placements(self) -> list[Placement]:
+        """With FSDP's shards over the ranks of a column, of what a rank of the row has."""
+        width = self.mesh.size(1)
+        return [_StridedShard(0, split_factor=width) if self.dim == 0 else Shard(0), Shard(self.dim)]
+
+    @property
+    def row(self) -> DeviceMesh:
+        return self.mesh[self.mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+
+    @property
+    def column(self) -> DeviceMesh:
+        return self.mesh[self.mesh.mesh_dim_names[0]]  # pyright: ignore[reportOptionalSubscript]
+
+
+def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
+    """The cuts of a model's parameters, as its own plans ask for. Raises ConfigError for a model that cannot be cut."""
+    if not hasattr(module, "config"):
+        return {}  # a critic's head
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    if meshes.tensor is not None:
+        found |= _tensor_cuts(module, meshes.tensor)
+    if meshes.expert is not None:
+        found |= _expert_cuts(module, meshes.expert)
+    return found
+
+
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """Those of decoder layers that a model's own plan names: it does no more with their weights than call them."""
+    found = _planned(module, getattr(module, "tp_plan", None) or {})
+    return [part for _, part, style in found if style in _WAYS and type(part) is nn.Linear]
+
+
+def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+    width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
+    name = type(module).__name__
+    check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    for path, part, style in _planned(module, plan):
+        if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
+            continue
+        if style not in _WAYS or type(part) is not nn.Linear:
+            raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
+        for at, parameter in part.named_parameters():
+            dim = _WAYS[style] if at == "weight" else 0
+            if parameter.shape[dim] % width:
+                hint = f"{path} of {name} is {parameter.shape[dim]} wide: give a number that divides it, or 1"
+                raise ConfigError("train.parallel.tensor", width, hint)
+            found[part, at] = Cut(mesh, dim)
+    if not found:
+        raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
+    return found
+
+
+def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+    width, plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    for path, part, style in _planned(module, plan):
+        if style != _STACK or not isinstance(part, nn.Parameter):
+            continue
+        if part.shape[0] % width:
+            hint = f"{type(module).__name__} has {part.shape[0]} experts: give a number that divides it, or 1"
+            raise ConfigError("train.parallel.expert", width, hint)
+        owner, _, name = path.rpartition(".")
+        found[module.get_submodule(owner), name] = Cut(mesh, 0)
+    if not found:
+        hint = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
+        raise ConfigError("train.parallel.expert", width, hint)
+    return found
+
+
+def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
+    """The parts and parameters of decoder layers that a plan names, with their styles."""
+    for above, layer in module.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for name, part in (*layer.named_modules(), *layer.named_parameters()):
+                path = f"{above}.{name}"
+                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", _plain(path))):
+                    yield path, part, style
+
+
+def _plain(path: str) -> str:
+    """A name without the layers that adapters put in between."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", path)
+
+
+def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
+    """Have the parts of a model compute with cut parameters, which FSDP has gathered over the columns."""
+    names = {part: _plain(name) for name, part in module.named_modules()}
+    adapters = {_below(layer): layer for layer in names if hasattr(layer, "base_layer")}
+    for (part, name), how in cut.items():
+        if isinstance(part, nn.Linear) and name == "weight":
+            _install_linear(part, adapters.get(part), how, f"adding up {names[part]}")
+    if not hasattr(module, "config"):
+        return
+    apart = {part for part, _ in cut if not isinstance(part, nn.Linear)}
+    stacks = set(apart)
+    if meshes.tensor is not None:  # their tokens are divided, however experts are cut
+        found = _planned(module, getattr(module, "tp_plan", None) or {})
+        stacks |= {_below(part) for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
+    for part in stacks:
+        above = [layer for layer in names if layer is not part and _below(layer) is part]
+        setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart, adapters=above))  # noqa: B010
+
+
+def _below(layer: nn.Module) -> nn.Module:
+    """What lies below the adapters of PEFT that are nested around it."""
+    while isinstance(base := getattr(layer, "base_layer", None), nn.Module):
+        layer = base
+    return layer
+
+
+def _install_linear(part: nn.Linear, adapter: Any, how: Cut, name: str) -> None:
+    """Have a linear layer, and PEFT's around it, compute with the rows or the columns that this rank has."""
+    setattr(part, "forward", partial(_linear, part, how.row if how.dim else None))  # noqa: B010
+    if adapter is not None:
+        for small in (adapter.lora_A if how.dim else adapter.lora_B).values():
+            small.forward = partial(_part, small, how.row, how.dim)
+    if how.dim:
+        outer: Any = part if adapter is None else adapter
+        outer.forward = partial(_added_up, outer.forward, how.row.get_group(), name)
+
+
+def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
+    """What some rows of a weight make of states; or what some columns do, whose ranks in `row` are added up: each adds
+    a part of the bias."""
+    weight, bias = _own(part.weight), None if (given := cast("Tensor | None", part.bias)) is None else _own(given)
+    if bias is None or row is None:
+        return functional.linear(states, weight, bias)
+    at, found = len(bias) * row.get_local_rank(), functional.linear(states, weight)
+    return found + functional.pad(bias, (at, len(weight) - at - len(bias))).to(found.dtype)
+
+
+def _part(small: nn.Linear, row: DeviceMesh, dim: int, states: Tensor) -> Tensor:
+    """The same of an adapter's matrix, which is whole."""
+    share = small.weight.shape[dim] // row.size()
+    return functional.linear(states, small.weight.narrow(dim, share * row.get_local_rank(), share))
+
+
+def _added_up(forward: Callable[[Tensor], Tensor], group: Any, name: str, states: Tensor) -> Tensor:
+    return added_up(forward(states), group, name)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Experts:
+    """Stands for the forward method of a stack of experts: `states` [T, H], the experts `index` [T, K] of each token
+    and their weights [T, K] give [T, H]."""
+
+    def __init__(self, part: Any, name: str, meshes: Meshes, *, apart: bool, adapters: Sequence[Any]) -> None:
+        """If they are kept `apart`, this rank has some of them. `adapters` are PEFT's around their parameters, whole on
+        every rank. PEFT adds them to parameters that are whole too: here each rank adds the part of its experts."""
+        self._part, self._name, self._forward = part, name, part.forward
+        self._row = None if meshes.tensor is None else meshes.tensor["tensor"]
+        self._owners = meshes.expert["expert"] if apart and meshes.expert is not None else None
+        self._adapters = list(adapters) if self._owners is not None else []
+        if self._owners is not None:
+            part.num_experts //= self._owners.size()
+        for adapter in self._adapters:
+            adapter.forward = adapter.base_layer.__call__
+
+    def __call__(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        size = len(states_TH)
+        start, stop = 0, size
+        if self._row is not None:
+            share = -(-size // self._row.size())
+            start = min(size, share * self._row.get_local_rank())
+            stop = min(size, start + share)
+        own_TH = self._combined(states_TH[start:stop], index_TK[start:stop], weight_TK[start:stop])
+        if self._row is None:
+            return own_TH
+        padded_TH = functional.pad(own_TH, (0, 0, start, size - stop))
+        return added_up(padded_TH, self._row.get_group(), f"adding up {self._name}")
+
+    def _combined(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """A token's experts each compute a row of it, on the ranks that have them."""
+        top_k, width = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
+        order_R = index_TK.flatten().argsort(stable=True)
+        count_E = index_TK.new_zeros(self._part.num_experts * width)
+        sent_E = count_E.index_add(0, index_TK.flatten(), torch.ones_like(index_TK).flatten())
+        rows_RH = states_TH[order_R // top_k]
+        if self._owners is None:
+            answers_RH = self._computed(rows_RH, sent_E[None])
+        else:
+            group = self._owners.get_group()
+            taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
+            sent, taken = self._rows(sent_E.view(width, -1), taken_WE, len(rows_RH))
+            given_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
+            answers_RH = sent_to(self._computed(given_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
+        back_R = order_R.argsort()
+        answers_TKH = answers_RH[back_R].view(*index_TK.shape, -1)
+        return (answers_TKH * weight_TK[..., None]).sum(1).to(states_TH.dtype)
+
+    def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
+        """How many of this rank's `count` rows go to each rank, and how many come from each."""
+        del count
+        return sent_WE.sum(1).tolist(), taken_WE.sum(1).tolist()
+
+    def _computed(self, rows_RH: Tensor, count_WE: Tensor) -> Tensor:
+        """What this rank's experts say of rows which are, for each rank that sent some, in the order of the experts.
+        One row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
+        part, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
+        index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten(), output_size=len(rows_RH))
+        index_R1 = functional.pad(index_R, (0, 1))[:, None]
+        padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
+        whole = dict(part._parameters)
+        part._parameters |= {name: self._adapted(name, _own(one)) for name, one in whole.items() if one is not None}
+        try:
+            return self._forward(padded_RH, index_R1, torch.ones_like(index_R1, dtype=rows_RH.dtype))[:-1]
+        finally:
+            part._parameters |= whole
+
+    def _adapted(self, name: str, own_EOI: Tensor) -> Tensor:
+        """A parameter of this rank's experts, with the adapters around it."""
+        for adapter in self._adapters:
+            if adapter.parameter_name == name and not adapter.disable_adapters and self._owners is not None:
+                first = self._owners.get_local_rank() * len(own_EOI)
+                for active in adapter.active_adapters:
+                    up, down, scale = adapter.get_delta_factors(active)
+                    up, down = up[first : first + len(own_EOI)], down[first : first + len(own_EOI)]
+                    with torch.autocast(own_EOI.device.type, enabled=False):
+                        own_EOI = torch.baddbmm(own_EOI, up, down, alpha=scale)
+        return own_EOI
+
+
+# --- collectives with gradients ---------------------------------------------------------------------------------------
+
+
+def added_up(part: Tensor, group: Any, name: str) -> Tensor:
+    """The sum of what the ranks of a group have, on each of them. Their losses are added up too: so are gradients."""
+    return _Sum.apply(part, group, name)  # pyright: ignore[reportReturnType]
+
+
+def sent_to(rows_RH: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+    """The next `sent` rows go to each rank of a group in turn, from which as many come as `taken` says. Gradients go
+    back."""
+    return _Exchange.apply(rows_RH, sent, taken, group, name)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, name: str) -> Tensor:
+        ctx.group, ctx.name = group, name
+        return _summed(part, group, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _summed(grads[0], ctx.group, f"{ctx.name}, backward"), None, None
+
+
+def _summed(part: Tensor, group: Any, name: str) -> Tensor:
+    whole = part.clone(memory_format=torch.contiguous_format)
+    with named(name):
+        distributed.all_reduce(whole, group=group)
+    return whole
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+        ctx.sent, ctx.taken, ctx.group, ctx.name = sent, taken, group, name
+        return _exchanged(rows, sent, taken, group, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = _exchanged(grads[0], ctx.taken, ctx.sent, ctx.group, f"{ctx.name}, backward")
+        return found, None, None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+    found = rows.new_empty(sum(taken), *rows.shape[1:])
+    with named(name):
+        distributed.all_to_all_single(found, rows.contiguous(), taken, sent, group=group)
+    return found

@@ -1,0 +1,122 @@
+"""Which rank computes which pass.
+
+All ranks are in the same layer of a pass at the same time, since each holds a shard of it. So the passes of an update
+are put into rounds of one pass a rank, of about equal cost, and all of one algorithm, policy and stem, which decide the
+models that run. Where a round lacks a pass, the rank runs another one of the round and its gradient counts 0 times.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agentrl.learner.data.batch import Row
+from agentrl.learner.data.prefix_trees import Pack, Tree, build_tree, forest, grown, kinds, packs
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Pass number `at` of the passes that were divided; its gradient counts if `counts`."""
+
+    at: int
+    pack: Pack
+    counts: bool = True
+
+
+def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> list[list[Pass]]:
+    """The passes of each of `size` ranks, as many for each."""
+    if size == 1:
+        return [[Pass(at, pack) for at, pack in enumerate(packs)]]
+    left = sorted(range(len(packs)), key=lambda at: -cost(packs[at]))
+    shares: list[list[Pass]] = [[] for _ in range(size)]
+    while left:
+        own = [at for at in left if _models(packs[at]) == _models(packs[left[0]])]
+        for start in range(0, len(own), size):
+            turn = own[start : start + size]
+            for rank, share in enumerate(shares):
+                at = turn[min(rank, len(turn) - 1)]
+                share.append(Pass(at, packs[at], counts=rank < len(turn)))
+        left = [at for at in left if at not in own]
+    return shares
+
+
+def _models(pack: Pack) -> tuple[object, ...]:
+    """What decides the models that run in a pass, and the passes of which they do together."""
+    return pack.algo, pack.policy, pack.stem
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A record of tensors, or of records of them, with every tensor on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: moved(getattr(value, field.name), device) for field in fields(value) if field.init}
+        return replace(value, **named)
+    if isinstance(value, Mapping):
+        return {name: moved(one, device) for name, one in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, tuple | list):
+        return type(value)(moved(one, device) for one in cast("list[Any]", value))
+    return value
+
+
+def laid(
+    groups: Sequence[Sequence[Row]],
+    budget: int,
+    size: int,
+    device: torch.device | str,
+    *,
+    cost: Callable[[Tree], float],
+    shared: bool = True,
+    stems: bool = False,
+) -> list[Pack]:
+    """The passes over the rows of some groups, of at most `budget` nodes, for `size` ranks: as `packs` lays them for
+    one rank; for several, of equal cost, a multiple of `size` of them where there are so many rows.
+
+    Trees share less where a group has to be divided, so that one is divided only while a rank would be idle. If it is
+    larger than a pass, and its stem is computed once on each rank, its passes are as they are."""
+    if size == 1:
+        return packs(groups, budget, device, shared=shared, stems=stems)
+    found: list[Pack] = []
+    for own in kinds(groups):
+        own = own if shared else [[row] for rows in own for row in rows]
+        trees: list[Tree] = []
+        for divided in (forest(rows, budget) for rows in own if rows):
+            apart = grown(divided, device, size) if stems else []
+            found += apart
+            trees += [] if apart else divided
+        for together in _bins(trees, budget, size, cost):
+            found += packs(together, budget, device, shared=shared)
+    return found
+
+
+def _bins(trees: Sequence[Tree], budget: int, size: int, cost: Callable[[Tree], float]) -> list[list[Sequence[Row]]]:
+    """The rows of the trees of each pass: the dearest trees first, each to the cheapest with room (Graham 1969)."""
+    trees = list(trees)
+    while len(trees) < size and (parts := [tree for tree in trees if len(tree.rows) > 1]):
+        tree = max(parts, key=cost)
+        trees.remove(tree)
+        half = len(tree.rows) // 2
+        trees += [build_tree(tree.rows[:half]), build_tree(tree.rows[half:])]
+    rounds = -(-sum(len(tree.token_ids_N) for tree in trees) // (budget * size))
+    bins: list[list[Sequence[Row]]] = [[] for _ in range(rounds * size)]
+    nodes, costs = [0] * len(bins), [0.0] * len(bins)
+    for own, tree in sorted(((cost(tree), tree) for tree in trees), key=lambda one: -one[0]):
+        count = len(tree.token_ids_N)
+        room = [at for at, had in enumerate(nodes) if not had or had + count <= budget]
+        if not room:
+            room = [len(bins)]
+            bins += [[] for _ in range(size)]
+            nodes += [0] * size
+            costs += [0.0] * size
+        at = min(room, key=costs.__getitem__)
+        bins[at].append(tree.rows)
+        nodes[at] += count
+        costs[at] += own
+    return [rows for rows in bins if rows]

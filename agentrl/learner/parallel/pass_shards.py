@@ -1,0 +1,243 @@
+"""What a rank computes of a pass that several ranks compute together.
+
+Owns how the nodes of a pass, and the rows of its logits, are divided among these ranks, and how what each has found
+comes together. Never knows models or losses.
+
+context   Each rank computes some of the nodes, as queries of every layer. Before attention the ranks gather the keys
+          and values of all nodes: 2 N H_kv D numbers of each layer, however many ranks there are, which stay for the
+          backward pass unless layers are computed again. Of a pass with a stem they divide the stem, and what comes
+          after it, each by itself.
+tensor    The ranks of a row have the same nodes, and each the logits of some.
+
+The log-probs of all tokens are on all of these ranks in the end, and each has an equal part of the loss: gradients add
+up over ranks (see `layers`).
+
+Nodes are divided into runs, which each rank gets as many of. All nodes cost the same but for attention, where one costs
+as much as it sees: the dearest runs first, each to the rank that sees the least so far. Of one row a rank gets a run
+near its start and one as near to its end.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from agentrl.learner.data.prefix_trees import Branch, Pack
+from agentrl.learner.flops import pairs
+from agentrl.learner.model.attention import Gather
+from agentrl.learner.model.logprobs import Places
+from agentrl.learner.moe.expert_records import Routes
+from agentrl.learner.parallel.collectives import named
+from agentrl.learner.parallel.fsdp import ALL_GATHER, REDUCE_SCATTER
+from agentrl.learner.parallel.layers import added_up
+from agentrl.learner.parallel.meshes import Meshes
+
+_RUNS = (2, 4, 8)  # of each rank: as few as will do, since in most layouts each has a copy of its path
+_UNEVEN = 1.03  # what a rank may see more than the mean
+
+Found = tuple[Tensor, Tensor, Tensor]
+"""As `head.statistics` returns."""
+
+Span = tuple[int, int]
+"""Nodes from one to another, exclusive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """This rank's nodes `node_n` of a pass and their `branches`; `keep_c` are those of its nodes (by their place among
+    them) that predict, of which it reads the logits of `rows`: the numbers of these in the pass are `row_p`."""
+
+    pack: Pack
+    branches: Sequence[Branch]
+    keep_c: Tensor
+    node_n: Tensor | None = None  # all of them
+    rows: slice = field(default_factory=lambda: slice(None))
+    row_p: Tensor | None = None  # all of them
+    place_N: Tensor | None = None
+    most: int = 0
+    own_n: Tensor | None = None  # which of them another rank does not compute in its place: all of them
+    meshes: Meshes | None = None
+
+    @classmethod
+    def whole(cls, pack: Pack, span: Span | None = None) -> Portion:
+        """All nodes of a pass, or of a span."""
+        if span is None:
+            return cls(pack, pack.branches, pack.predictors_P)
+        nodes = torch.arange(*span, device=pack.token_ids_N.device)
+        return cls(pack, pieces(pack.branches, [span]), _predictors(pack, span) - span[0], nodes)
+
+    @property
+    def token_ids_n(self) -> Tensor:
+        ids_N = self.pack.token_ids_N
+        return ids_N if self.node_n is None else ids_N[self.node_n]
+
+    @property
+    def depth_n(self) -> Tensor:
+        depth_N = self.pack.depth_N
+        return depth_N if self.node_n is None else depth_N[self.node_n]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Those of its nodes. One that it computes for nobody is in no row."""
+        if self.pack.routes is None or self.node_n is None:
+            return self.pack.routes
+        found = self.pack.routes.at(self.node_n)
+        return found if self.own_n is None else replace(found, rows_N=found.rows_N * self.own_n)
+
+    def gather(self, then: Gather | None) -> Gather | None:
+        """How layers get the keys and values of all nodes; `then` is what the pass does to those of a span."""
+        if self.place_N is None or then is None:
+            return then if self.place_N is None else self._gathered
+
+        def both(key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+            return then(*self._gathered(key, value, name), name)
+
+        return both
+
+    def _gathered(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Those of all nodes [1, H_kv, N, D] from those of this rank's [1, H_kv, n, D]."""
+        assert self.meshes is not None and self.place_N is not None
+        both_nHD = torch.cat([key, value], -1)[0].transpose(0, 1)
+        both_NHD = _Gather.apply(both_nHD, self.place_N, self.most, self.meshes.context, name)
+        both: Tensor = both_NHD.transpose(0, 1)[None]  # pyright: ignore
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+    def read(self, own: Places, plain: Places, found: Callable[[Places, Places], Found]) -> Found:
+        """What `found` says of two sets of places and of each row of logits, from what it says of this rank's rows."""
+        if self.row_p is None:
+            return found(own, plain)
+        count = len(self.pack.predictors_P)
+        at_P = self.row_p.new_full((count,), -1).index_copy(0, self.row_p, torch.arange(len(self.row_p)).to(self.row_p))
+        (here, own_J), (there, plain_J) = own.only(at_P), plain.only(at_P)
+        own_I, plain_O, entropy_p = found(here, there)
+        sizes = len(own.row_I), len(plain.row_I), count
+        parts = zip((own_I, plain_O, entropy_p), (own_J, plain_J, self.row_p), sizes, strict=True)
+        own_I, plain_O, entropy_P = self.joined(list(parts), "log-probs")
+        return own_I[own.back_I], plain_O[plain.back_I], entropy_P
+
+    def joined(self, parts: Sequence[tuple[Tensor, Tensor, int]], name: str) -> list[Tensor]:
+        """Vectors that the ranks have parts of: the numbers that this rank has, their places, and how many there are
+        of all ranks."""
+        assert self.meshes is not None
+        whole = [own.new_zeros(size).index_copy(0, at, own) for own, at, size in parts]
+        return list(added_up(torch.cat(whole), self.meshes.team, name).split([len(one) for one in whole]))
+
+
+def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
+    """That of this rank, of all nodes of a pass or of a span: its stem, or all after that."""
+    if meshes.team is None:
+        return Portion.whole(pack, span)
+    if meshes.context is None:
+        found = Portion.whole(pack, span)
+        at_P = torch.arange(len(found.keep_c), device=found.keep_c.device)
+    else:
+        found, at_P = _of_nodes(pack, meshes, span or (0, len(pack.token_ids_N)))
+    column, width = (0, 1) if meshes.tensor is None else (meshes.tensor.get_local_rank(1), meshes.tensor.size(1))
+    rows = slice(len(at_P) * column // width, len(at_P) * (column + 1) // width)
+    return replace(found, rows=rows, row_p=at_P[rows], meshes=meshes)
+
+
+def _predictors(pack: Pack, span: Span) -> Tensor:
+    """Those of a span: of a stem no node predicts, and after it are all that do."""
+    return pack.predictors_P[: len(pack.predictors_P) if span[1] == len(pack.token_ids_N) else 0]
+
+
+def _of_nodes(pack: Pack, meshes: Meshes, span: Span) -> tuple[Portion, Tensor]:
+    """This rank's nodes of a span, and which of the pass's predictors are among them."""
+    size, device = distributed.get_world_size(meshes.context), pack.token_ids_N.device
+    shares = spans(pieces(pack.branches, [span]), size)
+    each = [torch.cat([torch.arange(*run) for run in share]) for share in shares]
+    most = max(map(len, each))
+    place_N = torch.empty(span[1] - span[0], dtype=torch.long)
+    for rank, node_n in enumerate(each):
+        place_N[node_n - span[0]] = torch.arange(len(node_n)) + rank * most
+    place_N, rank = place_N.to(device), distributed.get_rank(meshes.context)
+    place_P = place_N[_predictors(pack, span) - span[0]] - rank * most
+    at_P = ((place_P >= 0) & (place_P < most)).nonzero()[:, 0]
+    own, node_n = pieces(pack.branches, shares[rank]), each[rank].to(device)
+    own_n = place_N[node_n - span[0]] // most == rank
+    return Portion(pack, own, place_P[at_P], node_n, place_N=place_N, most=most, own_n=own_n), at_P
+
+
+def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
+    """The nodes of each of `size` ranks, of branches side by side, in order: about as many for each, and about as many
+    pairs of a query and a key that it sees. If there are fewer nodes than ranks, the others compute the first node too,
+    and nobody reads it."""
+    shares: list[list[Span]] = []
+    for runs in _RUNS:
+        shares, seen = _dealt(branches, size, runs * size)
+        if max(seen) * size <= _UNEVEN * sum(seen):
+            break
+    first = branches[0].start
+    return [_merged(sorted(share or [(first, first + 1)])) for share in shares]
+
+
+def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[Span]], list[int]]:
+    """So many runs of nodes, the dearest first, each to the rank that sees the least so far; and what each sees."""
+    first, nodes = branches[0].start, branches[-1].stop - branches[0].start
+    edges = list(dict.fromkeys(first + nodes * at // runs for at in range(runs + 1)))
+    cost = {
+        run: sum(pairs(one.stop - one.start, len(one.path)) for one in pieces(branches, [run]))
+        for run in pairwise(edges)
+    }
+    shares: list[list[Span]] = [[] for _ in range(size)]
+    seen = [0] * size
+    most = -(-len(cost) // size)
+    for run in sorted(cost, key=lambda run: -cost[run]):
+        rank = min((rank for rank in range(size) if len(shares[rank]) < most), key=seen.__getitem__)
+        shares[rank].append(run)
+        seen[rank] += cost[run]
+    return shares, seen
+
+
+def _merged(share: Sequence[Span]) -> list[Span]:
+    found = [share[0]]
+    for start, stop in share[1:]:
+        if start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def pieces(branches: Sequence[Branch], share: Sequence[Span]) -> list[Branch]:
+    """The parts of branches whose nodes are in some spans. All are in order."""
+    found: list[Branch] = []
+    for first, last in share:
+        for branch in branches:
+            start, stop = max(first, branch.start), min(last, branch.stop)
+            if start < stop:
+                found.append(Branch(start, stop, branch.path[: len(branch.path) - (branch.stop - stop)]))
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """`place_N` are the places of nodes in what the ranks have, `most` of each, one rank after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, own_nX: Tensor, place_N: Tensor, most: int, group: Any, name: str) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.given = len(own_nX), most, group, name
+        padded = torch.cat([own_nX, own_nX.new_zeros(most - len(own_nX), *own_nX.shape[1:])])
+        whole = padded.new_empty(most * distributed.get_world_size(group), *padded.shape[1:])
+        with named(name):
+            ALL_GATHER(whole, padded, group=group)
+        return whole.index_select(0, place_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (place_N,), (count, most, group, name) = ctx.saved_tensors, ctx.given
+        size = most * distributed.get_world_size(group)
+        whole = grads[0].new_zeros(size, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
+        own = whole.new_empty(most, *whole.shape[1:])
+        with named(f"{name}, backward"):
+            REDUCE_SCATTER(own, whole, group=group)
+        return own[:count], None, None, None, None

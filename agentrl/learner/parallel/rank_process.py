@@ -1,0 +1,76 @@
+"""The process of every rank but rank 0: `python -m agentrl.learner.parallel.rank_process`, with what `ranks.Leader`
+tells it.
+
+It joins the process group, makes a learner when it is told to, and runs the methods of it that rank 0 orders. An error
+goes to rank 0, and ends it. It ends at once when rank 0 has ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.learner.learner import Learner
+from agentrl.learner.parallel.collectives import Ledger
+from agentrl.learner.parallel.messages import Reply, receive, send
+from agentrl.learner.parallel.ranks import join
+
+
+def serve(
+    line: Connection[Any, Any], ledger: Ledger, rank: int, size: int, meeting: Path, device: str, wait_s: float
+) -> None:
+    """Do what rank 0 says on `line`, until it ends the process."""
+    orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(line, orders), name="orders", daemon=True).start()
+    send(line, Reply())
+    try:
+        where = torch.device(device)
+        member = join(ledger, meeting, rank=rank, size=size, device=where, deadline_s=wait_s)
+        learner: Learner | None = None
+        while True:
+            name, given = orders.get()
+            if name == "build":
+                config, model_dir, reference_dir, folder_of = given
+                learner = Learner(
+                    config, model_dir, where, reference_dir=reference_dir, folder_of=folder_of, ranks=member
+                )
+                send(line, Reply())
+            else:
+                send(line, Reply(getattr(learner, name)(given)))
+    except Exception as error:  # whatever it is, rank 0 must know before this process ends
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        send(line, Reply(error=text, in_collective=ledger.standings()[rank].inside))
+        os._exit(1)  # torch's threads may wait for ranks that have ended
+
+
+def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[tuple[str, Any]]) -> None:
+    """Hand on the orders; when rank 0 has ended, so does this process, wherever it waits."""
+    while True:
+        try:
+            orders.put(receive(line))
+        except (EOFError, OSError):
+            os._exit(70)
+
+
+def main() -> None:
+    rank, size, line, ledger, meeting, device, wait_s = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log
+    kept = Ledger(int(ledger), int(rank), int(size))
+    serve(Connection(int(line)), kept, int(rank), int(size), Path(meeting), device, float(wait_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,497 @@
+"""Orders from rank 0 to the other ranks, and their replies.
+
+Every rank has a `Learner`. Rank 0 calls `run` with one of its methods and the argument of each rank: all run it at the
+same time and meet in its collectives; rank 0 gets what each returned. Between two orders the others wait, without any
+deadline. Within one, each collective has a deadline: if a rank is dead, stopped or late, rank 0 raises `RankLost`
+which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with new ranks.
+
+An order and a reply are pickled over a socket, whose end is also the lifeline of the other rank: it ends when rank 0
+has ended, however that ended.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
+
+from agentrl.config.train import ParallelPlan
+from agentrl.errors import AgentRLError, RankLost
+from agentrl.host.child_environment import SECRETS
+from agentrl.host.janitor import OwnedFolder
+from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.parallel import background_writes as beside
+from agentrl.learner.parallel import collectives
+from agentrl.learner.parallel.collectives import Ledger, Standing
+from agentrl.learner.parallel.fsdp import shard, spread
+from agentrl.learner.parallel.meshes import Meshes, Teams, table, teams
+from agentrl.learner.parallel.messages import Reply, receive, send
+from agentrl.learner.parallel.pass_shards import Portion, Span, portion
+
+_LOOK_S = 0.5
+_EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
+_PATIENCE = timedelta(days=1)  # of other ranks than 0, which end with it
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing,
+    and nobody calls `run`. `team` of them, neighbours, compute each pass together; of each layer a rank has one of
+    `tensor` parts."""
+
+    rank: int
+    size: int
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def team(self) -> int: ...
+
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        """Inside, each other rank makes its learner, as `Learner(*what)`, and this one its own."""
+        ...
+
+    def arrange(self, plan: ParallelPlan) -> None:
+        """From now on, models are cut as a run file says. All ranks call it together."""
+        ...
+
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        """What this rank computes of a pass of its team, or of its stem, or of what comes after that."""
+        ...
+
+    def spread(self, module: nn.Module) -> None:
+        """Of a model on the meta device, make the tensors that this rank's shards are to be read into."""
+        ...
+
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        """Leave this rank only its shard of a model, spread or whole, whose passes compute in `dtype`. All ranks leave
+        it together."""
+        ...
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        """What the method `work` of the learner of each rank returns for what it is given, by rank."""
+        ...
+
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
+        """On others than rank 0: do `work` on a thread, while orders go on; it is given what to call as it gets on."""
+        ...
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None:
+        """On rank 0, on any thread: wait until each other rank has done its work `key`: see `beside.settle`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """One rank: nothing is cut, nothing is sent."""
+
+    rank, size, tensor, team = 0, 1, 1, 1
+
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def arrange(self, plan: ParallelPlan) -> None: ...
+    def spread(self, module: nn.Module) -> None: ...
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None: ...
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
+    def settle(self, key: str, progress: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return Portion.whole(pack, span)
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        return [work(given[0])]
+
+
+ALONE = Alone()
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank's own end of the process group."""
+
+    rank: int
+    size: int
+    timeout: timedelta
+    meshes: Meshes
+    store: distributed.Store
+    cuts: int = 0
+    tables: dict[tuple[str, int], DeviceMesh] = field(default_factory=dict[tuple[str, int], DeviceMesh])
+    teams: dict[tuple[int, int], Teams] = field(default_factory=dict[tuple[int, int], Teams])
+
+    @property
+    def tensor(self) -> int:
+        return 1 if self.meshes.tensor is None else self.meshes.tensor.size(1)
+
+    @property
+    def team(self) -> int:
+        return 1 if self.meshes.team is None else distributed.get_world_size(self.meshes.team)
+
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None: ...
+
+    def arrange(self, plan: ParallelPlan) -> None:
+        tensor, expert = self._table("data", "tensor", plan.tensor), self._table("copies", "expert", plan.expert)
+        context, team = None, None if tensor is None else tensor.get_group("tensor")
+        if plan.context > 1:
+            key = plan.context, plan.tensor
+            if key not in self.teams:
+                self.teams[key] = teams(self.rank, self.size, *key, self.timeout)
+            context, team = self.teams[key]
+        self.meshes = replace(self.meshes, tensor=tensor, expert=expert, context=context, team=team)
+
+    def _table(self, column: str, row: str, width: int) -> DeviceMesh | None:
+        if width == 1:
+            return None
+        if (row, width) not in self.tables:
+            device = self.meshes.ranks.device_type
+            self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device)
+        return self.tables[row, width]
+
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return portion(pack, self.meshes, span)
+
+    def spread(self, module: nn.Module) -> None:
+        spread(module, self.meshes)
+
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        shard(module, self.meshes, dtype)
+        self.store.wait([self.arrive()], _PATIENCE)
+
+    def arrive(self) -> str:
+        """This rank has cut another model. The key that the store has when all have: one may read for much longer than
+        another, and a collective has a deadline."""
+        self.cuts += 1
+        key = f"all have cut model {self.cuts}"
+        if self.store.add(f"ranks that have cut model {self.cuts}", 1) == self.size:
+            self.store.set(key, "")
+        return key
+
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
+        beside.begin(self.store, key, self.rank, work)
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None: ...
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        raise RuntimeError("only rank 0 gives orders")
+
+
+def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
+    """Become rank `rank` of the process group whose store is the file `meeting`, which only this user can open: a store
+    of torch's that listens on a port takes orders from everybody."""
+    collectives.keep(ledger)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # else gloo listens where the host's name leads
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = distributed.FileStore(str(meeting), size)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    # NCCL's own watchdog would end the process without a word on who is missing: ours comes before it.
+    timeout = timedelta(seconds=2 * (deadline_s + _GRACE_S) if on_gpu else deadline_s)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    with collectives.named("meeting"):
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return Member(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
+
+
+@dataclass(slots=True)
+class _Other:
+    """Another rank, as rank 0 sees it."""
+
+    process: subprocess.Popen[bytes]
+    line: Connection[Any, Any]
+    failed: Reply | None = None
+
+
+class Leader:
+    """Rank 0's end: starts the others, and ends them. At most one in a process."""
+
+    rank = 0
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        deadline_s: float,
+        start_s: float,
+        progress: Callable[[], None] = lambda: None,
+        ends: Callable[[str], None] | None = None,
+    ) -> None:
+        """Rank i is on `devices[i]`. `deadline_s` is of a collective, `start_s` of the start of a process and of the
+        loading of its models. `progress` is called as long as some rank gets on. `ends` is called, on a thread, if this
+        process cannot raise what it should, since torch does not come back; the process is ended then. Raises
+        RankLost."""
+        self.size, self._deadline_s, self._start_s = len(devices), deadline_s, start_s
+        self._progress, self._ends = progress, ends
+        self._seen, self._seen_at, self._busy = [0] * self.size, time.monotonic(), False
+        self._closed = threading.Event()
+        folder = OwnedFolder()
+        weakref.finalize(self, folder.close)  # not in `close`: another thread may still ask the store
+        meeting = folder.path / "store"
+        with tempfile.TemporaryFile() as file:
+            self.ledger = Ledger(file.fileno(), 0, self.size)
+            self._others = [
+                self._start(rank, file.fileno(), (meeting, str(device))) for rank, device in enumerate(devices) if rank
+            ]
+        try:
+            with self._working():
+                for rank in range(1, self.size):
+                    self._reply(rank, start_s)  # they have loaded torch
+                where = devices[0]
+                self._member = join(self.ledger, meeting, rank=0, size=self.size, device=where, deadline_s=deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _start(self, rank: int, ledger: int, told: tuple[Path, str]) -> _Other:
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
+        argv = [rank, self.size, theirs.fileno(), ledger, *told, self._deadline_s]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.learner.parallel.rank_process", *map(str, argv)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), ledger),
+                env={
+                    **SECRETS.without(os.environ),
+                    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+                },
+            )
+        return _Other(process, Connection(ours.detach()))
+
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the other ranks' processes, rank 1 first."""
+        return [other.process.pid for other in self._others]
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def building(self, *what: object) -> Generator[None]:
+        with self._working():
+            self._order("build", [what] * self.size)
+            yield
+            for rank in range(1, self.size):
+                self._reply(rank, self._start_s)
+
+    @property
+    def tensor(self) -> int:
+        return self._member.tensor
+
+    @property
+    def team(self) -> int:
+        return self._member.team
+
+    def arrange(self, plan: ParallelPlan) -> None:
+        self._member.arrange(plan)
+
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return self._member.portion(pack, span)
+
+    def spread(self, module: nn.Module) -> None:
+        self._member.spread(module)
+
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        shard(module, self._member.meshes, dtype)
+        key, began = self._member.arrive(), time.monotonic()
+        while not self._member.store.check([key]):
+            if any(other.process.poll() is not None for other in self._others):
+                raise EOFError
+            if time.monotonic() - began > self._start_s:
+                raise TimeoutError(f"the ranks have not read their weights within {self._start_s:g} s")
+            self._progress()
+            time.sleep(_LOOK_S / 10)
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        """Raises RankLost, also for what `work` raises on another rank, and what it raises on this one."""
+        with self._working():
+            self._order(work.__name__, given)
+            found = [work(given[0])]
+            return found + [cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]
+
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None:
+        beside.settle(
+            self._member.store,
+            key,
+            range(1, self.size),
+            said=lambda rank: self._said(rank, self._others[rank - 1]),
+            where=lambda rank: self._where(rank, self.ledger.standings()[rank]),
+            deadline_s=self._deadline_s,
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        """End the other ranks. Safe at any time."""
+        self._closed.set()
+        for other in self._others:
+            other.line.close()
+            other.process.kill()
+            other.process.wait()
+        collectives.keep(None)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  # it answers with dead meshes
+
+    @contextmanager
+    def _working(self) -> Generator[None]:
+        """Inside, ranks meet in collectives. An error leaves no rank behind: nobody knows where it stands."""
+        self._seen_at, self._busy = time.monotonic(), True
+        try:
+            yield
+        except AgentRLError:
+            self.close()
+            raise
+        except collectives.OutOfStep as error:
+            self.close()
+            raise RankLost(str(error)) from error
+        except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
+            lost = self._lost(error)
+            self.close()
+            if lost is None:
+                raise
+            raise lost from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def _order(self, name: str, given: Sequence[object]) -> None:
+        if self._closed.is_set():
+            raise RankLost("the ranks have ended: start the learner again")
+        for other, what in zip(self._others, given[1:], strict=True):
+            send(other.line, (name, what))
+
+    def _reply(self, rank: int, deadline_s: float) -> object:
+        other, began = self._others[rank - 1], time.monotonic()
+        while not other.line.poll(_LOOK_S):
+            if other.process.poll() is not None and not other.line.poll():
+                raise EOFError
+            if self._advanced():
+                began = time.monotonic()
+            if time.monotonic() - began > deadline_s:
+                raise TimeoutError
+        return self._read(other)
+
+    def _read(self, other: _Other) -> object:
+        """Raises RuntimeError for an error of that rank."""
+        answer: Reply = receive(other.line)
+        if answer.error is not None:
+            other.failed = answer
+            raise RuntimeError(answer.error)
+        return answer.value
+
+    # --- who did not come -----------------------------------------------------------------------------------------
+
+    def _advanced(self) -> bool:
+        """Whether some rank has entered a collective since this was asked last."""
+        counts = [standing.count for standing in self.ledger.standings()]
+        if counts == self._seen:
+            return False
+        self._seen, self._seen_at = counts, time.monotonic()
+        self._progress()
+        return True
+
+    def _watch(self) -> None:
+        """Note that ranks get on while this one waits; end the process if torch does not come back."""
+        while not self._closed.wait(_LOOK_S):
+            if not self._busy or self._advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
+                continue
+            standings = self.ledger.standings()
+            if standings[0].inside or len({standing.count for standing in standings}) > 1:
+                lost = self._lost(TimeoutError())
+                if self._ends is not None:
+                    self._ends(str(lost))
+                return
+
+    def _lost(self, error: BaseException) -> RankLost | None:
+        """What happened, by the strongest evidence that the next moments bring; None if no rank is to blame."""
+        until = time.monotonic() + _EVIDENCE_S
+        while True:
+            for other in self._others:
+                with suppress(RuntimeError, OSError, EOFError):
+                    while other.failed is None and other.line.poll():
+                        self._read(other)
+            said = [self._said(rank, other) for rank, other in enumerate(self._others, 1)]
+            standings = self.ledger.standings()
+            most = max(standing.count for standing in standings)
+            if ended := [line for line in said if line]:
+                return RankLost("; ".join(ended))
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
+            return None  # its own: a full disk, say
+        missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
+        at = next(standing for standing in standings if standing.count == most)
+        late = "; ".join(self._where(rank, standings[rank]) for rank in missing or range(1, self.size))
+        return RankLost(
+            f"{late}. It did not come to {at.name!r}, collective {most}, within {self._deadline_s:g} s "
+            f"(train.parallel.deadline_s): {_first_line(error)}"
+        )
+
+    def _said(self, rank: int, other: _Other) -> str | None:
+        """Why a rank ended, if it did by itself."""
+        if other.failed is not None:
+            return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
+        status = other.process.poll()
+        if status is None:
+            return None
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        standing = self.ledger.standings()[rank]
+        return f"rank {rank} of {self.size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
+
+    def _where(self, rank: int, standing: Standing) -> str:
+        pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
+        how = " is stopped" if _stopped(pid) else ""
+        return (
+            f"rank {rank} of {self.size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
+        )
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is stopped, as the kernel tells where there is a /proc."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

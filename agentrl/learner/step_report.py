@@ -1,0 +1,311 @@
+"""The report of a learner step.
+
+Owns the numbers and their names, which are those of the metrics file. Never computes anything that training needs.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.algorithm import Algorithm, Loss, Outputs
+from agentrl.algos.importance import Mismatch, gauges
+from agentrl.algos.losses import kl_penalty
+from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
+from agentrl.learner.data.batch import GroupRows, Row
+from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment
+from agentrl.learner.flops import Use
+from agentrl.learner.moe.routers import Heard
+from agentrl.learner.moe.routing_replay import Routed, Routing, routed, summary
+from agentrl.learner.play_report import group_spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step. A mean over nothing is None.
+
+    Gauges (`ess` to `entropy`) are over the tokens that were computed; `lag_*` and `advantage_*` over all scored ones.
+    `updated` is False where no token had an advantage, and where all updates were skipped. See `corrections.Gauges` for
+    what the gauges mean."""
+
+    step: int
+    updated: bool
+    skipped_updates: int  # whose gradient was not finite: they changed nothing
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    # the data
+    group_count: int  # taken in this step; groups that only have late members in it do not count
+    groups_without_signal: int
+    groups_skipped: int  # these left without signal, untrained; their episodes are only in the means below
+    episodes: int
+    episodes_late: int  # of these, those that ended after their group had closed
+    episodes_left_out: int  # infrastructure failed them (law 3)
+    episodes_rejected: int  # trained with weight 0, since their ratios were out of bounds (`algo.reject`)
+    episodes_stale: int  # every token beyond the lag bound: not trained, but counted in the means below (law 5)
+    outcome_mean: float | None
+    process_mean: float | None  # sum of an episode's process rewards
+    reward_mean: float | None  # outcome plus process
+    reward_min: float | None
+    reward_max: float | None
+    success_mean: float | None
+    reward_functions: dict[str, float]  # mean over episodes, by reward function of the environment
+    advantage_mean: float | None
+    advantage_std: float | None
+    # tokens
+    tokens_scored: int  # sampled tokens in the normalisation
+    tokens_trained: int  # of these, computed
+    tokens_row: int  # tokens of the computed rows, prompts and answers included
+    tokens_distinct: int  # of these, nodes of the trees: what the passes computed, prompts that ranks share once
+    turns_cut: float | None  # share of the policy's turns that ended by their length
+    tokens_stale: int  # beyond the lag bound, not scored (law 5)
+    tokens_stale_by_lag: Mapping[str, int]  # the same by their lag
+    # off-policy
+    lag_mean: float | None
+    lag_max: int
+    ess: float | None
+    kl_k1: float | None
+    kl_k3: float | None
+    truncated: float | None
+    masked: float | None  # share of tokens whose importance weight is 0 (`algo.importance_mode`)
+    clip_fraction: float | None
+    mismatch_mean: float | None  # of fresh tokens: the difference of engine and learner alone
+    mismatch_max: float | None
+    mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
+    entropy: float | None
+    # in detail
+    measures: Measures | None  # of all computed tokens
+    by_lag: Mapping[str, Measures]  # the same by their age, see `measures.by_number`
+    by_turn: Mapping[str, Measures]  # and by the index of their turn
+    ratios: Mapping[str, Ratios]  # of tokens, sequences and geometric means of these
+    group_spread: float | None  # mean over groups of the deviation of their members' rewards
+    routing: Routing | None  # of the policy's mixtures of experts
+    use: Use  # of the learner's device
+    algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
+    environments: Mapping[str, EnvironmentReport]  # by the environment's id
+    seconds: Mapping[str, float]
+
+
+class Stopwatch:
+    """Seconds by part: `lap(part)` adds the time since the last lap to that part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._at
+        self._at = now
+
+
+_MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn", "advantage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is kept of a pass. Tensors are [K], detached; `loss` is its share of the update's."""
+
+    loss: float
+    tokens: Mapping[str, Tensor]
+    clipped: Tensor
+    importance: Tensor | None
+    gauges: Mapping[str, float]
+    gauged: float
+    routed: Routed | None
+
+
+def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: Heard | None) -> Seen:
+    """Of a pass with these columns, which its loss saw, and what was `heard` of the routers of a mixture."""
+    cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
+    kept = {name: tokens[name] for name in _MEASURED if name in tokens}
+    kept["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
+    kept["entropy"] = outputs.entropy_K.detach()
+    if "reference" in tokens:
+        kept["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
+    return Seen(
+        loss=float(loss.total.detach()),
+        tokens=kept,
+        clipped=cut_K,
+        importance=None if loss.importance_K is None else loss.importance_K.detach(),
+        gauges={name: float(value.detach()) for name, value in loss.gauges.items()},
+        gauged=0.0 if loss.gauged is None else float(loss.gauged),
+        routed=routed(heard) if heard and heard.load else None,
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """The results of a step's passes. `algorithms` are those of the run that differ, by the fields that name them."""
+
+    algorithms: Mapping[str, Algorithm]
+    losses: list[float] = field(default_factory=list[float])
+    skipped: int = 0
+    grad_norms: list[float] = field(default_factory=list[float])
+    packs: list[Pack] = field(default_factory=list[Pack])
+    tokens: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
+    clipped: list[Tensor] = field(default_factory=list[Tensor])
+    importance: list[Tensor] = field(default_factory=list[Tensor])
+    routed: list[Routed | None] = field(default_factory=list["Routed | None"])
+    gauges: defaultdict[tuple[str, str], float] = field(
+        default_factory=lambda: defaultdict[tuple[str, str], float](float)
+    )
+    gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+
+    def passed(self, pack: Pack, seen: Seen) -> None:
+        """Record a pass."""
+        self.packs.append(pack)
+        self.tokens.append(seen.tokens)
+        self.clipped.append(seen.clipped)
+        self.routed.append(seen.routed)
+        if seen.importance is not None:
+            self.importance.append(seen.importance)
+        of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
+        for name, value in seen.gauges.items():
+            self.gauges[of, name] += value
+        self.gauged[of] += seen.gauged
+
+    def computed(self) -> list[Computed]:
+        """The passes as `by_environment` takes them."""
+        seen = zip(self.packs, self.tokens, self.clipped, strict=True)
+        return [(pack, tokens["proximal"], tokens["entropy"], cut_K) for pack, tokens, cut_K in seen]
+
+    def columns(self, n: int | None = None) -> dict[str, Tensor]:
+        """Those that were measured, of the first `n` passes, or of all."""
+        passes = self.tokens[:n]
+        names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
+        return {name: torch.cat([one[name] for one in passes]) for name in names}
+
+    def updated(self, loss: float, grad_norm: float | None) -> None:
+        """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
+        if grad_norm is None:
+            self.skipped += 1
+            return
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+
+    def told(self) -> dict[str, float]:
+        """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
+        of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.
+        """
+        first = next(iter(self.algorithms))
+        return {
+            name if of == first else f"{of}.{name}": value / (self.gauged[of] or len(self.losses) + self.skipped)
+            for (of, name), value in self.gauges.items()
+        }
+
+
+def summarise(
+    step: int,
+    ready: Sequence[GroupRows],
+    laid: Sequence[Pack],
+    tally: Tally,
+    *,
+    lr: float,
+    use: Use,
+    seconds: Mapping[str, float],
+    replays: bool,
+) -> StepReport:
+    """The report of step number `step`. `laid` are the step's passes; `replays`: all tokens should have experts."""
+    groups = [group for group in ready if not group.taken_before]
+    skipped = [group for group in ready if group.skipped]
+    stale = sum((group.stale for group in ready), Counter[int]())
+    rows = [row for group in ready for row in group.rows]
+    lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
+    advantage_S = _advantages(rows, laid)
+    outcomes = [outcome for group in ready for outcome in group.outcomes]
+    process = [reward for group in ready for reward in group.process]
+    rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
+    drift, tokens = None, tally.columns()
+    if tokens:
+        cap_K = torch.cat([torch.full_like(pack.columns["weight"], pack.algo.importance_cap) for pack in tally.packs])
+        drift = gauges(tokens["proximal"], tokens["behaviour"], tokens["lag"], tokens["origin"], cap_K)
+    fresh = (mismatch := drift.mismatch if drift else {}).get("fresh")
+    return StepReport(
+        step=step,
+        updated=bool(tally.losses),
+        skipped_updates=tally.skipped,
+        loss=_mean(tally.losses),
+        grad_norm=_mean(tally.grad_norms),
+        lr=lr,
+        group_count=len(groups),
+        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in groups),
+        groups_skipped=len(skipped),
+        episodes=len(outcomes) - sum(group.members_stale for group in ready) - sum(len(g.outcomes) for g in skipped),
+        episodes_late=sum(group.late for group in ready),
+        episodes_left_out=sum(group.left_out for group in ready),
+        episodes_rejected=_rejected(laid),
+        episodes_stale=sum(group.members_stale for group in ready),
+        outcome_mean=_mean(outcomes),
+        process_mean=_mean(process),
+        reward_mean=_mean(rewards),
+        reward_min=min(rewards, default=None),
+        reward_max=max(rewards, default=None),
+        success_mean=_mean([float(success) for group in ready for success in group.successes]),
+        reward_functions=_by_function(ready),
+        advantage_mean=_mean(advantage_S.tolist()),
+        advantage_std=float(advantage_S.std(correction=0)) if len(advantage_S) else None,
+        tokens_scored=len(lag_S),
+        tokens_trained=sum(len(pack.target_K) for pack in tally.packs),
+        tokens_row=sum(pack.row_tokens for pack in tally.packs),
+        tokens_distinct=round(sum(pack.distinct for pack in tally.packs)),
+        turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
+        tokens_stale=stale.total(),
+        tokens_stale_by_lag={str(lag): n for lag, n in sorted(stale.items())},
+        lag_mean=_mean(lag_S.tolist()),
+        lag_max=int(lag_S.max()) if len(lag_S) else 0,
+        ess=drift.ess if drift else None,
+        kl_k1=drift.kl_k1 if drift else None,
+        kl_k3=drift.kl_k3 if drift else None,
+        truncated=drift.truncated if drift else None,
+        masked=float((torch.cat(tally.importance) == 0).float().mean()) if tally.importance else None,
+        clip_fraction=float(torch.cat(tally.clipped).float().mean()) if tally.clipped else None,
+        mismatch_mean=fresh.mean if fresh else None,
+        mismatch_max=fresh.max if fresh else None,
+        mismatch=mismatch,
+        entropy=float(tokens["entropy"].mean()) if tokens else None,
+        measures=measured(tokens) if tokens else None,
+        by_lag=by_number(tokens, "lag") if tokens else {},
+        by_turn=by_number(tokens, "turn") if tokens else {},
+        ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
+        group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
+        routing=summary(tally.packs, tally.routed, asked=replays),
+        use=use,
+        algorithm=tally.told(),
+        environments=by_environment(ready, laid, tally.computed()),
+        seconds=dict(seconds),
+    )
+
+
+def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
+    """Those of all scored tokens of an algorithm that knows them before the passes, else those of its passes."""
+    early = [row for row in rows if "advantage" in row.columns]
+    late = [pack for pack in laid if "advantage" in pack.columns and all(row.algo != pack.algo for row in early)]
+    found = [each.columns["advantage"] for each in (*early, *late)]
+    return torch.cat([column.cpu() for column in found]) if found else torch.zeros(0)
+
+
+def _rejected(laid: Sequence[Pack]) -> int:
+    """How many episodes the algorithm left out of the loss: those with a sequence that is not kept."""
+    found = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
+    return len(torch.unique(torch.cat(found))) if found else 0
+
+
+def _by_function(ready: Sequence[GroupRows]) -> dict[str, float]:
+    """The mean score of each reward function over the episodes of which it said something."""
+    names = dict.fromkeys(name for group in ready for name in group.scores)
+    return {name: fmean(score for group in ready for score in group.scores.get(name, ())) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

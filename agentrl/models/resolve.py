@@ -1,0 +1,110 @@
+"""Resolves a model's name: a folder, an id that a package registered, or an id of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl import registry
+from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.errors import ModelError
+from agentrl.learner.checkpoints.folders import newest
+from agentrl.models import hub
+
+
+def given_model_dir(config: RunConfig, policy: str) -> Path:
+    """The folder of a model that plays a role and does not learn; for `"frozen"` it is the run's own model. Raises
+    ModelError, also if its tokenizer differs from the run's: one renderer serves all models."""
+    own = model_dir(config.model)
+    if policy == "frozen":
+        return own
+    given = model_dir(policy)
+    if (given / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
+        raise ModelError(f"model {policy!r} has another tokenizer.json than {config.model!r}: it cannot play a role")
+    return given
+
+
+def slot_dir(config: RunConfig, name: str) -> Path:
+    """The folder of a model that reads the policy's tokens: one that an algorithm compares the policy with, such as a
+    teacher, or one that a role trains. Raises ModelError, also if it does not say how probable each token of the policy
+    is."""
+    own, other = model_dir(config.model), model_dir(name)
+    files = [folder / "tokenizer.json" for folder in (own, other)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+        raise ModelError(f"model {name!r} has another tokenizer.json than {config.model!r}: token for token needs one")
+    sizes = vocabulary(own), vocabulary(other)
+    if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
+        raise ModelError(
+            f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
+        )
+    return other
+
+
+def renderer_of(config: RunConfig) -> Renderer:
+    """What turns the run's messages into tokens, the same in every process that plays or measures. Raises ModelError,
+    also for an argument that the model's chat template does not read."""
+    return Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
+
+
+def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
+    """The dtype in which engines compute with the model of `folder`, and in which weights are sent: float32 for the
+    embedded engine. "auto" is the model's own dtype, but bfloat16 for a float32 model, as in vLLM."""
+    if settings.kind == "embedded":
+        return "float32"
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = json.loads((folder / "config.json").read_text())
+    return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+
+
+def vocabulary(folder: Path) -> int | None:
+    """How many tokens the model of `folder` has; None if its config.json does not say."""
+    config: Any = json.loads((folder / "config.json").read_text())
+    texts: Any = config.get("text_config") or {}
+    size: Any = config.get("vocab_size") or texts.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def model_dir(name: str) -> Path:
+    """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
+    Hugging Face hub, which is downloaded if it is not in the cache. For a run's folder: its newest checkpoint.
+
+    Raises ModelError if nothing is found, or the folder has no config.json."""
+    path = Path(name)
+    if (path / "checkpoints").is_dir():  # a run: what it has trained
+        newest_one = newest(path / "checkpoints")
+        if newest_one is None:
+            raise ModelError(f"run {name!r} has no checkpoint yet: train it for longer, or name a model")
+        path = newest_one
+    elif not path.is_dir():
+        path = _named(name)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {str(path)!r} has no config.json: save a model there with save_pretrained")
+    return path
+
+
+def _named(name: str) -> Path:
+    if ":" in name or name in registry.ids("models"):
+        return Path(registry.resolve("models", name)())
+    known = registry.ids("models")
+    if near := registry.nearest(name, known):
+        raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
+    _refuse_missing_folder(name)
+    if hub.is_id(name):
+        return hub.folder_of(name)
+    raise ModelError(
+        f"model {name!r} is neither a folder, nor a registered id ({', '.join(known)}), nor one of the hub (as "
+        "Qwen/Qwen3-0.6B)"
+    )
+
+
+def _refuse_missing_folder(name: str) -> None:
+    """Raise ModelError if `name` can only mean a folder: else it would be looked for on the hub."""
+    if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
+        parent = Path(name).expanduser().parent
+        found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        near = registry.nearest(Path(name).name, found) or found[:3]
+        there = f"{str(parent)!r} has {', '.join(near) or 'no folder'}" if parent.is_dir() else "nor is its parent"
+        raise ModelError(f"there is no folder {name!r} with a model or a run; {there}")

@@ -1,0 +1,183 @@
+"""A checkpoint as a folder of the Hugging Face layout, for others than agentrl: `agentrl export`.
+
+    DIR/config.json, generation_config.json, tokenizer…     a whole model, read by AutoModelForCausalLM
+    DIR/model.safetensors                                    or several files and model.safetensors.index.json
+
+    DIR/adapter_config.json, tokenizer…                      an adapter in PEFT's format, which names the model below
+    DIR/adapter_model.safetensors
+    DIR/ROLE/…                                               that of each role with its own
+
+How many ranks wrote the checkpoint does not matter. Memory holds one file of weights at a time.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# (transformers leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+
+from agentrl import registry
+from agentrl.engine.weight_sync import weight_file
+from agentrl.errors import RunFailed, UsageError
+from agentrl.learner.checkpoints.checkpoint import ADAPTER, OPTIMIZER, WEIGHTS
+from agentrl.learner.checkpoints.folders import STATE, complete, of_role, step_of
+from agentrl.models.resolve import model_dir
+from agentrl.offline.sft import SETTINGS
+from agentrl.run.run_folder import RunDir
+
+_FILE_BYTES: Final = 5 * 10**9  # as transformers divides weights
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CONFIG, _GENERATION, _ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+_OURS: Final = frozenset({STATE, OPTIMIZER, WEIGHTS})  # of a checkpoint; its other files describe the model
+
+
+def export(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    role: str | None = None,
+    merge: bool = False,
+    dtype: str = "auto",
+    most: int = _FILE_BYTES,
+) -> str:
+    """Write the checkpoint of `step` of a run to `folder`, which appears whole or not at all, and say what was written.
+    An adapter is written as such, unless it is to be merged. `role` has a model of its own, which is written in the
+    place of the others'. A file has at most so many bytes, or one tensor. Raises
+    UsageError, RunFailed."""
+    checkpoint, folder = _checkpoint(run, step), folder.resolve()
+    source = checkpoint if role is None else _of_role(checkpoint, role)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"--hf {str(folder)!r} is there already: give a new folder, or remove it")
+    whole = merge or not (source / ADAPTER).is_dir()
+    if not whole and dtype != "auto":
+        raise UsageError(f"--dtype {dtype} is for a whole model, and an adapter stays as it is: add --merge")
+    draft = folder.with_name(f".{folder.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        said = _model(source, draft, dtype, most) if whole else _adapter(source, draft, _model_of(run))
+        draft.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if source.is_dir():
+            raise RunFailed(f"cannot write {source} to {folder}: {error}") from error
+        raise RunFailed(f"the run went on and has dropped {source}: type the same again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return f"{folder}: {said} of step {step_of(checkpoint)}"
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    found = complete(run / "checkpoints")
+    if not found:
+        raise UsageError(f"{run} holds no checkpoint: name the folder of a run that has trained for a while")
+    if step is None:
+        return found[-1]
+    steps = {step_of(one): one for one in found}
+    if step not in steps:
+        raise UsageError(
+            f"--step {step}: {run} has checkpoints of {', '.join(map(str, steps))} (train.keep_checkpoints)"
+        )
+    return steps[step]
+
+
+def _of_role(checkpoint: Path, role: str) -> Path:
+    found = sorted(path.name for path in of_role(checkpoint, role).parent.glob("*"))
+    if role not in found:
+        those = f"those that have one: {', '.join(found)}" if found else "the run trained one for no role: leave it out"
+        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {those}")
+    return of_role(checkpoint, role)
+
+
+def _model_of(run: Path) -> str:
+    """The model that a run began with, as transformers finds it: an id of the hub, or a folder of this machine."""
+    warm = run / SETTINGS
+    name = json.loads(warm.read_text())["model"] if warm.is_file() else RunDir.open(run).config().model
+    ours = Path(name).is_dir() or ":" in name or name in registry.ids("models")
+    return str(model_dir(name).resolve()) if ours else name
+
+
+def _model(source: Path, draft: Path, dtype: str, most: int) -> str:
+    settings = json.loads((source / _CONFIG).read_text())
+    name = dtype if dtype != "auto" else str(_dtype_of(settings) or "float32")
+    if name not in _DTYPES:
+        raise UsageError(f"{source / _CONFIG} has dtype {name!r}: give --dtype, of {', '.join(_DTYPES)}")
+    _describe(source, draft)
+    (draft / _CONFIG).write_text(json.dumps(_having(settings, name), indent=2) + "\n")
+    if not (draft / _GENERATION).is_file():
+        GenerationConfig.from_model_config(AutoConfig.from_pretrained(draft, local_files_only=True)).save_pretrained(
+            draft
+        )
+    files = _weights(source / WEIGHTS, draft, _DTYPES[name], most)
+    return f"a model in {name}, {files} file{'s' * (files > 1)} of weights"
+
+
+def _weights(source: Path, draft: Path, dtype: torch.dtype, most: int) -> int:
+    """Write the weights, matrices in `dtype`, in files of at most so many bytes; how many. Vectors weigh nothing and
+    stay as they are: transformers reads most of them in the model's dtype, and keeps a few in float32."""
+    with safe_open(source, "pt") as opened:
+
+        def read(name: str) -> Tensor:
+            tensor = opened.get_tensor(name)
+            return tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() > 1 else tensor
+
+        places = weight_file.places(weight_file.open_bytes(source))
+        sizes = {place.name: place.numel * dtype.itemsize for place in places}
+        split = split_state_dict_into_shards_factory(
+            cast(Any, sizes),
+            get_storage_size=cast(Any, int),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=most,
+        )
+        for file, names in split.filename_to_tensors.items():
+            save_file({name: read(name) for name in names}, draft / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return len(split.filename_to_tensors)
+
+
+def _adapter(source: Path, draft: Path, model: str) -> str:
+    """`model` is the one below it."""
+    _describe(source, draft, but={_CONFIG, _GENERATION})
+    shutil.copytree(source / ADAPTER, draft, dirs_exist_ok=True)
+    name, _, revision = model.partition("@")
+    for file in draft.rglob(_ADAPTER_CONFIG):
+        told = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
+        file.write_text(json.dumps(told, indent=2) + "\n")
+    return f"an adapter over {model} (--merge writes a whole model)"
+
+
+def _describe(source: Path, draft: Path, but: Collection[str] = ()) -> None:
+    """Copy what describes the model: its configuration, tokenizer, chat template."""
+    for file in source.iterdir():
+        if file.is_file() and file.name not in _OURS and file.name not in but:
+            shutil.copyfile(file, draft / file.name)
+
+
+def _dtype_of(settings: dict[str, Any]) -> str | None:
+    """As a configuration says it, in itself or in that of its text model."""
+    return settings.get("dtype") or settings.get("torch_dtype") or (settings.get("text_config") or {}).get("dtype")
+
+
+def _having(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A configuration that says this dtype, also in those of its parts."""
+    parts = {
+        name: _having(part, dtype)
+        for name, part in settings.items()
+        if name.endswith("_config") and "dtype" in (part or {})
+    }
+    rest = {name: value for name, value in settings.items() if name != "torch_dtype"}
+    return rest | parts | {"dtype": dtype}

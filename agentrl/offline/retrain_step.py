@@ -1,0 +1,295 @@
+"""One step of a run trained again, from its store and its newest checkpoint before: what people debug with.
+
+Owns the choice of where to begin, the replay, and the comparison with what the run recorded. It only looks at the run,
+which may go on meanwhile. In float32 on one kind of CPU, with the threads of then, the weights are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, RunFailed, StoreError, UsageError
+from agentrl.learner.checkpoints.folders import complete, step_of
+from agentrl.learner.learner import Learner
+from agentrl.learner.optimizers import master_weights
+from agentrl.learner.token_dump import TokenDump
+from agentrl.learner.weight_hashes import circumstances
+from agentrl.models.resolve import model_dir, slot_dir
+from agentrl.records import Group
+from agentrl.run.processes.learner_process import device_of
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.interfaces import ReadStore
+from agentrl.store.metrics import finite
+
+_OTHERWISE = (
+    *(
+        "lr",
+        "lr_min",
+        "lr_schedule",
+        "warmup_steps",
+        "weight_decay",
+        "grad_clip",
+        "tokens_per_batch",
+        "prompt_once",
+        "minibatches",
+        "epochs",
+        "dtype",
+    ),
+    *("device", "threads", "compile", "gradient_checkpointing", "logits_mb"),
+)
+"""The settings of `[train]` with which a step may be trained otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first step after which weights were not the recorded ones, and the names of those tensors, of `of` in all."""
+
+    step: int
+    tensors: tuple[str, ...]
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrained:
+    """`metrics` are those of now, `recorded` those of the run (None: there are none), by name. `compared` steps had a
+    recorded hash; `settings` are those with which the last step was trained on purpose otherwise. `notes` name what
+    else is not as it was: any of it may change bits."""
+
+    step: int
+    begun: Path | None
+    groups: int
+    episodes: int
+    metrics: Mapping[str, Any]
+    recorded: Mapping[str, Any] | None
+    tensors: int
+    compared: tuple[int, ...]
+    difference: Difference | None
+    settings: tuple[str, ...]
+    notes: tuple[str, ...]
+    out: Path | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the weights of this very step were compared, and are the recorded ones."""
+        return self.difference is None and self.step in self.compared
+
+
+def retrain(
+    run: RunDir,
+    step: int,
+    *,
+    settings: Sequence[str] = (),
+    out: Path | None = None,
+    dump: Path | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> Retrained:
+    """Train optimizer step `step` of a run again. With `settings` (`algo.clip_low=0.1`), that step alone is trained
+    otherwise. `out`: a new folder for the weights, as a checkpoint; `dump`: a file for what happens to each token.
+
+    Raises UsageError if the step cannot be trained again, or a folder or file cannot be written; ConfigError for a
+    setting."""
+    config = run.config()
+    other = _otherwise(config, settings)
+    if out is not None and out.resolve().is_relative_to(run.path.resolve()):
+        raise UsageError(f"--out {str(out)!r} is inside the run, which must not change: give another folder")
+    if out is not None and out.exists():
+        raise UsageError(f"--out {str(out)!r} is there already: give a new folder")
+    with RunStore.read(run.store_path) as store, ExitStack() as files:
+        begun = _begin(run, config, store, step)
+        first = 0 if begun is None else step_of(begun)
+        file = None if dump is None else files.enter_context(_opened(dump))
+        replay = _Replay(config, store, begun)
+        for at in range(first + 1, step):
+            told(f"step {at}, on the way to {step}")
+            replay.train(at)
+        if other is not None:
+            replay.go_on_with(other)
+        if file is not None:
+            replay.learner.on_pass = TokenDump(file, step - 1)
+        groups, metrics, recorded = replay.train(step)
+        saved = None
+        if out is not None:
+            saved = _saved(replay.learner, out)
+    return Retrained(
+        step=step,
+        begun=begun,
+        groups=len([group for group in groups if not group.skipped]),
+        episodes=sum(len(group.trajectories) for group in groups),
+        metrics=metrics,
+        recorded=recorded,
+        tensors=len(replay.learner.models.tensors()),
+        compared=tuple(replay.compared),
+        difference=replay.difference,
+        settings=tuple(settings),
+        notes=tuple(dict.fromkeys(replay.notes)),
+        out=saved,
+    )
+
+
+class _Replay:
+    """A learner that goes over the steps of a run once more."""
+
+    def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
+        self._config, self._store, self._as_it_was = config, store, True
+        self.learner = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
+        if begun is not None:
+            try:
+                self.learner.load(begun)
+            except OSError as error:
+                hint = "the run goes on and removed it: give the command again"
+                raise UsageError(f"checkpoint {str(begun)!r} cannot be read ({error.strerror}): {hint}") from error
+        self._recorded = {row.step: row.values for row in store.metrics("weights", after=self.learner.step_index)}
+        self._metrics = {row.step: row.values for row in store.metrics("step", after=self.learner.step_index)}
+        self.compared: list[int] = []
+        self.difference: Difference | None = None
+        self.notes: list[str] = []
+
+    def go_on_with(self, config: RunConfig) -> None:
+        """Train the next step with other settings, from the same weights and optimizers. A model that only these need
+        is new."""
+        old = self.learner
+        new = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
+        for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
+            master_weights.load(mine.module, master_weights.state(theirs.module))
+        if new.models.critic is not None:
+            if old.models.critic is not None and new.models.critic.own == old.models.critic.own:
+                mine, theirs = new.models.critic.tensors(), old.models.critic.tensors()
+                with torch.no_grad():
+                    for name, tensor in mine.items():
+                        tensor.copy_(theirs[name])
+            else:
+                self.notes.append("the critic is new: the run has none of this kind")
+        for name, model in new.models.moving.items():
+            if (kept := old.models.moving.get(name)) is None:
+                self.notes.append(f"the moving {name} is new: the run has none of this kind")
+            else:
+                theirs = kept.tensors()
+                for own, tensor in model.tensors().items():
+                    tensor.copy_(theirs[own])
+        for name, optimizer in new.models.optimizers.items():
+            before = old.models.optimizers.get(name)
+            if before is not None and _sizes(before) == _sizes(optimizer):
+                kept = {"state": before.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+                optimizer.load_state_dict(kept)
+        new.step_index = new.checkpoint_step = old.step_index
+        self.learner, self._as_it_was, self._config = new, False, config
+
+    def train(self, step: int) -> tuple[list[Group], dict[str, Any], Mapping[str, Any] | None]:
+        """One step: its groups, its metrics now, and those of the run."""
+        metrics, marks = self._metrics.get(step), self._recorded.get(step)
+        groups = self._groups(step, metrics)
+        made = circumstances(self._config.train) | {"ranks": 1}
+        if marks is not None and self._as_it_was:
+            was = cast("dict[str, Any]", marks["with"])
+            torch.set_num_threads(int(was["threads"]))
+            made["threads"] = was["threads"]
+            self.notes += [
+                f"{name}: {was[name]} in the run, {made[name]} here"
+                for name in made
+                if was.get(name, made[name]) != made[name]
+            ]
+        bound = metrics.get("max_lag") if metrics else None  # alarms may have lowered it
+        report = self.learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
+        if marks is not None and self._as_it_was:
+            self._compare(step, cast("list[str]", marks["hashes"]))
+        return groups, cast("dict[str, Any]", finite(asdict(report))), metrics
+
+    def _groups(self, step: int, metrics: Mapping[str, Any] | None) -> list[Group]:
+        try:
+            groups = self._store.retake(step)
+        except StoreError as error:
+            raise UsageError(f"{error}: the run goes on, and its retention came between") from error
+        if metrics is None:
+            self.notes.append(f"step {step}: the run recorded no metrics of it")
+            return groups
+        places = {id: at for at, id in enumerate(cast("list[int]", metrics.get("groups", [])))}
+        weights = cast("dict[str, float]", metrics.get("group_weights", {}))
+        ordered = sorted(groups, key=lambda group: (group.skipped, places.get(group.id, len(places))))
+        return [replace(group, weight=weights.get(str(group.id), 1.0)) for group in ordered]
+
+    def _compare(self, step: int, recorded: Sequence[str]) -> None:
+        found = self.learner.hashes()
+        self.compared.append(step)
+        pairs = itertools.zip_longest(found.items(), recorded, fillvalue=("(a tensor that is not here)", ""))
+        wrong = tuple(mine[0] for mine, theirs in pairs if mine[1] != theirs)
+        if wrong and self.difference is None:
+            self.difference = Difference(step=step, tensors=wrong, of=len(found))
+
+
+def _otherwise(config: RunConfig, settings: Sequence[str]) -> RunConfig | None:
+    """The configuration of a step that is trained otherwise; None without settings. Raises ConfigError."""
+    if not settings:
+        return None
+    document = config.model_dump(mode="json")
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if not key.startswith("algo.") and key not in (f"train.{name}" for name in _OTHERWISE):
+            may = f"a step is trained again with another algo.…, or train.{', '.join(_OTHERWISE)}"
+            raise ConfigError("--set", setting, may)
+        configuration.apply_override(document, setting)
+    return configuration.parse(document)
+
+
+def _begin(run: RunDir, config: RunConfig, store: ReadStore, step: int) -> Path | None:
+    """The checkpoint to begin from; None for the weights that the run began with."""
+    steps = store.steps_trained()
+    starts = {0: None, **{step_of(folder): folder for folder in complete(run.checkpoints)}}
+    if step not in steps:
+        known = f"it has trained {_ranges(sorted(steps))}" if steps else "it has trained none yet"
+        raise UsageError(f"--step {step}: the run has no such step: {known}")
+    first = max(at for at in starts if at < step)
+    gone = [at for at in range(first + 1, step + 1) if steps.get(at, "episodes")]
+    if not gone:
+        return starts[first]
+    possible = [
+        at
+        for at in steps
+        if not any(steps.get(one, "episodes") for one in range(max(s for s in starts if s < at) + 1, at + 1))
+    ]
+    these = f"steps that can be: {_ranges(possible)}" if possible else "no step can be"
+    if any(steps.get(at) == "episodes" for at in gone):
+        raise UsageError(f"--step {step} cannot be trained again: the store has lost episodes of it; {these}")
+    way = f"from {'its initial weights' if first == 0 else starts[first]} on it needs steps {first + 1} to {step}"
+    kept = (
+        f"retention has dropped tokens of {_ranges(gone)} (buffer.keep_steps = {config.buffer.keep_steps}; "
+        f"train.keep_checkpoints = {config.train.keep_checkpoints}: more of them keep later starts)"
+    )
+    raise UsageError(f"--step {step} cannot be trained again: {way}, and {kept}; {these}")
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Steps in order as `1 to 4, 7`."""
+    parts: list[str] = []
+    for _, same in itertools.groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
+        run = [at for _, at in same]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
+    return ", ".join(parts)
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _saved(learner: Learner, out: Path) -> Path:
+    try:
+        return learner.save(out)
+    except (OSError, RunFailed) as error:
+        raise UsageError(f"--out {str(out)!r} cannot be written: {error}") from error
+
+
+def _opened(dump: Path) -> Any:
+    try:
+        return dump.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--dump {str(dump)!r} cannot be written: {error.strerror}") from error

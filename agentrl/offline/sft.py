@@ -1,0 +1,270 @@
+"""Supervised training on demonstrations: a warm start, with the learner, checkpoints and adapters of a run.
+
+    RUN/sft.json                 all settings
+    RUN/checkpoints/             as those of a run; `agentrl train --set model=RUN` begins with the newest
+    RUN/metrics.jsonl            one JSON object a step
+
+Which demonstrations a step takes follows from the seed and its number alone, so that going on from a checkpoint is as
+if nothing had happened. Owns this loop; never knows a store, an engine or an environment.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, ValidationError, field_validator
+from torch import Tensor
+
+from agentrl import config as configuration
+from agentrl.algos.algorithm import Outputs
+from agentrl.algos.sft import Supervised
+from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.config.sections import Count, Section, check_template, config_error
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.errors import ConfigError, UsageError
+from agentrl.learner.checkpoints.folders import newest
+from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.prefix_trees import Pack, packs
+from agentrl.learner.learner import Learner
+from agentrl.models.resolve import model_dir
+from agentrl.offline.demonstrations import read
+from agentrl.records import Group, GroupState, Trajectory
+from agentrl.run.processes.learner_process import device_of
+from agentrl.run.run_folder import RunDir
+
+SETTINGS = "sft.json"
+_BUSY = "wait for its end, or give another --out"
+
+
+class SFTConfig(Section):
+    """The run file of `agentrl sft`."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "sft"  # also its folder's, below runs/
+    seed: int = 0  # decides the order of the demonstrations and the weights of a fresh adapter
+    model: str  # a registered id, a folder, a run, or an id of the Hugging Face hub
+    data: Annotated[list[str], Field(min_length=1)]  # files of JSON lines, see `agentrl.offline.demonstrations`
+    held_out: list[str] = Field(default_factory=list)  # files whose loss is measured, and not trained
+    held_out_every: Count = 20  # steps between two measurements; also before the first step and after the last
+    examples_per_step: Count = 16  # demonstrations of one optimizer step
+    max_context: Count = 2048  # tokens of one demonstration
+    template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
+    normalise: Literal["token", "sequence"] = "token"  # what weighs the same: every token, or every demonstration
+    train: Train = Train(lr=1e-5, tokens_per_batch=4096)  # as in the run file of `agentrl train`
+
+    @field_validator("template")
+    @classmethod
+    def _of_template(cls, template: dict[str, Any]) -> dict[str, Any]:
+        return check_template(template)
+
+    def learner(self) -> RunConfig:
+        """The settings that a learner reads."""
+        if self.train.parallel.ranks > 1:
+            raise ConfigError("train.parallel.ranks", self.train.parallel.ranks, "a warm start has one: leave it out")
+        return RunConfig(
+            name=self.name,
+            seed=self.seed,
+            model=self.model,
+            env=EnvSource(id="agentrl/demonstrations"),
+            algo=Supervised(normalise=self.normalise),
+            rollout=Rollout(max_context=self.max_context, max_tokens_per_turn=1),
+            train=self.train,
+        )
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
+    """Read a TOML file; files of demonstrations are taken from its folder. Raises UsageError."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as TOML: {error}") from error
+    for override in overrides:
+        configuration.apply_override(document, override)
+    config = parse(document)
+    folder = path.parent.resolve()
+    beside = {name: [str(folder / one) for one in getattr(config, name)] for name in ("data", "held_out")}
+    return config.model_copy(update=beside)
+
+
+def parse(document: Mapping[str, Any]) -> SFTConfig:
+    """Raises ConfigError naming the first wrong field."""
+    try:
+        config = SFTConfig.model_validate(document)
+    except ValidationError as error:
+        raise config_error(error, SFTConfig) from None
+    config.learner()  # what its settings must fit to each other
+    return config
+
+
+def train(
+    config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda _: None, overwrite: bool = False
+) -> Path:
+    """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
+    the last checkpoint's folder. Raises UsageError."""
+    run = RunDir(out)
+    overwrite = overwrite and (out / SETTINGS).is_file()
+    if not overwrite:
+        _check_empty(run)
+    training = _Training(config, out)
+    with run.lock(_BUSY):
+        if overwrite:
+            _clear(run)
+        _check_empty(run)  # another process may have begun meanwhile
+        (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+        return training.run(told)
+
+
+def _check_empty(run: RunDir) -> None:
+    if run.path.exists() and any(entry != run.lock_path for entry in run.path.iterdir()):
+        mend = f", or --resume {run.path}, or --overwrite" if (run.path / SETTINGS).is_file() else ""
+        raise UsageError(f"{run.path} is not empty: give another --out{mend}")
+
+
+def _clear(run: RunDir) -> None:
+    for entry in run.path.iterdir():
+        if entry == run.lock_path:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None) -> Path:
+    """Go on from the newest checkpoint; `train.steps` may be raised. Raises UsageError."""
+    try:
+        document = json.loads((out / SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{out} holds no run of agentrl sft ({SETTINGS}: {error})") from error
+    for override in overrides:
+        if not override.startswith("train.steps="):
+            raise UsageError(f"--set {override}: a run that goes on keeps its settings, but for train.steps")
+        configuration.apply_override(document, override)
+    config = parse(document)
+    with RunDir(out).lock(_BUSY):
+        (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+        return _Training(config, out).run(told)
+
+
+class _Training:
+    def __init__(self, config: SFTConfig, out: Path) -> None:
+        self._config, self._out = config, out
+        folder = model_dir(config.model)
+        self._learner = Learner(config.learner(), folder, device_of(config.learner()))
+        renderer = Renderer(folder, template_kwargs=config.template)
+        vocab = self._learner.model.vocab
+        self._data, self._held_out = (
+            [
+                demonstration
+                for file in files
+                for demonstration in read(Path(file), renderer, vocab=vocab, max_context=config.max_context)
+            ]
+            for files in (config.data, config.held_out)
+        )
+        checkpoint = newest(out / "checkpoints")
+        if checkpoint is not None:
+            self._learner.load(checkpoint)
+        self._permutation = cache(self._permuted)
+
+    def run(self, told: Callable[[str], None]) -> Path:
+        learner, every = self._learner, self._config.train
+        if self._held_out and learner.step_index == 0:
+            self._tell(told, {"step": 0, **self.held_out()})
+        while learner.step_index < every.steps:
+            accuracy = _Accuracy(learner)
+            report = learner.step(self.batch(learner.step_index), step_of=lambda _: learner.step_index)
+            row: dict[str, Any] = {
+                "step": report.step,
+                "loss": report.loss,
+                "token_accuracy": accuracy.close(),
+                "tokens": report.tokens_scored,
+                "grad_norm": report.grad_norm,
+                "lr": report.lr,
+                "seconds": sum(report.seconds.values()),
+            }
+            over = report.step == every.steps
+            if self._held_out and (over or report.step % self._config.held_out_every == 0):
+                row |= self.held_out()
+            self._tell(told, row)
+            if over or report.step % every.checkpoint_every == 0:
+                learner.save(self._out / "checkpoints")
+        found = newest(self._out / "checkpoints")
+        assert found is not None
+        return found
+
+    def batch(self, step: int) -> list[Group]:
+        """The demonstrations of step number `step` (from 0): each is in one step of every pass over the data."""
+        size, n = self._config.examples_per_step, len(self._data)
+        places = range(step * size, (step + 1) * size)
+        return [_group(at, self._data[self._permutation(at // n)[at % n]]) for at in places]
+
+    def _permuted(self, epoch: int) -> list[int]:
+        order = list(range(len(self._data)))
+        random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
+        return order
+
+    @torch.no_grad()
+    def held_out(self) -> dict[str, float]:
+        """Loss and accuracy over all tokens of the held-out demonstrations."""
+        learner = self._learner
+        config = learner.config
+        ready = [
+            group_rows(_group(at, one), config.algo, step_of=lambda _: 0, step_now=0, max_lag=0)
+            for at, one in enumerate(self._held_out)
+        ]
+        (rows,) = weigh([ready])
+        loss = hits = tokens = 0.0
+        for pack in packs(rows, config.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle):
+            accuracy = _Accuracy(learner)
+            outputs = learner.models.forward(pack, trained=())
+            accuracy.passed(pack, pack.columns, outputs)
+            accuracy.close()
+            loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())
+            hits, tokens = hits + accuracy.hits, tokens + accuracy.tokens
+        return {"held_out_loss": loss, "held_out_accuracy": hits / tokens}
+
+    def _tell(self, told: Callable[[str], None], row: Mapping[str, Any]) -> None:
+        with (self._out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        told("  ".join(f"{name} {value:.4g}" for name, value in row.items() if value is not None))
+
+
+class _Accuracy:
+    """How often the likeliest token is the demonstrated one: listens to the output layer until it is closed. That layer
+    computes a pass [1, P, V] at once, or is passed by and then computes it in chunks [C, V]."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.hits = self.tokens = 0
+        self._learner, self._best = learner, list[Tensor]()
+        output: Any = learner.model.module.get_output_embeddings()
+        self._hook = output.register_forward_hook(self._heard)
+        learner.on_pass = self.passed
+
+    def _heard(self, _: object, __: object, logits: Tensor) -> None:
+        whole = logits.dim() == 3
+        best = logits.detach().argmax(-1)
+        self._best = [best[0]] if whole else [*self._best, best]
+
+    def passed(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
+        chunks = self._best[1:] or self._best
+        self.hits += int((torch.cat(chunks)[pack.predictor_K] == pack.target_K).sum())
+        self.tokens += len(pack.target_K)
+
+    def close(self) -> float | None:
+        self._hook.remove()
+        self._learner.on_pass = None
+        return self.hits / self.tokens if self.tokens else None
+
+
+def _group(number: int, demonstration: Trajectory) -> Group:
+    """A group of one. `number` tells apart two copies of a demonstration in one step."""
+    alone = replace(demonstration, episode_id=number, group_id=number)
+    return Group(id=number, task=alone.task, state=GroupState.TAKEN, size=1, trajectories=(alone,))

@@ -1,0 +1,147 @@
+"""`agentrl train FILE --tiny`: two steps of a run with a random model of the same architecture in the model's place.
+
+Everything else is real: environment, sandbox, rewards, store, learner, engine, sync and canary, algorithm, adapter.
+Only what a laptop without a GPU cannot do is made small, see `shrunk`. Beside the run's own rewards each turn has a
+random one: a random model earns nothing, and steps without signal would change no weights. It shows that a run file
+works, not that it learns.
+
+Other models that the file names (of roles, teachers) are the tiny one too: they have to have its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl.config import RunConfig, parse
+from agentrl.errors import ModelError
+from agentrl.models.resolve import model_dir
+from agentrl.records import Trajectory
+
+_STAND_IN = "agentrl/tiny-coder"  # its tokenizer, byte-level: it takes every text
+_CONTEXT, _TURN, _TURNS, _MEMBERS, _STEPS = 4096, 16, 2, 2, 2
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": _CONTEXT,
+    "max_window_layers": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
+    *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after"),
+    *("shared", "colocated", "weights_url"),
+)
+_FAMILIES = (  # models of the hub whose architecture their name tells, without a network
+    (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
+    (r"Qwen/Qwen3-[\d.]+B.*", "qwen3"),
+    (r"Qwen/Qwen2\.5-.*", "qwen2"),
+    (r"meta-llama/.*", "llama"),
+)
+
+
+def shrunk(config: RunConfig, folder: Path) -> RunConfig:
+    """The run with a random model made in `folder`, on one CPU: two steps of one group, as small as its algorithms
+    allow, short turns, engines of that model, processes and store on this machine, no held-out sets. Raises ModelError
+    for a model whose architecture cannot be told."""
+    mixture = _make(config.model, folder)
+    document = _of_one_model(config, str(folder))
+    rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
+    members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
+    rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members, "max_turns": _TURNS}
+    rollout |= {"max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
+    if template := rollout.pop("template", None):
+        rollout["template"] = _known(template, folder)
+    if "pivot" in rollout:
+        rollout["pivot"] |= {"k": members}
+    for name in _ELSEWHERE:
+        engine.pop(name, None)
+    if not mixture:
+        engine.pop("routed_experts", None)
+        train.pop("routing_replay", None)
+    kind = "vllm" if mixture else "embedded"
+    engine |= {"kind": kind, "dtype": "float32", "max_batch": 8, "kv_cache_mb": 64}
+    train |= {"steps": _STEPS, "device": "cpu", "dtype": "float32", "compile": False, "tokens_per_batch": _CONTEXT}
+    for name in ("parallel", "weights", "master_weights", "attention"):
+        train.pop(name, None)
+    document.pop("cluster", None)
+    buffer = {**document.get("buffer", {}), "groups_per_step": 1}
+    if buffer.get("quorum"):
+        buffer["quorum"] = members
+    document |= {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
+    noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
+    document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
+    document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
+    return parse(document)
+
+
+def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
+    """The settings of a run file with one model in the place of all that it names."""
+    document = config.model_dump(mode="json", exclude_unset=True)
+    for field, algo in config.algorithms.items():
+        table: Any = document
+        for key in field.split("."):
+            table = table[int(key)] if key.isdigit() else table.setdefault(key, {})
+        table |= {name: model for name, given in algo.slots.frozen.items() if given is not None}
+    for role in document.get("roles", []):
+        role |= {"model": model} if role.get("model") else {}
+    if config.rollout.roles:
+        others = config.rollout.given_models() - {"frozen"}
+        played = {role: model if by in others else by for role, by in config.rollout.roles.items()}
+        document["rollout"]["roles"] = played
+    return document | {"model": model}
+
+
+def _short(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of rewards for short turns."""
+    return source | {"most_tokens": _TURN, "margin_tokens": 1} if source["kind"] == "overlong" else source
+
+
+def noise(trajectory: Trajectory) -> float:
+    """Something from 0 to 1 that its sampled tokens decide."""
+    tokens = [turn.token_ids for turn in trajectory.turns]
+    return random.Random(repr(tokens)).random()
+
+
+def _known(template: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The arguments that the stand-in's chat template reads too: none, unless the model came with its own."""
+    text = (folder / "chat_template.jinja").read_text() if (folder / "chat_template.jinja").is_file() else ""
+    return {name: value for name, value in template.items() if re.search(rf"\b{re.escape(name)}\b", text)}
+
+
+def _make(model: str, folder: Path) -> bool:
+    """Save a random model of the architecture of `model`; whether it is a mixture."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = next((kind for pattern, kind in _FAMILIES if re.fullmatch(pattern, model)), None)
+    source = model_dir(_STAND_IN if family else model)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    own: dict[str, Any] = json.loads((source / "config.json").read_text())
+    tokens = {name: own.get(name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
+    kind = family or str(own.get("model_type"))
+    try:
+        known = cast(Any, AutoConfig).for_model(kind)
+        sizes = {name: size for name, size in _SIZES.items() if hasattr(known, name)}
+        made: Any = cast(Any, AutoConfig).for_model(kind, **sizes, **tokens, tie_word_embeddings=True)
+        cast(Any, torch).manual_seed(0)
+        module: Any = cast(Any, AutoModelForCausalLM).from_config(made, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model}: no tiny model of its architecture {kind!r} can be made: {error}") from error
+    module.save_pretrained(folder)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+    return bool(sizes.get("num_experts") or sizes.get("num_local_experts"))

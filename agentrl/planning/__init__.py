@@ -1,0 +1,1 @@
+"""What a run would do, hold and cost, before anything starts."""

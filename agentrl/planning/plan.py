@@ -1,0 +1,430 @@
+"""What a run asks of GPUs, before anything starts: bytes, seconds, how to divide the GPUs, and cost.
+
+Bytes of the learner are counted on its own code (`agentrl.learner.memory_budget`); those of engines are their share of
+weights and the room that a run gives keys and values (`agentrl.planning.engine_memory`). Seconds are a roofline:
+operations over the vendor's peak times a stated efficiency, and, for sampling, bytes read over the bandwidth times
+another; the experts of a mixture are chosen evenly. Tools, rewards and evaluation take no time here, nor does a
+prompt's first pass. Loads torch.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from agentrl.config import RunConfig, from_json, machine_defaults, to_json
+from agentrl.config.train import EXPERTS, HEADS, check_divides
+from agentrl.errors import ConfigError, UsageError
+from agentrl.learner.checkpoints.checkpoint import free_bytes
+from agentrl.learner.data.batch import Row
+from agentrl.learner.memory_budget import Held, held, parameters_of
+from agentrl.models.resolve import engine_dtype, model_dir
+from agentrl.planning.engine_memory import EnginePlan, Rates, gpus_of
+
+GB: Final = 1e9
+_RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
+_OFF = 0.1  # how far from the truth a prediction of memory may be
+_FUSED = 0.35  # the same where layers are compiled, which keeps less
+_CHANGES: Final[tuple[dict[str, Any], ...]] = (
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "logits_mb": 256},
+    {"gradient_checkpointing": True, "lora_rank": 16},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """As its vendor states it: memory, dense bfloat16, bandwidth of the memory, and of its bus in one direction."""
+
+    memory_gb: float
+    tflops: float
+    gb_per_s: float
+    bus_gb_per_s: float
+
+
+GPUS: Final = {
+    "h100": Gpu(memory_gb=80, tflops=989, gb_per_s=3350, bus_gb_per_s=64),
+    "h200": Gpu(memory_gb=141, tflops=989, gb_per_s=4800, bus_gb_per_s=64),
+    "a100-80gb": Gpu(memory_gb=80, tflops=312, gb_per_s=2039, bus_gb_per_s=32),
+    "a100-40gb": Gpu(memory_gb=40, tflops=312, gb_per_s=1555, bus_gb_per_s=32),
+    "l40s": Gpu(memory_gb=48, tflops=362, gb_per_s=864, bus_gb_per_s=32),
+    "b200": Gpu(memory_gb=180, tflops=2250, gb_per_s=7700, bus_gb_per_s=64),
+    "l4": Gpu(memory_gb=24, tflops=121, gb_per_s=300, bus_gb_per_s=32),
+    "a10": Gpu(memory_gb=24, tflops=125, gb_per_s=600, bus_gb_per_s=32),
+    "rtx-4090": Gpu(memory_gb=24, tflops=165, gb_per_s=1008, bus_gb_per_s=32),
+    "mi300x": Gpu(memory_gb=192, tflops=1307, gb_per_s=5300, bus_gb_per_s=64),
+}
+"""By name; `gpu_of` takes others as numbers, and a program may add its own."""
+
+
+def gpu_of(said: str) -> Gpu:
+    """The GPU of a name, or of "name,TFLOP/s,GB,GB/s": dense bfloat16, memory, its bandwidth. Raises UsageError."""
+    if said in GPUS:
+        return GPUS[said]
+    _, *numbers = said.split(",")
+    try:
+        tflops, memory_gb, gb_per_s = map(float, numbers)
+    except ValueError:
+        tflops = memory_gb = gb_per_s = math.nan
+    if not all(0 < number < math.inf for number in (tflops, memory_gb, gb_per_s)):
+        mend = f"give one of {', '.join(GPUS)}, or name,TFLOP/s,GB,GB/s as mine,312,80,2039"
+        raise UsageError(f"--gpu {said!r}: {mend}")
+    return Gpu(memory_gb=memory_gb, tflops=tflops, gb_per_s=gb_per_s, bus_gb_per_s=32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The episodes that are planned for: `row` tokens each, of which the policy samples the share `sampled`; the others
+    are a prompt that the members of a group share. `mfu` is the learner's share of the peak, `mbu` an engine's of the
+    bandwidth."""
+
+    row: int
+    sampled: float
+    mfu: float
+    mbu: float
+
+    @property
+    def answer(self) -> int:
+        """Sampled tokens of an episode."""
+        return max(1, round(self.row * self.sampled))
+
+    @property
+    def prompt(self) -> int:
+        return max(1, self.row - self.answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one, side by side or by turns.
+    `at_once` episodes fit the engines' cache; `cache_room` bytes of each GPU are left for that. By turns, `host_bytes`
+    wait in host memory, and a step spends `swap_s` on bringing one and the other to the GPU."""
+
+    engines: int
+    learners: int
+    learner_bytes: float
+    engine_bytes: float
+    cache_room: float
+    at_once: int
+    fits: bool
+    learner_s: float
+    engine_s: float
+    episode_s: float
+    host_bytes: float = 0.0
+    swap_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Of an optimizer step: on GPUs of their own the slower one counts, on one GPU both do."""
+        together = self.learner_s + self.engine_s + self.swap_s
+        return max(self.learner_s, self.engine_s) if self.engines else together
+
+    @property
+    def max_lag(self) -> int:
+        """Steps that pass while an episode is played, and one in which its batch is trained."""
+        return math.ceil(self.episode_s / self.step_s) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`held` is of a learner on one GPU; `splits` are all ways to divide the GPUs."""
+
+    gpu: Gpu
+    n: int
+    held: Held
+    splits: tuple[Split, ...]
+    tokens_per_step: int  # sampled ones
+    max_running: int
+    cache_mb: int  # engine.kv_cache_mb
+
+    @property
+    def best(self) -> Split | None:
+        """The quickest one that fits."""
+        return min((one for one in self.splits if one.fits), key=lambda one: one.step_s, default=None)
+
+
+def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
+    """Raises ModelError for a model whose configuration cannot be found, UsageError for work that fits no row."""
+    if work.row > config.rollout.max_context:
+        raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
+    if config.engine.colocated and n > 1:
+        raise UsageError(f"--n {n}: engine.colocated shares one GPU: give 1, or --set engine.colocated=false")
+    ways = _ways(config, n)
+    if not ways:
+        raise _no_way(config, n)
+    folder = model_dir(config.model)
+    bytes_ = _held(config, folder, work)
+    splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
+    sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
+    return Plan(
+        gpu=gpu,
+        n=n,
+        held=bytes_,
+        splits=splits,
+        tokens_per_step=sampled,
+        max_running=config.rollout.max_running,
+        cache_mb=config.engine.kv_cache_mb,
+    )
+
+
+def started(config: RunConfig, gpu: Gpu, n: int) -> tuple[RunConfig, dict[str, Any]]:
+    """The run as `agentrl train` starts it on a machine with `n` such GPUs and vLLM, and the settings that it chooses
+    there. Raises ConfigError if these contradict the run file, ModelError."""
+    machine = machine_defaults.Machine(gpus=n, gpu_bytes=int(gpu.memory_gb * GB), vllm=True)
+    return machine_defaults.fitted(config, machine, parameters_of(model_dir(config.model)))
+
+
+def rows_of(config: RunConfig, work: Work) -> list[Row]:
+    """The rows of a full pass: whole groups if they fit, else a part of one."""
+    size, budget = config.rollout.group_size, config.train.tokens_per_batch
+    groups = max(1, budget // (work.prompt + size * work.answer))
+    members = min(size, max(1, (budget - work.prompt) // work.answer))
+    algo = next(iter(config.algorithms.values()))
+    place = torch.arange(work.prompt, work.prompt + work.answer)
+    return [
+        Row(
+            group_id=group,
+            episode_id=member,
+            algo=algo,
+            token_ids=(group, *[0] * (work.prompt - 1), member, *[0] * (work.answer - 1)),
+            place_S=place,
+            columns={},
+        )
+        for group in range(groups)
+        for member in range(members)
+    ]
+
+
+def _passes(config: RunConfig, work: Work) -> int:
+    """Of each group, if it is larger than one."""
+    return -(-config.rollout.group_size // sum(row.group_id == 0 for row in rows_of(config, work)))
+
+
+def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
+    described = _described(folder)
+    layers, of_experts = described["num_hidden_layers"], _used(described)
+    each = EnginePlan.of(config, described, _width(config, folder))
+    ranks, copies = max(1, learners), max(1, engines // each.gpus) * each.copies
+    learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor, config.train.parallel.expert)
+    room = _RESERVED * gpu.memory_gb * GB
+    weights = each.weights(bytes_.parameters, bytes_.experts)
+    turns = config.engine.colocated
+    staged = config.engine.stage == "auto" and config.sync in ("full", "delta") and not turns
+    second = weights if staged else 0  # of new ones
+    left = room - weights - second - (0 if engines or turns else learner)
+    at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
+    batch = max(1, at_once // copies)
+    token_s = each.token_s(
+        batch,
+        work.row,
+        parameters=bytes_.parameters,
+        experts=bytes_.experts,
+        used=of_experts,
+        rates=Rates(bytes=gpu.gb_per_s * GB * work.mbu, operations=gpu.tflops * 1e12 * work.mbu),
+    )
+    groups, size = config.buffer.groups_per_step, config.rollout.group_size
+    of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
+    passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
+    teams = max(1, ranks // (config.train.parallel.tensor * config.train.parallel.context))
+    stems = min(groups * min(_passes(config, work), teams), passes)  # each team computes those of all groups
+    once = (bytes_.operations - bytes_.again) * passes + bytes_.again * stems
+    operations = once * (4 / 3 if config.train.gradient_checkpointing else 1.0) * config.train.epochs
+    return Split(
+        engines=engines,
+        learners=learners,
+        learner_bytes=learner,
+        engine_bytes=weights + second + each.cache,
+        cache_room=left,
+        at_once=at_once,
+        fits=learner <= room and each.cache <= left and at_once >= size,
+        learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
+        engine_s=groups * size * work.answer * token_s / (copies * batch),
+        episode_s=work.answer * token_s,
+        host_bytes=_waiting(config, bytes_) if turns else 0.0,
+        swap_s=_swapped(config, bytes_) / (gpu.bus_gb_per_s * GB * work.mbu) if turns else 0.0,
+    )
+
+
+def _width(config: RunConfig, folder: Path) -> int:
+    """Bytes of an engine's weight. The embedded engine is on no GPU: then they are those of vLLM in bfloat16."""
+    return 4 if config.engine.kind == "vllm" and engine_dtype(config.engine, folder) == "float32" else 2
+
+
+def _waiting(config: RunConfig, bytes_: Held) -> float:
+    """Bytes in host memory while an engine samples whose GPU the learner shares by turns; or while the learner steps,
+    with an adapter, the engine's weights."""
+    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return bytes_.host + learner + (2 * bytes_.parameters if config.sync == "adapter" else 0)
+
+
+def _swapped(config: RunConfig, bytes_: Held) -> float:
+    """Bytes that go over the GPU's bus for a turn of the learner: it comes and leaves, the engine gets new weights, or
+    with an adapter takes its own away and back."""
+    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return 2 * learner + 2 * bytes_.parameters * (2 if config.sync == "adapter" else 1)
+
+
+def _used(described: dict[str, Any]) -> float:
+    """The share of a mixture's experts that a token is sent to; 1 without experts."""
+    experts = next((described[name] for name in EXPERTS if described.get(name)), None)
+    return (described.get("num_experts_per_tok") or experts) / experts if experts else 1.0
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """The configuration of a model's text part."""
+    described = json.loads((folder / "config.json").read_text())
+    return described.get("text_config") or described
+
+
+def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
+    """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
+    team, each = _team(config), gpus_of(config)
+    ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+    return [(mine, others) for mine, others in ways if max(1, others) % team == max(1, mine) % each == 0]
+
+
+def _no_way(config: RunConfig, n: int) -> UsageError:
+    """What to type where `n` GPUs cannot be divided."""
+    each = gpus_of(config)
+    why = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
+    why += [f"engine.gpus gives each engine {each}"] if each > 1 else []
+    less = next((few for few in range(n - 1, 0, -1) if _ways(config, few)), None)
+    more = next(many for many in range(n + 1, n + 2 + _team(config) * each) if _ways(config, many))
+    may = more if less is None else f"{less} or {more}"
+    return UsageError(f"--n {n}: {', '.join(why)}: give {may}")
+
+
+def _together(config: RunConfig) -> dict[str, int]:
+    """The settings by which GPUs compute layers together."""
+    plan = config.train.parallel
+    named = (("tensor", plan.tensor), ("context", plan.context), ("expert", plan.expert))
+    return {name: width for name, width in named if width > 1}
+
+
+def _team(config: RunConfig) -> int:
+    """What divides the number of the learner's GPUs: those that compute a pass, or keep a layer's experts, together."""
+    plan = config.train.parallel
+    return math.lcm(plan.tensor * plan.context, plan.expert)
+
+
+def _held(config: RunConfig, folder: Path, work: Work) -> Held:
+    """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
+    so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are counted.
+    Raises ConfigError if they cannot divide the heads."""
+    rows, passes = rows_of(config, work), _passes(config, work)
+    tensor, context = config.train.parallel.tensor, config.train.parallel.context
+    whole = held(config, folder, rows, on_gpu=True, passes=passes, context=context)
+    if tensor == 1:
+        return whole
+    described = _described(folder)
+    check_divides("tensor", tensor, described, HEADS)
+    width = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+    shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
+        part = held(config, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
+    return replace(whole, activations=part.activations, temporary=part.temporary)
+
+
+def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
+    """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass. Each of `tensor`
+    ranks has its part of these layers, and each of `expert` ranks its experts."""
+    apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
+    whole = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
+    return bytes_.static / ranks + whole + bytes_.activations + bytes_.temporary
+
+
+def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
+    """Settings with which a run that does not fit does."""
+    folder = model_dir(config.model)
+
+    def lacking(changed: RunConfig) -> list[str] | None:
+        """What else has to be set for a run to fit: nothing, or less room for keys and values; None if it cannot."""
+        bytes_, ways = _held(changed, folder, work), _ways(changed, n)
+        found = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
+        if not found or any(one.fits for one in found):
+            return [] if found else None
+        cache_mb = max(int(one.cache_room) >> 20 for one in found)
+        if not 0 < cache_mb < changed.engine.kv_cache_mb:
+            return None
+        engine = changed.engine.model_copy(update={"kv_cache_mb": cache_mb})
+        less = changed.model_copy(update={"engine": engine})
+        fits = any(_split(less, folder, bytes_, gpu, work, *way).fits for way in ways)
+        return [f"--set engine.kv_cache_mb={cache_mb}"] if fits else None
+
+    turns = _by_turns(config) if n == 1 else None
+    found: list[tuple[list[str], RunConfig]] = [([], config)]
+    found += [] if turns is None else [(["--set engine.colocated=true"], turns)]
+    for change in _CHANGES:
+        named = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
+        found.append((named, config.model_copy(update={"train": config.train.model_copy(update=change)})))
+    for settings, changed in found:
+        more = lacking(changed)
+        if more is not None:
+            yield " ".join([*settings, *more])
+
+
+def _by_turns(config: RunConfig) -> RunConfig | None:
+    """The run with engine and learner by turns on one GPU; None if it cannot, or does so anyway."""
+    if config.engine.kind == "embedded" or config.engine.colocated:
+        return None
+    changed = config.model_copy(update={"engine": config.engine.model_copy(update={"colocated": True})})
+    try:
+        return from_json(to_json(changed))
+    except ConfigError:
+        return None
+
+
+def refusal(config: RunConfig, memory_bytes: int, host_bytes: float = math.inf) -> str | None:
+    """Why a GPU of so much memory cannot hold the run's learner, or cannot be shared by turns on a machine of so much;
+    None if it can, up to what a prediction may be off."""
+    row = min(config.rollout.max_context, config.train.tokens_per_batch)
+    work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
+    folder = model_dir(config.model)
+    layers: int = _described(folder)["num_hidden_layers"]
+    parallel, bytes_ = config.train.parallel, _held(config, folder, work)
+    needs = of_rank(bytes_, parallel.ranks, layers, parallel.tensor, parallel.expert)
+    if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
+        return _no_turns(config, bytes_, memory_bytes, host_bytes) if config.engine.colocated else None
+    return (
+        f"a step of the learner needs {needs / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl plan "
+        "RUN.toml` says what to change"
+    )
+
+
+def _no_turns(config: RunConfig, bytes_: Held, memory_bytes: int, host_bytes: float) -> str | None:
+    """Why engine and learner cannot take turns."""
+    kv_mb, wide = config.engine.kv_cache_mb, 4 if config.engine.dtype == "float32" else 2
+    engine, waiting = wide * bytes_.parameters + (kv_mb << 20), _waiting(config, bytes_)
+    if engine > memory_bytes:
+        return (
+            f"the engine needs {engine / GB:.1f} GB when it is awake and the GPU has {memory_bytes / GB:.1f}: lower "
+            f"engine.kv_cache_mb = {kv_mb}, or give engine.dtype = 'bfloat16'"
+        )
+    if waiting > host_bytes:
+        return (
+            f"by turns (engine.colocated) {waiting / GB:.1f} GB of host memory wait for the GPU and "
+            f"{host_bytes / GB:.1f} are free: give train.lora_rank, or engine.colocated = false and a second GPU"
+        )
+    return None
+
+
+def main() -> None:
+    """Read a run's configuration from standard input, and print why its GPU cannot hold its learner, if so."""
+    config = from_json(sys.stdin.read())
+    device = torch.device(config.train.device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        print(refusal(config, torch.cuda.get_device_properties(device).total_memory, free_bytes()) or "", end="")
+
+
+if __name__ == "__main__":
+    main()

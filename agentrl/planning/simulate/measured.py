@@ -1,0 +1,81 @@
+"""From a finished run's store to the distributions of a simulation. Reads only."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from agentrl.errors import UsageError
+from agentrl.planning.simulate.service import Measured, MeasuredSteps, Play
+from agentrl.store import EpisodeTimes
+from agentrl.store.interfaces import ReadStore
+
+_GROUPS = 4096  # the newest, at most
+_FEWEST = 4  # groups, and steps: fewer say nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run measured. `idle` is its learner's idle share after the first `start_up` steps, `skipped` the share of
+    its groups then that left without signal."""
+
+    episodes: Measured
+    steps: MeasuredSteps
+    push_s: float
+    between_s: float
+    idle: float
+    skipped: float = 0.0
+
+
+def measure(store: ReadStore, *, start_up: int, newest: int = _GROUPS) -> Run:
+    """What a run says: its steps after the first `start_up`, and the `newest` groups. Raises UsageError if it is too
+    short."""
+    rows = [row for row in store.metrics("step") if row.step > start_up]
+    groups = _groups(store.episode_times(newest))
+    if len(rows) < _FEWEST or len(groups) < _FEWEST:
+        found = f"{len(groups)} finished groups and {len(rows)} steps after the first {start_up}"
+        run, more = store.path.parent, 2 * _FEWEST + (rows[-1].step if rows else start_up)
+        go_on = f"agentrl train --resume {run} --set train.steps={more}"
+        raise UsageError(f"--from {run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
+    idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
+    busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
+    tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
+    taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
+    gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
+    took = [one + other for one, other in zip(idle[1:], busy[1:], strict=True)]
+    between = statistics.median(gap - known for gap, known in zip(gaps, took, strict=False)) if gaps else 0.0
+    return Run(
+        episodes=Measured(groups),
+        steps=MeasuredSteps.fit(list(zip(tokens, busy, strict=True))),
+        push_s=statistics.median(store.push_times() or [0.0]),
+        between_s=max(0.0, between),
+        idle=sum(idle) / (sum(idle) + sum(busy)) if any(idle) or any(busy) else 0.0,
+        skipped=skipped / (taken + skipped) if skipped else 0.0,
+    )
+
+
+def _groups(episodes: Sequence[EpisodeTimes]) -> list[list[Play]]:
+    """By group. Groups that started within the longest episode's time before the end are left out: of these only the
+    short episodes may have ended."""
+    if not episodes:
+        return []
+    last = max(one.ended_s for one in episodes) - max(one.ended_s - one.started_s for one in episodes)
+    groups: defaultdict[int, list[EpisodeTimes]] = defaultdict(list)
+    for one in episodes:
+        groups[one.group_id].append(one)
+    whole = [group for group in groups.values() if min(one.started_s for one in group) <= last]
+    return [[_play(one) for one in group] for group in whole if len(group) > 1]
+
+
+def _play(one: EpisodeTimes) -> Play:
+    """An episode relative to its start. A turn of an earlier worker's clock is kept inside it."""
+    duration_s = max(one.ended_s - one.started_s, 1e-6)
+
+    def inside(time_s: float) -> float:
+        return min(max(time_s - one.started_s, 0.0), duration_s)
+
+    turns = tuple((inside(start), inside(end), n) for start, end, n in one.turns)
+    return Play(duration_s, turns, sum(n for *_, n in turns), one.scored and bool(turns))

@@ -1,0 +1,274 @@
+"""The run store's rules on groups and members in memory, fast enough for a million simulated episodes.
+
+Owns which groups start, close, are taken and expire. What can be shared with the store is: `admissible_groups`, the
+close policies, `lag` and `enough` are its own functions. A property test plays random schedules on this and on a real
+store, and both must admit, hand out, close, take and drop the same. Never knows a token, a duration or a learner's
+time; nothing crashes here, so there are no fences, leases, rollbacks and replays.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from agentrl.records import GroupState
+from agentrl.store.buffer.admission import Bounds, Load, admissible_groups
+from agentrl.store.buffer.buffer import Expired
+from agentrl.store.buffer.closing import FULL, ClosePolicy
+from agentrl.store.episodes.groups import enough
+from agentrl.store.versions import lag
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One episode. `newest` and `oldest` are the steps of the weights that sampled its newest and oldest token;
+    `left`: it was taken or dropped."""
+
+    id: int
+    group: SimulatedGroup
+    ended: bool = False
+    scored: bool = False
+    late: bool = False
+    left: bool = False
+    newest: int | None = None
+    oldest: int | None = None
+
+    def trains(self, step: int, max_lag: int) -> bool:
+        """Whether optimizer step `step` may train a token of it."""
+        return self.scored and lag(step, self.newest) <= max_lag
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """Sibling episodes. `scored_s`: when its scored members ended, earliest first; `open`: how many have not ended;
+    `recorded`: ids of the members whose outcomes judge the others, once it has closed."""
+
+    id: int
+    members: list[Member]
+    state: GroupState = GroupState.WAITING
+    started_s: float = 0.0
+    open: int = 0
+    scored_s: list[float] = field(default_factory=list[float])
+    recorded: frozenset[int] = frozenset()
+
+    @property
+    def running(self) -> bool:
+        return self.state in (GroupState.WAITING, GroupState.RUNNING)
+
+
+class Taken(NamedTuple):
+    """What a step takes of one group: the members that it trains, and those that leave without a token."""
+
+    group: SimulatedGroup
+    trained: list[Member]
+    left_out: list[Member]
+
+
+class MemoryBuffer:
+    """Groups from admission to the learner. Seconds are those of the caller's clock, which never goes back."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[GroupState] = Counter()
+        self.step = 0  # of the weights that are served
+        self.running_episodes = 0  # admitted and not ended
+        self._groups = 0
+        self._episodes = 0
+        self._waiting: deque[Member] = deque()
+        self._started: deque[SimulatedGroup] = deque()  # oldest first; those that have closed are removed lazily
+        self._quorate: deque[SimulatedGroup] = deque()  # in the order in which they reached `at_least`
+        self._late: list[tuple[float, int, Member]] = []  # a heap of open late members by their group's start
+        self._late_ended: list[Member] = []
+        self._scored: dict[int, SimulatedGroup] = {}
+        self._fresh: list[int] = []  # sorted ids of those in `_scored` that step `_checked` may take
+        self._unchecked: list[int] = []
+        self._checked = -1
+
+    def admit(self, bounds: Bounds) -> list[SimulatedGroup]:
+        """Start as many groups as admission allows, as `RunStore.admit` does; returns them."""
+        if self.running_episodes >= bounds.max_running:  # the usual answer, without the way to it
+            return []
+        counts = self.counts
+        n = admissible_groups(
+            Load(
+                running_episodes=self.running_episodes,
+                running_groups=counts[GroupState.WAITING] + counts[GroupState.RUNNING],
+                accepted_groups=counts[GroupState.SCORED] + counts[GroupState.TAKEN],
+            ),
+            bounds,
+            step=self.step,
+        )
+        return [self._start(bounds.group_size) for _ in range(n)]
+
+    def _start(self, size: int) -> SimulatedGroup:
+        self._groups += 1
+        group = SimulatedGroup(self._groups, [], open=size)
+        group.members = [Member(self._episodes + place, group) for place in range(1, size + 1)]
+        self._episodes += size
+        self._waiting.extend(group.members)
+        self.running_episodes += size
+        self.counts[GroupState.WAITING] += 1
+        return group
+
+    def claim(self, limit: int, now: float) -> list[Member]:
+        """Up to `limit` members to play, oldest group first."""
+        claimed: list[Member] = []
+        while self._waiting and len(claimed) < limit:
+            member = self._waiting.popleft()
+            if member.ended:
+                continue
+            claimed.append(member)
+            if member.group.state is GroupState.WAITING:
+                self._move(member.group, GroupState.RUNNING)
+                member.group.started_s = now
+                self._started.append(member.group)
+        return claimed
+
+    def finish(self, member: Member, now: float, *, newest: int | None, oldest: int | None, scored: bool) -> None:
+        """A member's episode ends. If it is the last open one of an open group, the group closes."""
+        member.newest, member.oldest, member.scored = newest, oldest, scored
+        self._end(member)
+        group = member.group
+        if scored and group.running:
+            group.scored_s.append(now)
+        if group.running and not group.open:
+            self._close(group)
+        elif member.late and group.state is not GroupState.SCORED:
+            self._late_ended.append(member)
+
+    def quorate(self, group: SimulatedGroup) -> None:
+        """Have `expire` ask the close policy about a group that has reached the policy's `at_least`."""
+        self._quorate.append(group)
+
+    def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
+        """Close and expire as `RunStore.expire` does. Groups are asked about in the order in which they became quorate,
+        up to the first that stays open: with every policy of ours those behind it do too."""
+        closed = {group.id: group for group in self._overdue(now - group_deadline_s) if _judged(group)}
+        over = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed]
+        while self._quorate:
+            group = self._quorate[0]
+            if group.running and not close_policy.closes(group.scored_s, now):
+                break
+            if group.running:
+                closed[group.id] = group
+            self._quorate.popleft()
+        late: list[Member] = []
+        while self._late and self._late[0][0] < now - 2 * group_deadline_s:
+            member = heapq.heappop(self._late)[-1]
+            if not member.ended:
+                late.append(member)
+        for id in sorted(closed):
+            self._close(closed[id])
+        for group in over:
+            for member in group.members:
+                if not member.ended:
+                    self._end(member)
+            self._move(group, GroupState.EXPIRED)
+        for member in late:
+            self._end(member)
+            member.left = True
+        return Expired(
+            tuple(sorted(closed)), tuple(group.id for group in over), tuple(sorted(member.id for member in late))
+        )
+
+    def _oldest_open(self) -> SimulatedGroup | None:
+        while self._started and not self._started[0].running:
+            self._started.popleft()
+        return self._started[0] if self._started else None
+
+    def _overdue(self, before: float) -> list[SimulatedGroup]:
+        self._oldest_open()
+        found: list[SimulatedGroup] = []
+        for group in self._started:
+            if group.started_s >= before:
+                break
+            if group.running:
+                found.append(group)
+        return found
+
+    def take(self, step: int, n: int, *, max_lag: int) -> list[Taken] | None:
+        """What optimizer step `step` trains, as `RunStore.take` does: `n` groups, and late members of earlier ones."""
+        late, self._late_ended = self._late_ended, []
+        for group in self._check(step, max_lag):  # what ended late in one of these is offered from the next call on
+            del self._scored[group.id]
+            self._move(group, GroupState.EXPIRED)
+            self._late_ended += [member for member in group.members if member.late and member.ended and not member.left]
+        enough_taken = len(self._fresh) >= n if n else any(member.trains(step, max_lag) for member in late)
+        taken = self._choose(n) if enough_taken else None
+        if taken is None:
+            self._late_ended = late + self._late_ended
+            return None
+        by_group: dict[int, list[Member]] = {}
+        for member in sorted(late, key=lambda member: member.id):
+            by_group.setdefault(member.group.id, []).append(member)
+        for group in taken:
+            del self._scored[group.id]
+            self._move(group, GroupState.TAKEN)
+        ended = [[member for member in group.members if member.ended] for group in taken]
+        return [_leave(members, step, max_lag) for members in (*ended, *by_group.values())]
+
+    def _check(self, step: int, max_lag: int) -> list[SimulatedGroup]:
+        """The groups without a member that `step` may train; the others are in `_fresh` afterwards."""
+        if step != self._checked:
+            self._checked, self._unchecked, self._fresh = step, list(self._scored), []
+        stale: list[SimulatedGroup] = []
+        for id in self._unchecked:
+            group = self._scored[id]
+            if self._trains(group, step, max_lag):
+                insort(self._fresh, id)
+            else:
+                stale.append(group)
+        self._unchecked = []
+        return stale
+
+    def _trains(self, group: SimulatedGroup, step: int, max_lag: int) -> bool:
+        return any(member.trains(step, max_lag) for member in group.members)
+
+    def _choose(self, n: int) -> list[SimulatedGroup] | None:
+        """The `n` oldest of the fresh groups, of which there are enough."""
+        taken, self._fresh = self._fresh[:n], self._fresh[n:]
+        return [self._scored[id] for id in taken]
+
+    def _close(self, group: SimulatedGroup) -> None:
+        judged = _judged(group)
+        self._move(group, GroupState.SCORED if judged else GroupState.FAILED)
+        if judged:
+            group.recorded = frozenset(member.id for member in group.members if member.scored)
+            self._scored[group.id] = group
+            self._unchecked.append(group.id)
+        for member in group.members:
+            if not member.ended:
+                member.late = True
+                heapq.heappush(self._late, (group.started_s, member.id, member))
+
+    def _end(self, member: Member) -> None:
+        member.ended = True
+        member.group.open -= 1
+        self.running_episodes -= 1
+
+    def _move(self, group: SimulatedGroup, state: GroupState) -> None:
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        group.state = state
+
+
+def _judged(group: SimulatedGroup) -> bool:
+    return len(group.scored_s) >= enough(len(group.members))
+
+
+def _leave(members: Iterable[Member], step: int, max_lag: int) -> Taken:
+    trained: list[Member] = []
+    left_out: list[Member] = []
+    for member in members:
+        (trained if member.trains(step, max_lag) else left_out).append(member)
+        member.left = True
+    group = (trained or left_out)[0].group
+    return Taken(group, trained, left_out)
+
+
+def ids(members: Sequence[Member]) -> list[int]:
+    """Their ids, in order."""
+    return [member.id for member in members]

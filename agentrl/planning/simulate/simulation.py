@@ -1,0 +1,320 @@
+"""One run in virtual time: episodes take drawn times on so many slots, the learner takes drawn times for its steps.
+
+Owns the clock, the slots and the weights of each moment, and counts what came of every token. The rules on groups are
+those of `memory`; never knows how a time is drawn.
+
+    admit ─► claim (a free slot) ─► drawn episode ─► finish ─► close ─► take ─► drawn step ─► weights served ─► admit
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from agentrl.planning.simulate.memory import Member, Taken
+from agentrl.planning.simulate.policies import Policy
+from agentrl.planning.simulate.service import Episodes, Play, Steps
+from agentrl.records import GroupState
+from agentrl.store.buffer.admission import Bounds
+
+_ALMOST = 1e-6  # seconds that a timer comes late, so that rounding never makes it early
+Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a simulated run takes place in. `slots`: episodes at once; `push_s`: from the end of a step until its
+    weights are served; `between_s`: what the learner does between two steps that is neither step nor waiting."""
+
+    episodes: Episodes
+    learner: Steps
+    slots: int
+    group_size: int
+    groups_per_step: int
+    group_deadline_s: float = math.inf
+    push_s: float = 0.0
+    between_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What came of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
+
+    Throughput and idle share are of the steps after the start-up. All else is of the groups that were admitted for
+    these steps, whatever became of them: tokens and episodes played, and which of them were trained. A token is
+    unavoidable if it was too old for the next step already when its own episode ended. An outcome is discarded if its
+    episode is neither trained nor judges its siblings."""
+
+    seconds: float
+    episodes_s: float  # trained episodes a second
+    bound_s: float  # episodes a second that slots or learner allow, whichever is less
+    idle: float
+    age_mean: float
+    age_p99: int
+    tokens_discarded: float
+    tokens_unavoidable: float
+    episodes_discarded: float
+    outcomes_discarded: float
+    played_s: float
+    trained_s: float
+
+    @property
+    def of_bound(self) -> float:
+        return self.episodes_s / self.bound_s
+
+    @property
+    def useful(self) -> float:
+        """Tokens trained in a second, in units of an episode's."""
+        return self.episodes_s * (1 - self.tokens_discarded) / max(1e-9, 1 - self.episodes_discarded)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over the members of the groups that are measured."""
+
+    episodes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    unavoidable: int = 0
+    trained: int = 0
+    trained_tokens: int = 0
+    trained_s: float = 0.0
+    scored: int = 0
+    outcomes: int = 0
+    ages: Counter[int] = field(default_factory=Counter[int])
+
+
+class Simulation:
+    """A run of `steps` steps, of which the first `start_up` are not measured. Runs once."""
+
+    def __init__(self, world: World, policy: Policy, *, steps: int, start_up: int, seed: int = 0) -> None:
+        self._world, self._policy = world, policy
+        self._steps, self._start_up = steps, start_up
+        self._plays, self._learner_chance = Random(seed), Random(seed + 1)
+        self._buffer = policy.buffer()
+        self._bounds = Bounds(
+            group_size=world.group_size + policy.extra,
+            groups_per_step=world.groups_per_step,
+            max_lag=policy.max_lag,
+            max_running=world.slots,
+            steps_total=1 << 40,  # the run's end changes nothing that is measured
+        )
+        self._now = 0.0
+        self._free = world.slots
+        self._events: list[tuple[float, int, Member | str]] = []
+        self._order = 0
+        self._play: dict[int, Play] = {}
+        self._began: dict[int, float] = {}
+        self._spans: dict[int, Spans] = {}
+        self._served = [0.0]  # when the weights of each step were served first
+        self._step = 0  # the last one that was taken
+        self._busy = False
+        self._waits_since = self._pushed_at = 0.0
+        self._idle_s = self._busy_s = self._measured_from = 0.0
+        self._trained = 0
+        first = start_up * world.groups_per_step
+        self._cohort = range(first + 1, max(first + 2, (steps - policy.max_lag - 1) * world.groups_per_step + 1))
+        self._sums = _Tally()
+
+    def run(self) -> Found:
+        """Play until the last step has ended."""
+        self._fill()
+        while self._step < self._steps or self._busy:
+            if not self._events:  # nothing runs, and nothing may start
+                raise RuntimeError("a simulated run stands still")
+            self._now, _, what = heapq.heappop(self._events)
+            if isinstance(what, Member):
+                self._end(what)
+            elif what == "step":
+                self._end_step()
+            elif what == "served":
+                self._buffer.step = len(self._served)
+                self._served.append(self._now)
+            else:
+                self._expire()
+            self._fill()
+            if not self._busy and self._step < self._steps:
+                self._take()
+        return self._found()
+
+    def _at(self, time_s: float, what: Member | str) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (time_s, self._order, what))
+
+    # --- episodes
+
+    def _fill(self) -> None:
+        if self._free <= 0:
+            return
+        for group in self._buffer.admit(self._bounds):
+            plays = self._world.episodes.group(len(group.members), self._plays)
+            self._play.update(zip((member.id for member in group.members), plays, strict=True))
+            if group.id in self._cohort:
+                self._sums.episodes += len(plays)
+                self._sums.tokens += sum(play.tokens for play in plays)
+                self._sums.seconds += sum(play.duration_s for play in plays)
+                self._sums.scored += sum(play.scored for play in plays)
+        self._claim()
+
+    def _claim(self) -> None:
+        deadline_s = self._world.group_deadline_s
+        for member in self._buffer.claim(self._free, self._now):
+            self._free -= 1
+            self._began[member.id] = self._now
+            self._at(self._now + self._play[member.id].duration_s, member)
+            if member is member.group.members[0] and deadline_s < math.inf:
+                self._at(self._now + deadline_s + _ALMOST, "timer")
+                self._at(self._now + 2 * deadline_s + _ALMOST, "timer")
+
+    def _end(self, member: Member) -> None:
+        if member.ended:  # it expired, or was cancelled
+            return
+        self._free += 1
+        play, group = self._play[member.id], member.group
+        spans = self._sampled(member)
+        self._spans[member.id] = spans
+        newest, oldest = (spans[-1][0], spans[0][0]) if spans else (None, None)
+        self._buffer.finish(member, self._now, newest=newest, oldest=oldest, scored=play.scored)
+        if group.id in self._cohort:
+            fresh = sum(n for made, n in spans if self._step - made <= self._policy.max_lag)
+            self._sums.unavoidable += play.tokens - fresh
+        policy = self._policy.close
+        if play.scored and group.running and len(group.scored_s) == policy.at_least:
+            self._buffer.quorate(group)
+            after_s: float = getattr(policy, "after_s", 0.0)
+            if after_s:
+                self._at(self._now + after_s + _ALMOST, "timer")
+            else:
+                self._expire()
+
+    def _expire(self) -> None:
+        running = self._buffer.running_episodes
+        self._buffer.expire(self._now, self._world.group_deadline_s, close_policy=self._policy.close)
+        self._free += running - self._buffer.running_episodes
+
+    def _sampled(self, member: Member) -> Spans:
+        """Which weights sampled the tokens of an episode: each token those served when it began."""
+        served, began, play = self._served, self._began[member.id], self._play[member.id]
+        spans: Spans = []
+        for start_s, end_s, n in play.turns:
+            start, end = began + start_s, began + end_s
+            first, last = bisect_right(served, start) - 1, bisect_left(served, end) - 1
+            if last <= first:  # its weights never changed
+                spans.append((first, n))
+                continue
+            done = 0
+            for made in range(first + 1, last + 1):
+                cut = min(n, math.ceil((served[made] - start) / (end - start) * n))
+                if cut > done:
+                    spans.append((made - 1, cut - done))
+                done = cut
+            if n > done:
+                spans.append((last, n - done))
+        return spans
+
+    # --- the learner
+
+    def _take(self) -> None:
+        taken = self._buffer.take(self._step + 1, self._world.groups_per_step, max_lag=self._policy.max_lag)
+        if taken is None:
+            return
+        self._step += 1
+        tokens, episodes = self._note_taken(taken)
+        busy_s = self._world.learner.seconds(tokens, self._learner_chance)
+        ends = max(self._now + busy_s, self._pushed_at)  # a push under way is waited for
+        if self._step > self._start_up:
+            self._idle_s += ends - busy_s - self._waits_since
+            self._busy_s += busy_s
+            self._trained += episodes
+        self._busy = True
+        self._at(ends + self._world.between_s, "step")
+
+    def _end_step(self) -> None:
+        self._busy = False
+        self._waits_since = self._now
+        if self._step == self._start_up:
+            self._measured_from = self._now
+        self._pushed_at = self._now + self._world.push_s
+        self._at(self._pushed_at, "served")
+
+    def _note_taken(self, taken: Iterable[Taken]) -> tuple[int, int]:
+        """Count what a step takes; returns how many tokens and episodes it trains."""
+        tokens = episodes = 0
+        for group, trained, left_out in taken:
+            counts = group.id in self._cohort
+            episodes += len(trained)
+            for member in trained:
+                fresh = 0
+                for made, n in self._spans[member.id]:
+                    if (age := self._step - 1 - made) <= self._policy.max_lag:
+                        fresh += n
+                        if counts:
+                            self._sums.ages[age] += n
+                tokens += fresh
+                if counts:
+                    self._sums.trained += 1
+                    self._sums.trained_tokens += fresh
+                    self._sums.trained_s += self._play[member.id].duration_s
+            if counts:
+                self._sums.outcomes += len(trained) + sum(member.id in group.recorded for member in left_out)
+            for member in (*trained, *left_out):
+                for each in (self._play, self._began, self._spans):
+                    each.pop(member.id, None)
+        return tokens, episodes
+
+    def _run_out(self, step_s: float) -> None:
+        """Play what was admitted to its end, at one step each `step_s`: also the slowest episode is counted."""
+        while self._events:
+            self._now, _, what = heapq.heappop(self._events)
+            while self._served[-1] + step_s < self._now:
+                self._served.append(self._served[-1] + step_s)
+            self._step = max(self._step, len(self._served))
+            if isinstance(what, Member):
+                self._end(what)
+            else:
+                self._expire()
+            self._claim()
+            for _ in range(2):  # the first call expires what is too old
+                self._note_taken(
+                    self._buffer.take(
+                        self._step + 1, self._buffer.counts[GroupState.SCORED], max_lag=self._policy.max_lag
+                    )
+                    or ()
+                )
+
+    def _found(self) -> Found:
+        seconds, steps, sums = self._now - self._measured_from, self._steps - self._start_up, self._sums
+        world = self._world
+        step_s = self._busy_s / steps + world.between_s
+        trained = self._trained / seconds
+        idle = self._idle_s / (self._idle_s + self._busy_s)
+        self._run_out(seconds / steps)
+        played_s = sums.seconds / sums.episodes
+        return Found(
+            seconds=seconds,
+            episodes_s=trained,
+            bound_s=min(world.slots / played_s, world.groups_per_step * world.group_size / step_s),
+            idle=idle,
+            age_mean=sum(age * n for age, n in sums.ages.items()) / max(1, sums.ages.total()),
+            age_p99=_quantile(sums.ages, 0.99),
+            tokens_discarded=1 - sums.trained_tokens / sums.tokens,
+            tokens_unavoidable=sums.unavoidable / sums.tokens,
+            episodes_discarded=1 - sums.trained / sums.scored,
+            outcomes_discarded=1 - sums.outcomes / sums.scored,
+            played_s=played_s,
+            trained_s=sums.trained_s / max(1, sums.trained),
+        )
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
+    seen = 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= share * counts.total():
+            return value
+    return 0

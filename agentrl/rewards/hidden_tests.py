@@ -1,0 +1,182 @@
+"""Tests of an agent's work in a box of their own: declared files and tests go in, a number from 0 to 1 comes out.
+
+The tests never enter the agent's box, and nothing that they do reaches it. What the box prints is hostile, because the
+policy's code runs there: it is bounded by the box's limits, read in linear time, and can only ever mean 0 to 1. Work
+that hangs, exhausts its box or ends the test run gets 0: these are the policy's own doing, not failures (law 3). Who
+shares an interpreter with the tests can still forge their result; see `docs/rewards.md`.
+
+Knows no store and no environment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from agentrl.config.sections import RewardSource
+from agentrl.errors import SandboxPathError, ScoreError, UsageError
+from agentrl.protocols import ExecResult, Limits, Sandbox, SandboxSpec
+from agentrl.records import Task, Trajectory
+from agentrl.registry import load_reference
+from agentrl.sandbox.shared_backend import SharedBackend, shared
+
+ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
+"""The files of a turn by its id, None if there are none."""
+
+_MOST_BYTES: Final = 16 << 20  # of the files of tests
+_TAIL: Final = 8 << 10  # bytes of output in which a summary is looked for
+_REMEMBERED: Final = 4096
+_COUNT: Final = re.compile(r"\b(\d{1,6}) (passed|failed|errors?)\b")  # pytest
+_RAN: Final = re.compile(r"^Ran (\d{1,6}) tests? in ")  # unittest
+_BAD: Final = re.compile(r"\b(?:failures|errors|unexpected successes)=(\d{1,6})\b")
+
+
+class BoxTests:
+    """The share of tests that the work of the last turn passes, or what `settings.score` says otherwise."""
+
+    def __init__(self, settings: RewardSource, artifacts_of: ArtifactsOf) -> None:
+        """Raises UsageError if the tests cannot be read or imported."""
+        self._settings, self._artifacts_of = settings, artifacts_of
+        self._files = _read(Path(settings.files)) if settings.files else {}
+        self._files_of: Callable[[Task], Mapping[str, bytes]] | None = None
+        if settings.call:
+            self._files_of = load_reference(settings.call)
+        self._found: OrderedDict[bytes, float] = OrderedDict()
+        self._has_command = False
+
+    async def __call__(self, seen: Trajectory) -> float:
+        """Raises ScoreError if the turn has no artifacts or the box lacks the command, SandboxError if its host fails,
+        SandboxPathError if no box can hold the tests.
+
+        Before the first turn there is no work, and the score is 0."""
+        if not seen.turns:
+            return 0.0
+        work = await self._artifacts_of(seen.turns[-1].id)
+        if work is None:
+            raise ScoreError(
+                f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
+                " artifacts() (docs/rewards.md)"
+            )
+        tests = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
+        key = _digest(work, tests, str(seen.task.seed))
+        if (known := self._found.get(key)) is not None:
+            return known
+        try:
+            value = await self._run({**work, **tests}, seen.task)
+        except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
+            await self._run(tests, seen.task)  # unless the tests themselves have them
+            value = 0.0
+        self._found[key] = value
+        if len(self._found) > _REMEMBERED:
+            self._found.popitem(last=False)
+        return value
+
+    async def check(self) -> None:
+        """Make a box, and look for the command in it. Raises ScoreError without it, SandboxError without a box."""
+        boxes = shared(self._settings.sandbox)
+        await boxes.enter()
+        try:
+            await self._look_for_command(boxes)
+        finally:
+            await boxes.leave()
+
+    async def _run(self, files: Mapping[str, bytes], task: Task) -> float:
+        boxes = shared(self._settings.sandbox)
+        await boxes.enter()
+        try:
+            if not self._has_command:
+                await self._look_for_command(boxes)
+            result = await self._exec(boxes, files, self._settings.command, {"TASK_SEED": str(task.seed)})
+        finally:
+            await boxes.leave()
+        return value_of(result, self._settings.score)
+
+    async def _look_for_command(self, boxes: SharedBackend) -> None:
+        program = self._settings.command[0]
+        if (await self._exec(boxes, {}, ["sh", "-c", 'command -v "$0"', program], {})).exit_code != 0:
+            raise ScoreError(
+                f"a box of {self._settings.sandbox} has no {program!r}: give an image with it, or its path"
+            )
+        self._has_command = True
+
+    async def _exec(
+        self, boxes: SharedBackend, files: Mapping[str, bytes], command: list[str], env: Mapping[str, str]
+    ) -> ExecResult:
+        limits = Limits(wall_s=self._settings.box_s, cpu_s=self._settings.box_s, memory_bytes=1 << 30)
+        box: Sandbox = await boxes.create(SandboxSpec(image=self._settings.image, limits=limits, files=files))
+        try:
+            return await box.exec(command, env=env, timeout_s=self._settings.box_s)
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
+
+
+def value_of(result: ExecResult, score: str) -> float:
+    """What a test run says, from 0 to 1: `exit`: 1 for exit code 0; `number`: the last line of stdout, a number or a
+    JSON object with one as `score`, cut to 0 to 1; `share`: the tests that passed of all, by the last summary of pytest
+    or unittest. Anything else is 0."""
+    if result.timed_out or result.oom:
+        return 0.0
+    if score == "exit":
+        return float(result.exit_code == 0)
+    if score == "number":
+        return _number(_lines(result.stdout))
+    return _share(_lines(result.stdout), _lines(result.stderr))
+
+
+def _lines(output: bytes) -> list[str]:
+    """The last lines that say something, the last one first."""
+    lines = output[-_TAIL:].decode("utf-8", "replace").splitlines()
+    return [line.strip() for line in reversed(lines) if line.strip()]
+
+
+def _number(lines: list[str]) -> float:
+    try:
+        said: Any = json.loads(lines[0])
+        number = float(said["score"] if isinstance(said, dict) else said)  # pyright: ignore[reportUnknownArgumentType]
+    except (IndexError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
+        return 0.0
+    return min(max(number, 0.0), 1.0) if math.isfinite(number) else 0.0
+
+
+def _share(stdout: list[str], stderr: list[str]) -> float:
+    for line in stdout:
+        counts = [(int(n), how) for n, how in _COUNT.findall(line)]
+        if counts:
+            return sum(n for n, how in counts if how == "passed") / max(sum(n for n, _ in counts), 1)
+    for at, line in enumerate(stderr):
+        if found := _RAN.match(line):
+            ran = int(found[1])
+            bad = sum(int(n) for n in _BAD.findall(stderr[at - 1])) if at else ran  # without a verdict below it: none
+            return max(ran - bad, 0) / max(ran, 1)
+    return 0.0
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by relative path. Raises UsageError."""
+    if not folder.is_dir():
+        raise UsageError(f"rewards.files = {str(folder)!r} is no folder: name one with the tests")
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if sum(path.stat().st_size for path in files.values()) > _MOST_BYTES:
+        raise UsageError(
+            f"rewards.files = {str(folder)!r} has more than {_MOST_BYTES >> 20} MiB: leave out what tests do not need"
+        )
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def _digest(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) -> bytes:
+    digest = blake2b(seed.encode())
+    for files in (work, tests):
+        for name, data in sorted(files.items()):
+            digest.update(f"\0{name}\0{len(data)}\0".encode("utf-8", "surrogatepass"))
+            digest.update(data)
+        digest.update(b"\0\0")
+    return digest.digest()

@@ -1,0 +1,229 @@
+"""Reward sources at work: turns that wait for a score are asked for, scored and written down, while episodes go on.
+
+A source is anything that says what a turn is worth, given the episode up to that turn. Owns what asking may cost (calls
+at once, a deadline and retries for each, a cache by content) and decides nothing about episodes: the store knows which
+turns wait, and what holds when a source is late. Knows no environment and no run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, cast
+
+import httpx
+import trio
+
+from agentrl.config.sections import RewardSource
+from agentrl.engine.scoring_client import ScoringClient
+from agentrl.env.sync_async import LoopThread
+from agentrl.errors import AgentRLError, DiskFull, ScoreError, StoreAway, Tracebacks, place_of
+from agentrl.records import LARGEST, StopReason, Trajectory
+from agentrl.registry import load_reference
+from agentrl.rewards.hidden_tests import ArtifactsOf, BoxTests
+from agentrl.rewards.judge import Judge
+from agentrl.rewards.overlong import Overlong
+from agentrl.rewards.reward_model import RewardModel
+from agentrl.rewards.score_cache import Known
+from agentrl.rewards.shaping import Shaping
+from agentrl.rewards.verdict import Verdict
+from agentrl.store.interfaces import RewardStore
+from agentrl.tokens.columns import NONE
+
+TurnRewarder = Callable[[Trajectory], "float | Verdict | Awaitable[float | Verdict]"]
+"""Scores the last turn of an episode as far as it went. A plain one runs in a thread, an async one in trio."""
+
+_LOOK_S: Final = 1.0  # a source looks so often for turns that may be asked for again
+_PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
+_OWN_SHARE: Final = 0.9  # of a call's deadline, after which a client ends it itself: it can say what a server answered
+
+log = logging.getLogger(__name__)
+
+
+def rewarder_of(
+    settings: RewardSource,
+    *,
+    artifacts_of: ArtifactsOf | None = None,
+    teacher_of: Callable[[RewardSource], TurnRewarder] | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> TurnRewarder:
+    """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer;
+    tests get the turn's artifacts. `teacher_of` makes a teacher. `transport` takes the place of the network.
+
+    Raises UsageError for a reference that cannot be imported and for tests that cannot be read."""
+    if settings.kind == "teacher":
+        assert teacher_of is not None, "a run makes its teachers"
+        return teacher_of(settings)
+    if settings.measure == "overlong":
+        return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
+    if settings.measure in ("callable", "tests"):
+        if settings.measure == "tests":
+            own: TurnRewarder = BoxTests(settings, artifacts_of or _none)
+        else:
+            own = _own_callable(settings)
+        if settings.kind != "shaping":
+            return own
+        threads = trio.CapacityLimiter(settings.concurrency)
+        known = Known(apart=settings.measure == "tests")
+
+        async def potential(state: Trajectory) -> float:
+            return (await _called(own, state, threads)).value
+
+        return Shaping(potential, settings.gamma, known)
+    client = ScoringClient(
+        settings.url or "",
+        model=settings.model,
+        api_key=settings.api_key(),
+        concurrency=settings.concurrency,
+        deadline_s=_OWN_SHARE * settings.call_deadline_s,
+        transport=transport,
+    )
+    model: RewardModel | Judge = Judge(client, rubric=settings.rubric or "", attempts=1)
+    if settings.kind == "prm":
+        model = RewardModel(client, label=settings.label, activation=settings.activation)
+
+    async def of_action(seen: Trajectory) -> float:
+        return await model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
+
+    return of_action
+
+
+async def _none(_: str) -> None:
+    return None
+
+
+def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajectory:
+    """The episode as it was after a turn. If it is `settled` whether the turn's role acts again, and it does not, the
+    episode has a stop reason. Raises LookupError for a turn that is not in it."""
+    for at, one in enumerate(trajectory.turns):
+        if one.id == turn:
+            over = settled and all(later.role != one.role for later in trajectory.turns[at + 1 :])
+            reason = StopReason.DONE if over else None
+            return replace(trajectory, turns=trajectory.turns[: at + 1], stop_reason=reason, outcome=None, success=None)
+    raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
+
+
+@dataclass(slots=True)
+class Scorer:
+    """One source of a run. `serve` scores what waits, for ever; `score` one turn.
+
+    A turn whose attempts have all failed is left to the source's deadline, and named once in the log."""
+
+    settings: RewardSource
+    store: RewardStore
+    ask: TurnRewarder
+    _under_way: set[str] = field(default_factory=set[str])
+    _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
+    _known: Known = field(init=False)
+    _tracebacks: Tracebacks = field(default_factory=Tracebacks)
+    _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
+    _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
+
+    def __post_init__(self) -> None:
+        self._threads = trio.CapacityLimiter(self.settings.concurrency)
+        self._known = Known(apart=self.settings.measure == "tests")
+
+    @property
+    def _settled(self) -> bool:
+        """Whether a turn is scored only once it is known whether its role acts again."""
+        return self.settings.kind == "shaping"
+
+    async def serve(self) -> None:
+        """Score turns until cancelled. A turn is asked for once, however long the answer takes."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                free = self.settings.concurrency - len(self._under_way)
+                now = trio.current_time()
+                self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
+                skip = self._under_way | self._failed.keys()
+                source, settled = self.settings.source, self._settled
+                waiting = await self.store.awaiting(source, free, skip=skip, settled=settled) if free else []
+                for turn in waiting:
+                    self._under_way.add(turn)
+                    nursery.start_soon(self._serve_one, turn)
+                with trio.CancelScope() as self._idle:
+                    await self.store.wait_for_work("reward", _LOOK_S)
+
+    async def _serve_one(self, turn: str) -> None:
+        try:
+            await self.score(turn)
+        except (ScoreError, LookupError, DiskFull, StoreAway) as error:
+            self._failed[turn] = trio.current_time() + self.settings.deadline_s
+            log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
+        finally:
+            self._under_way.discard(turn)
+            self._idle.cancel()
+
+    async def score(self, turn: str, *, version: int | None = None) -> float:
+        """Ask what a turn is worth, and write it down. Raises ScoreError where every attempt failed, LookupError if the
+        turn's episode began anew meanwhile."""
+        seen = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
+        started = time.monotonic()
+        value, cost, columns = self._known.get(seen), 0.0, NONE
+        if value is None:
+            verdict, cost = await self._asked(seen)
+            value, columns = verdict.value, verdict.columns
+            if self.settings.kind != "teacher":  # what it says is of tokens, and texts may be alike
+                self._known.keep(seen, value)
+        took_s, source = time.monotonic() - started, self.settings.source
+        await self.store.score(turn, source, value, version=version, took_s=took_s, cost=cost, columns=columns)
+        return value
+
+    async def _asked(self, seen: Trajectory) -> tuple[Verdict, float]:
+        """The verdict, and how many calls it took."""
+        failure = ""
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+            with trio.move_on_after(self.settings.call_deadline_s) as scope:
+                try:
+                    verdict = await _called(self.ask, seen, self._threads)
+                    if abs(verdict.value) <= LARGEST:
+                        return verdict, attempt + 1.0
+                    failure = f"{verdict.value} is no reward"
+                except (Exception, SystemExit) as error:  # a source's own code has failed, whatever it raises: named
+                    failure = " ".join(f"{type(error).__name__}: {error}".split())
+                    if not isinstance(error, AgentRLError):
+                        failure = f"{failure} ({place_of(error)})"
+                        self._tracebacks.log(error, self._where(seen))
+            if scope.cancelled_caught:
+                failure = f"no answer within {self.settings.call_deadline_s:g} s"
+        raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
+
+    def _where(self, seen: Trajectory) -> str:
+        task, turn = seen.task, seen.turns[-1].id
+        where = f"{task.env}, seed {task.seed} (task {task.index}, turn {turn})"
+        return f"reward source {self.settings.source!r} failed, {where}"
+
+
+def _own_callable(settings: RewardSource) -> TurnRewarder:
+    """The callable of a run file. An async one has a trio loop of its own, in a thread: if it blocks, or never ends,
+    its own source is late, and the worker goes on."""
+    own: TurnRewarder = load_reference(settings.call or "")
+    if not _is_async(own):
+        return own
+    loop = LoopThread()
+
+    async def within_deadline(seen: Trajectory) -> float | Verdict:
+        with trio.fail_after(settings.call_deadline_s):
+            return await cast("Awaitable[float | Verdict]", own(seen))
+
+    return partial(loop.run, within_deadline)
+
+
+def _is_async(ask: TurnRewarder) -> bool:
+    return inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__)
+
+
+async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> Verdict:
+    """A source's answer. A blocking one is left behind at the deadline, in its thread, and holds its place there."""
+    if _is_async(ask):
+        answer = ask(seen)
+    else:
+        answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
+    said = await answer if inspect.isawaitable(answer) else answer
+    return said if isinstance(said, Verdict) else Verdict(float(said))

@@ -1,0 +1,126 @@
+"""Pivot resampling (`[rollout.pivot]`): groups that play an episode on from one of its turns, as a run goes on.
+
+Owns which groups get such a fork, and the rules that choose its turn. A rule may look at everything that came of the
+episode. What is sampled after the fork is independent of that, so a rule decides how often a state is visited, and not
+what is expected there. Never knows how a fork is made or restored (see `agentrl.store.episodes.forks`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final, NamedTuple, cast
+
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.config.sections import PIVOT_RULES
+from agentrl.errors import UsageError
+from agentrl.records import Group, GroupState, Trajectory, Turn
+from agentrl.store.interfaces import AdmissionStore
+
+_TRIED: Final = 4  # forks that fail one after the other before no more are made
+
+
+class Pivot(NamedTuple):
+    """Where to fork: the turn that is played anew, 1 or later."""
+
+    episode_id: int
+    turn: int
+
+
+PivotRule = Callable[[Group, random.Random], Pivot | None]
+"""Chooses the fork of a closed group, None if there should be none. `module:name` in `rollout.pivot.rule` names one."""
+
+
+def choices(group: Group) -> Iterator[tuple[Trajectory, Turn]]:
+    """The turns from which a group's episodes may be played on: of episodes that the policy ended, those that the
+    learning policy sampled, without the first one."""
+    for trajectory in group.trajectories:
+        if trajectory.stop_reason is not None and trajectory.stop_reason.by_policy:
+            for turn in trajectory.turns[1:]:
+                if turn.learns and turn.logprobs:
+                    yield trajectory, turn
+
+
+def uniform(group: Group, chance: random.Random) -> Pivot | None:
+    """Any turn of any episode, each as likely."""
+    found = [Pivot(trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return chance.choice(found) if found else None
+
+
+def entropy(group: Group, chance: random.Random) -> Pivot | None:
+    """The turn whose tokens were least expected: their mean -log p, which is the policy's entropy in expectation."""
+    found = [(-fmean(turn.logprobs), trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return Pivot(*max(found)[1:]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class LowReward:
+    """The first turn whose process reward is less than `below`, in one of the episodes that have such a turn."""
+
+    below: float
+
+    def __call__(self, group: Group, chance: random.Random) -> Pivot | None:
+        first: dict[int, Pivot] = {}
+        for trajectory, turn in choices(group):
+            if turn.reward < self.below:
+                first.setdefault(trajectory.episode_id, Pivot(trajectory.episode_id, turn.index))
+        return chance.choice(list(first.values())) if first else None
+
+
+class Pivots:
+    """Forks a share of the run's closed groups, once each; after a restart, the same ones."""
+
+    def __init__(self, store: AdmissionStore, rule: PivotRule, *, share: float, k: int, seed: int) -> None:
+        self._store, self._rule, self._share, self._k, self._seed = store, rule, share, k, seed
+        self._done = store.forked()
+        self._seen = 0
+        self._due: deque[int] = deque()
+
+    @classmethod
+    def of(cls, config: RunConfig, store: AdmissionStore) -> Pivots | None:
+        """Those of a run file, None without `[rollout.pivot]`. Raises UsageError for a rule that cannot be imported."""
+        pivot = config.rollout.pivot
+        if pivot is None:
+            return None
+        ours: dict[str, PivotRule] = dict(zip(PIVOT_RULES, (uniform, entropy, LowReward(pivot.below)), strict=True))
+        rule = ours.get(pivot.rule) or cast(PivotRule, registry.load_reference(pivot.rule))
+        return cls(store, rule, share=pivot.share, k=pivot.k, seed=config.seed)
+
+    def fork(self) -> bool:
+        """Start the next fork that is due. Returns whether there was one."""
+        for result in self._store.results(self._seen):
+            self._seen = result.id
+            if self._chance(result.id, "lot").random() < self._share and result.id not in self._done:
+                self._due.append(result.id)
+        while self._due and not self._hopeless():
+            group = self._store.group(self._due[0])
+            pivot = self._rule(group, self._chance(group.id, "turn"))
+            try:
+                if pivot is not None:
+                    self._store.fork(pivot.episode_id, turn=pivot.turn, k=self._k)
+            except UsageError:  # its tokens are gone, or a rule of the user's chose a turn that is none
+                pivot = None
+            self._due.popleft()
+            if pivot is not None:
+                return True
+        return False
+
+    def _chance(self, group_id: int, what: str) -> random.Random:
+        return random.Random(f"{self._seed}/pivot/{group_id}/{what}")
+
+    def _hopeless(self) -> bool:
+        """Whether no environment of the latest forks could be brought to its turn: then no more are made."""
+        latest = self._store.fork_states(_TRIED)
+        if len(latest) < _TRIED or set(latest) != {GroupState.FAILED}:
+            return False
+        if self._share:
+            hint = "environments must be replayable or offer snapshots (docs/partial-rollouts.md)"
+            print(f"agentrl: the last {_TRIED} forks failed, so rollout.pivot makes no more: {hint}", file=sys.stderr)
+        self._share = 0.0
+        self._due.clear()
+        return True

@@ -1,0 +1,66 @@
+"""Calls into an environment under deadlines; names each failure once.
+
+Owns to whom a call's time counts and which error its failure becomes; never knows turns, journal or engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import AgentRLError, EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, boundary
+from agentrl.host import clocks
+from agentrl.host.clocks import Whose
+from agentrl.records import StopReason
+
+
+class TimeUp(Exception):
+    """The work that the policy asked for took too long."""
+
+
+@dataclass(slots=True)
+class Guard:
+    """Calls into the environment `env`, whose own code has `deadline_s` seconds per call. `seconds` is the time that
+    calls for the policy's actions have taken so far."""
+
+    env: str
+    deadline_s: float
+    seconds: float = 0.0
+
+    async def __call__(self, what: str, call: Callable[[], Any], *, policy_s: float | None = None) -> Any:
+        """Call into the environment under its deadline; an error of its own code becomes EnvError, named once.
+
+        Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if the work
+        that the policy asked for took longer than `policy_s`."""
+        deadline_s, acted, failed = self.deadline_s, policy_s is not None, None
+        where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
+        with clocks.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
+            try:
+                with boundary(EnvError, f"{where} raised", passes=passes, place=True):
+                    return await call()
+            except AgentRLError as error:
+                failed = error
+            finally:
+                self.seconds += watch.seconds if acted else 0.0
+        if watch.over is Whose.POLICY and acted:
+            raise TimeUp(f"{where}: what the policy asked for took over {policy_s:g} s") from failed
+        if watch.over is not None:
+            raise EnvError(f"{where} took over {deadline_s:g} s") from failed
+        assert failed is not None
+        raise failed
+
+
+def reason_of(error: InfrastructureError) -> StopReason:
+    """The stop reason of a failure that the policy could not have caused."""
+    if isinstance(error, EngineError):
+        return StopReason.ENGINE_FAILED
+    if isinstance(error, SandboxError):
+        return StopReason.SANDBOX_FAILED
+    return StopReason.ENV_FAILED
+
+
+def one_line(error: BaseException | None) -> str:
+    """The error in one line; with the name of its class, unless it is an InfrastructureError or TimeUp."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, InfrastructureError | TimeUp) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,161 @@
+"""One turn from an engine: its tokens are written while they come, and an interrupted turn goes on from them.
+
+Owns when tokens are written and which are still to be sampled; never knows where they are written, or what the turn is
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.engine.router.stitching import joined
+from agentrl.engine.router.turn_request import Decode, finish_of
+from agentrl.errors import DiskFull, EngineError, StoreError
+from agentrl.protocols import Chunk, Engine, GenerateRequest
+from agentrl.records import Generation, Turn, VersionSpan
+from agentrl.store import Partial
+from agentrl.store.interfaces import Posted
+from agentrl.tokens import columns
+from agentrl.tokens import sampling_mask as kept
+
+
+class BrokenOff(Exception):
+    """A turn left its engine amid its tokens, and the run does not go on from them (`rollout.resume`)."""
+
+
+Keep = Callable[[Partial], Posted]
+
+
+def untold(turns: Sequence[Turn], parent: int | None) -> int:
+    """The first token of a context, which extends the turn `parent`, whose experts no turn before tells. One that ended
+    with the tokens of an interrupted request tells none."""
+    while parent is not None:
+        if (experts := turns[parent].experts) is not None:
+            return experts.end
+        parent = turns[parent].parent
+    return 0
+
+
+async def sample(
+    engine: Engine,
+    request: GenerateRequest,
+    begun: Partial,
+    *,
+    decode: Decode,
+    keep: Keep,
+    every: int,
+    unbroken: bool = False,
+) -> Generation:
+    """Sample the turn that `request` asks for. Its part `begun` is not sampled again, and its seconds count; if it ends
+    the turn, the engine is not asked.
+
+    At any instant at most `every` tokens are not yet given to `keep` (0: it is never called), unless the part before is
+    still being written. If the turn is interrupted, the tokens at hand are given to it. Raises the errors of engine and
+    `keep`; with `unbroken` also BrokenOff, if the turn leaves an engine that has sampled some of it."""
+    sampling, have = request.sampling, begun.token_ids
+    before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
+    left_s = request.deadline_s - begun.spent_s
+    finish = finish_of(have, sampling.max_tokens, sampling, decode) or ("length" if left_s <= 0 else None)
+    if finish is not None:
+        return joined(before, Generation(token_ids=(), logprobs=(), spans=(), finish=finish))
+    rest = request
+    if have or begun.spent_s:
+        rest = replace(
+            request,
+            token_ids=request.token_ids + have,
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(have)),
+            deadline_s=left_s,
+            sampled=len(have),
+        )
+    if not every and not unbroken:
+        return joined(before, _whole(rest, await engine.generate(rest)))
+    log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
+    try:
+        return joined(before, _whole(rest, await engine.generate(replace(rest, on_chunk=log.add))))
+    except (EngineError, StoreError):  # the episode ends, or is another worker's
+        raise
+    except BaseException:
+        log.write()
+        raise
+
+
+def _whole(request: GenerateRequest, generation: Generation) -> Generation:
+    """The generation, if it has the kept sets that the request asks for: without them the learner would compute the
+    log-probs of another distribution. Raises EngineError."""
+    heads = [head for head, _ in kept.parts(generation.columns.get(columns.KEPT, ()))]
+    if request.kept and (0 in heads or len(heads) != len(generation.token_ids)):
+        raise EngineError("the engine does not say which set each token was drawn from: sample without cuts from it")
+    return generation
+
+
+@dataclass(slots=True)
+class _Log:
+    """Chunks of a turn on their way to `keep`. An engine has sampled more than it has sent: a chunk that is being made,
+    and one on its way, may be lost as well. If the part that was given last cannot be written, the next one holds its
+    chunks too."""
+
+    begun: Partial
+    keep: Keep
+    every: int
+    most: int  # tokens that the turn may have
+    unbroken: bool  # whether the turn may not go on at another engine
+    kept: int = field(init=False)  # tokens that are written
+    chunks: list[Chunk] = field(default_factory=list[Chunk])  # those that are not
+    unkept: int = 0  # their tokens
+    given: tuple[int, int] = (0, 0)  # of the chunks and their tokens: the part under way
+    posted: Posted | None = None  # that part
+
+    def __post_init__(self) -> None:
+        self.kept = len(self.begun.token_ids)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take a chunk, and write if a crash could lose too many tokens from now on, or if the engine was left. Raises
+        the error of an earlier write, save DiskFull; BrokenOff."""
+        self.chunks.append(chunk)
+        self.unkept += len(chunk.token_ids)
+        if chunk.finish is not None:
+            return  # the whole turn is journaled at once
+        self._settle()
+        to_come = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
+        if self.posted is None and (self.unkept + to_come > self.every or not chunk.token_ids):
+            self.write()
+            self._settle()
+        if self.unbroken and not chunk.token_ids and self.kept + self.unkept:
+            raise BrokenOff
+
+    def write(self) -> None:
+        """Give `keep` the tokens that came since the last part."""
+        before, at = self.given
+        if self.unkept == at or not self.every:
+            return
+        chunks = self.chunks[before:]
+        spans, base = list[VersionSpan](), 0
+        for chunk in chunks:
+            spans += (VersionSpan(span.version, base + span.start, base + span.end) for span in chunk.spans)
+            base += len(chunk.token_ids)
+        self.posted = self.keep(
+            replace(
+                self.begun,
+                token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+                logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+                spans=tuple(spans),
+                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in chunks]),
+                at=self.kept + at,
+                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in chunks),
+            )
+        )
+        self.given = len(self.chunks), self.unkept
+
+    def _settle(self) -> None:
+        """Note what came of the last part, once it is known."""
+        if self.posted is None or self.posted.result is None:
+            return
+        (_, error), self.posted = self.posted.result, None
+        if error is None:
+            chunks, tokens = self.given
+            self.kept, self.unkept = self.kept + tokens, self.unkept - tokens
+            del self.chunks[:chunks]
+        elif not isinstance(error, DiskFull):  # after that one the next chunk tries again
+            raise error
+        self.given = (0, 0)

@@ -1,0 +1,185 @@
+"""Moves places between engines and the learner's ranks while a run trains (`[cluster.controller]`).
+
+    steps and episodes of a window ─► simulated with each neighbouring split, as `agentrl advise` does ─► Judge
+      ─► the row of what is asked for ─► Scaler (engines), the learner (ends between two steps, starts with other ranks)
+
+Owns what it measured of the run: the learner's pace by its ranks, and what a move costs. After each look a row of kind
+`controller` says what it saw and decided. Never starts or ends a process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.config.cluster import Controller as Settings
+from agentrl.config.cluster import Split, splits
+from agentrl.errors import StoreError, UsageError
+from agentrl.planning.simulate.measured import measure
+from agentrl.planning.simulate.sweep import START_UP
+from agentrl.records import Json
+from agentrl.run.advise import gains
+from agentrl.run.cluster import scale_requests
+from agentrl.run.cluster.autoscale_rule import Decision, Judge, Sight
+from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.run_folder import RunDir
+from agentrl.run.telemetry import Telemetry
+from agentrl.store import RunStore
+from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store.metrics import Metric
+
+KIND = "controller"
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """`engines` says how many serve, `engine_start_s` what the start of one took."""
+
+    run: RunDir
+    config: RunConfig
+    settings: Settings
+    looks: Looks[ReadStore]
+    writes: Aside[ControlStore]
+    telemetry: Telemetry
+    engines: Callable[[], int]
+    engine_start_s: Callable[[], float]
+    clock: Callable[[], float] = time.time
+    _judge: Judge = field(init=False)
+    _judged: int = 0  # the last step that a look has seen
+    _pace: dict[int, float] = field(default_factory=dict[int, float])  # by ranks: seconds of work for a token
+    _moving: tuple[Split, float] | None = None  # from where, and since when
+    _cost_s: float | None = None  # of the last move
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(self.settings)
+
+    async def keep_looking(self) -> None:
+        """For ever."""
+        remembers = False
+        while True:
+            with suppress(StoreError):
+                if remembers:
+                    await self._look()
+                else:
+                    await self.looks(self._remember)
+                    remembers = True
+            await trio.sleep(self.settings.every_s)
+
+    def _remember(self, store: ReadStore) -> None:
+        self._judged = max((row.step for row in store.metrics("step")), default=0)  # none of an earlier life
+        for row in store.metrics(KIND, undone=True):
+            if to := row.values.get("to"):
+                self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
+
+    def _rows(self, store: ReadStore) -> tuple[dict[str, Any], Split, list[Metric]]:
+        """The learner that runs, the split that was asked for, and the steps of this learner."""
+        learner = json.loads(store.meta(scale_requests.LEARNER) or "{}")
+        split = Split(wanted(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
+        return learner, split, store.metrics("step", after=int(learner["step"])) if learner else []
+
+    async def _look(self) -> None:
+        learner, split, rows = await self.looks(self._rows)
+        present = Split(self.engines(), int(learner.get("ranks", 0)))
+        if present != split:
+            return  # a place is on its way
+        if not rows or not await self._arrived(rows[0]):
+            return
+        window = self.settings.window_steps
+        since = max(rows[0].step + self.config.buffer.max_lag + START_UP, self._judged)
+        if rows[-1].step - since < window:
+            return
+        self._judged = rows[-1].step
+        if (sight := await self._see(present, rows[-window:], learner)) is None:
+            return
+        decision = self._judge.look(sight, self.clock())
+        await self._record(rows[-1].step, sight, decision)
+        if (to := decision.to) is not None:
+            self._moving = (present, self.clock())
+            await self.writes(lambda store: scale_requests.move(store, to, was=present))
+
+    async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> Sight | None:
+        """What a window shows; None if it says too little."""
+        busy, tokens = (sum(float(row.values[name] or 0) for row in rows) for name in ("busy_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
+        spent_s = rows[-1].time_s - rows[0].time_s
+        if not tokens or spent_s <= 0:
+            return None
+        self._pace[present.ranks] = busy / tokens
+        there = splits(self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks))
+        if present not in there:
+            return None
+        at = there.index(present)
+        beside = there[max(0, at - 1) : at] + there[at + 1 : at + 2]
+        newest = len(rows) * self.config.buffer.groups_per_step
+        predict = partial(self._predict, present, beside, after=rows[0].step - 1, newest=newest)
+        try:
+            promised = await trio.to_thread.run_sync(predict, abandon_on_cancel=True)
+        except UsageError:  # too few groups
+            return None
+        step_s = spent_s / (len(rows) - 1)
+        rate = sum(float(row.values["tokens_scored"] or 0) for row in rows[1:]) / spent_s  # pyright: ignore[reportArgumentType]
+        return Sight(
+            present=present,
+            rate=rate,
+            gains=promised,
+            cost_s=self._cost_s if self._cost_s is not None else float(learner["start_s"]) + self.engine_start_s(),
+            left_s=step_s * max(0, self.config.train.steps - rows[-1].step),
+        )
+
+    def _predict(self, present: Split, beside: Sequence[Split], *, after: int, newest: int) -> dict[Split, float]:
+        with RunStore.read(self.run.store_path) as store:
+            measured = measure(store, start_up=after, newest=newest)
+        return gains(self.config, measured, present, beside, faster=partial(self._faster, present.ranks))
+
+    def _faster(self, now: int, then: int) -> float:
+        """How many times as fast the learner is with other ranks: as it was, if it had them; in proportion, if not."""
+        if now in self._pace and then in self._pace:
+            return self._pace[now] / self._pace[then]
+        return then / now
+
+    async def _arrived(self, first: Metric) -> bool:
+        """Note what the move cost that ended with this step, if one did, or why it was taken back."""
+        if self._moving is None:
+            return True
+        (was, since_s), self._moving = self._moving, None
+        refused = await self.looks(lambda store: scale_requests.refused(store.meta))
+        self._cost_s = max(0.0, first.time_s - since_s)
+        row: dict[str, Json] = {"split": None, "was": list(was), "took_s": self._cost_s, "refused": refused}
+        await self.writes(lambda _: self.telemetry.record(KIND, first.step, row))
+        return refused is None
+
+    async def _record(self, step: int, sight: Sight, decision: Decision) -> None:
+        row: dict[str, Json] = {
+            "split": list(sight.present),
+            "rate": sight.rate,
+            "gains": {str(split): gain for split, gain in sight.gains.items()},
+            "cost_s": sight.cost_s,
+            "left_s": sight.left_s if math.isfinite(sight.left_s) else None,
+            "to": None if decision.to is None else list(decision.to),
+            "why": decision.why,
+        }
+        await self.writes(lambda _: self.telemetry.record(KIND, step, row))
+
+
+def _split(found: Any) -> Split:
+    return Split(*(int(number) for number in found))
+
+
+def line(store: ReadStore) -> str | None:
+    """The last decision, for a reader; None if none was made."""
+    rows = [row.values for row in store.metrics(KIND) if row.values["split"]]
+    if not rows:
+        return None
+    last = rows[-1]
+    to = "stays" if last["to"] is None else f"moves to {_split(last['to'])}"
+    return f"{_split(last['split'])} (engines + ranks) {to}: {last['why']}"

@@ -1,0 +1,499 @@
+"""Starts a run's children on the nodes of a Ray cluster. It and `ray_head` alone import ray.
+
+    supervisor ── RayLauncher ── one placement group: a bundle for each child that no run is without
+                     │           (learner, engine-0, worker-0 …); a demand of its own for each other one
+                     │ looks (0.5 s), which renew its lease
+                     ▼
+                 Seat (actor on a node) ── child (a process of its own group, output in the run's folder)
+
+So the least run is placed whole or not at all, and children that come and go take and give back their own resources:
+Ray's autoscaler sees each that waits for a node.
+
+A `Seat` keeps the child of one name. It outlives the child, which is started again in place; if the seat or its node is
+lost, another seat is placed. The child cannot outlive its seat (its lifeline, and a janitor on its node), and a seat
+cannot outlive the run: Ray ends it with the supervisor, and it ends itself when nobody has looked for `lease_s`. Only
+after this time the supervisor counts the child of a lost seat as dead, so that no two processes of a name run.
+
+All nodes must see the run's folder, and find the interpreter and the model's folder under the same paths.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+import ray.exceptions
+import ray.util
+import trio
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentrl.config import RunConfig
+from agentrl.engine.embedded_process import end_group
+from agentrl.errors import RunFailed, UsageError
+from agentrl.host.janitor import OwnedFolder
+from agentrl.host.ports import free_port
+from agentrl.run.cluster import ray_head
+from agentrl.run.cluster.ray_head import beside, called, result
+from agentrl.run.cluster.scaling import NoRoom, Size
+from agentrl.run.processes.exit_status import ENDS_THE_RUN
+from agentrl.run.processes.keep_alive import AGAIN
+from agentrl.run.processes.launcher import NODE_TMP, ClusterLost, Command, Local, LocalProcess
+from agentrl.run.run_folder import RunDir
+from agentrl.store.databases.open_store import ADDRESS
+
+Ranks = Callable[[], Awaitable[int]]
+
+_LOOK_S = 0.5
+_CALL_S = 10.0  # for an answer of the head that the run can do without
+_RAY: Any = ray  # they are typed in parts only
+_UTIL: Any = ray.util
+_OURS = ("RAY_", "CUDA_", "AGENTRL_")  # variables that a node has of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a seat says of its child."""
+
+    pid: int | None = None
+    status: int | None = None
+    count: int = 0
+    stopped: bool = False
+
+
+class Seat:
+    """On a node: starts the child of one name there, one after the other, and ends with it. The actor's class."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s, self._heard = lease_s, time.monotonic()
+        self._owner = OwnedFolder(prefer_memory=False)
+        self._child: LocalProcess | None = None
+        self._status: int | None = None
+        threading.Thread(target=self._end_when_cut_off, daemon=True).start()
+
+    def sees(self, marker: str, text: str) -> tuple[str, str, bool]:
+        """The node's id and address, and whether it reads this text in the run's folder."""
+        self._heard = time.monotonic()
+        with suppress(OSError):
+            return _RAY.get_runtime_context().get_node_id(), _host(), Path(marker).read_text() == text
+        return "", _host(), False
+
+    def place(self, port: int) -> tuple[str, int]:
+        """The node's address, and a port to serve on: `port` if nobody has it."""
+        host = _host()
+        return host, free_port(host, first=port)
+
+    def start(self, command: Command, defaults: Mapping[str, str]) -> Look:
+        """Start the child. What is left of an earlier one is ended."""
+        self._heard = time.monotonic()
+        self.end(True)
+        temporary = self._owner.path / "tmp"
+        temporary.mkdir(exist_ok=True)
+        ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+        given = command.withheld.without(defaults)
+        lacking = {name: value for name, value in given.items() if name not in os.environ}
+        beat = None if command.beat is None else self._owner.path / "beat"
+        env = {**lacking, **command.variables(), **ours, NODE_TMP: str(temporary)}
+        here = replace(command, env=env, beat=beat, mark=self._owner.mark)
+        self._status, self._child = None, Local().start("", here)
+        return self.look()
+
+    def look(self) -> Look:
+        """Its state; renews the lease."""
+        self._heard = time.monotonic()
+        child = self._child
+        if child is None:
+            return Look()
+        if self._status is None and (status := child.poll()) is not None:
+            trio.run(end_group, child.pid)
+            self._status = status
+        beats = child.beat is not None
+        return Look(child.pid, self._status, child.count() if beats else 0, child.stopped())
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def dump(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.dump()
+
+    def end(self, group: bool) -> None:
+        """Kill the child."""
+        if self._child is not None:
+            self._child.kill(group=group)
+            if group:
+                self._child.process.wait()
+
+    def _end_when_cut_off(self) -> None:
+        while time.monotonic() - self._heard < self._lease_s:
+            time.sleep(min(_LOOK_S, self._lease_s / 4))
+        if self._child is not None:
+            self._child.kill(group=True)
+        os._exit(1)  # the janitor ends the rest
+
+
+@dataclass(slots=True)
+class RayProcess:
+    """A child on some node; the launcher tells it what it looked like last."""
+
+    last: Look = Look()
+    seat: Any = None  # the actor's handle, once the child is started
+    killed: bool = False
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def pid(self) -> int | None:
+        return self.last.pid
+
+    def poll(self) -> int | None:
+        return self.last.status if self.ended.is_set() else None
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        assert self.last.status is not None
+        return self.last.status
+
+    def terminate(self) -> None:
+        if self.seat is None:
+            self.killed = True
+        else:
+            self.seat.terminate.remote()
+
+    def kill(self, *, group: bool = False) -> None:
+        self.killed = True
+        if self.seat is not None and not self.ended.is_set():
+            self.seat.end.remote(group)
+
+    def count(self) -> int:
+        return self.last.count
+
+    def stopped(self) -> bool:
+        return self.last.stopped
+
+    def dump(self) -> None:
+        if self.seat is not None:
+            self.seat.dump.remote()
+
+    def end(self, status: int) -> None:
+        self.last = replace(self.last, status=status)
+        self.ended.set()
+
+
+class RayLauncher:
+    """Starts children by name, with places for a run of `size` to begin with. `nursery` looks after them."""
+
+    def __init__(self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery, ranks: Ranks) -> None:
+        self._run, self._cluster, self._nursery = run, config.cluster, nursery
+        self._config, self._ranks = config, ranks
+        self._size = size
+        self._bundles: dict[str, dict[str, float]] = {}
+        self._group: Any = None
+        self._seats: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}  # the ids of their nodes
+        self._head, self._job = ray_head.here(), ray_head.job()
+        self.lost = False  # the head is: it is asked no more
+        self._asking: set[trio.CancelScope] = set()
+        self._marker = run.path.resolve() / ".seen-by-all-nodes"
+        self._text = secrets.token_hex(8)
+
+    async def open(self) -> None:
+        """Reserve the nodes and seat every child. Raises UsageError if the cluster is too small or a node does not see
+        the run's folder."""
+        first = bundles(self._config, self._size, await self._ranks())
+        self._bundles = {name: need for name, need in first.items() if _always(name, self._config)}
+        self._marker.write_text(self._text)
+        self._nursery.start_soon(self._renew)
+        await called(self._reserve)
+        try:
+            await result(self._group.ready(), self._cluster.place_deadline_s)
+        except trio.TooSlowError:
+            raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._mend}") from None
+        async with trio.open_nursery() as nursery:
+            for name in first:
+                nursery.start_soon(self._seat_first, name)
+
+    async def _seat_first(self, name: str) -> None:
+        try:
+            await self._seat(name)
+        except NoRoom as error:
+            raise UsageError(f"{error}; {self._mend}") from None
+
+    async def _renew(self) -> None:
+        """Renew the leases of seats without a child, too."""
+        while True:
+            await trio.sleep(self._cluster.lease_s / 4)
+            for seat in self._seats.values():
+                seat.look.remote()
+
+    def _reserve(self) -> None:
+        self._group = _UTIL.placement_group([one | self._here for one in self._bundles.values()], strategy="PACK")
+
+    @property
+    def _here(self) -> dict[str, float]:
+        """What keeps a child on this node, if another one could not write the store."""
+        return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
+
+    async def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
+        need = {kind: sum(one.get(kind, 0.0) for one in asked) for kind in ("CPU", "GPU")}
+        nothing = f"Ray found no place for {_told(need)} within {self._cluster.place_deadline_s:g} s"
+        with trio.move_on_after(_CALL_S):
+            nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]
+            there = "; ".join(f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes)
+            free = _told(await called(_RAY.available_resources))
+            return f"{nothing} (cluster.place_deadline_s); nodes: {there}; free now: {free}"
+        return f"{nothing} (cluster.place_deadline_s), and its head does not answer"
+
+    @property
+    def _mend(self) -> str:
+        if self._here:
+            return "a store in SQLite keeps all on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
+        return "add a node (ray start --address=HEAD:6379), or lower cluster.workers.replicas and the like"
+
+    async def place(self, name: str, port: int) -> tuple[str, int]:
+        """As `Launcher.place`: the address of the node of the seat."""
+        seat = await self._seat(name)
+        try:
+            return cast("tuple[str, int]", await result(seat.place.remote(port), self._cluster.place_deadline_s))
+        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            self._drop(name)
+            raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
+
+    async def reserve(self, name: str) -> None:
+        await self._seat(name)
+
+    def release(self, name: str) -> None:
+        self._drop(name)
+
+    def start(self, name: str, command: Command) -> RayProcess:
+        """Start the child in its seat, or in a new one if that is lost; returns at once."""
+        process = RayProcess()
+        self._nursery.start_soon(self._follow, name, command, process)
+        return process
+
+    async def watch(self) -> None:
+        """As `Launcher.watch`. A child that does not end by a call ends with its lease."""
+        silent_s = self._cluster.place_deadline_s
+        try:
+            why = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
+            what = f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one"
+        except ray_head.JobEnded:
+            what = (
+                "Ray lost the node of this machine (its raylet ended), and ends all processes of a run whose supervisor"
+                f" was on it. Start it again (ray start --address={self._head})"
+            )
+        self.lost = True
+        for scope in self._asking:
+            scope.cancel()
+        how = f"go on with agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
+        raise ClusterLost(f"{what}, {how}")
+
+    async def close(self) -> None:
+        """End every seat and give the nodes back."""
+        self._marker.unlink(missing_ok=True)
+        if self.lost:
+            return
+
+        def end() -> None:
+            for seat in self._seats.values():
+                _RAY.kill(seat)
+            if self._group is not None:
+                _UTIL.remove_placement_group(self._group)
+
+        with trio.CancelScope(shield=True), trio.move_on_after(_CALL_S), suppress(ray.exceptions.RayError):
+            await called(end)
+
+    # --- one child
+
+    async def _seat(self, name: str) -> Any:
+        """The seat of that name, a new one if there is none. Raises UsageError for a node without the run's folder,
+        NoRoom if none is placed in time."""
+        if name in self._seats:
+            return self._seats[name]
+        need, chosen = demand(self._config, name, await self._ranks()), dict[str, Any]()
+        if name in self._bundles:
+            at = list(self._bundles).index(name)
+            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=at
+            )
+        else:
+            chosen["resources"] = self._here
+        remote = _RAY.remote(num_cpus=need["CPU"], num_gpus=need.get("GPU", 0))(Seat).options(
+            name=f"{name}.{secrets.token_hex(3)}",
+            **chosen,
+            # Else Ray's worker kills the janitor, before it has ended what the child left.
+            runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
+        )
+        seat: Any = None
+        try:
+            seat = await called(partial(remote.remote, self._cluster.lease_s))
+            asked = seat.sees.remote(str(self._marker), self._text)
+            node, host, sees = await result(asked, self._cluster.place_deadline_s)
+        except BaseException as error:
+            if seat is not None:
+                self._kill(seat)
+            if isinstance(error, trio.TooSlowError):
+                raise NoRoom(f"{name}: {await self._no_place([need])}") from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
+            raise
+        if not sees:
+            self._kill(seat)
+            hint = "put --out on a file system that all nodes mount at the same path"
+            raise UsageError(f"node {host} does not see the run's folder {self._marker.parent}: {hint}")
+        self._seats[name], self._nodes[name] = seat, node
+        return seat
+
+    @contextmanager
+    def _while_there_is_a_head(self) -> Generator[None]:
+        """The body ends, without an error, when the head is lost."""
+        with trio.CancelScope() as scope:
+            self._asking.add(scope)
+            if self.lost:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._asking.discard(scope)
+
+    async def _follow(self, name: str, command: Command, process: RayProcess) -> None:
+        """Start the child and look at it until it has ended. A lost seat's child has ended when its lease has."""
+        heard = trio.current_time()
+        try:
+            seat: Any = None
+            with self._while_there_is_a_head():
+                seat = await self._seat(name)
+            if seat is None or process.killed:
+                process.end(-signal.SIGKILL)
+                return
+            defaults = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+            process.seat, heard = seat, trio.current_time()
+            process.last = await result(seat.start.remote(_portable(command), defaults), self._cluster.lease_s)
+            while process.last.status is None:
+                heard = trio.current_time()
+                await trio.sleep(_LOOK_S)
+                process.last = await result(seat.look.remote(), self._cluster.lease_s)
+            process.ended.set()
+        except (UsageError, RunFailed) as error:
+            command.error.write_text(f"{error}\n")
+            process.end(ENDS_THE_RUN if isinstance(error, UsageError) else 1)
+        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            self._drop(name)
+            if not process.killed:
+                command.error.write_text(f"its node or its Ray actor was lost ({_line(error)})\n")
+            with trio.move_on_at(heard + self._cluster.lease_s):  # it may be cut off, and live until then
+                known = isinstance(error, ray.exceptions.ActorDiedError)
+                if not known or not await called(partial(_lives, self._nodes.get(name))):
+                    await trio.sleep_forever()
+            process.end(-signal.SIGKILL)
+
+    def _drop(self, name: str) -> None:
+        if (seat := self._seats.pop(name, None)) is not None:
+            self._kill(seat)
+
+    def _kill(self, seat: Any) -> None:
+        """End a seat, which Ray does through its head: nobody waits for it."""
+
+        async def end() -> None:
+            with suppress(ray.exceptions.RayError):
+                await called(partial(_RAY.kill, seat))
+
+        if not self.lost:
+            self._nursery.start_soon(end)
+
+
+def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
+    """What Ray reserves for a run of that size, whose learner has so many ranks, by the child's name."""
+    engines = [f"engine-{at}" for at in range(size.engines)]
+    engines += [f"engine-role-{role}-{at}" for role in config.role_models for at in range(size.engines)]
+    engines += [f"engine-given-{at}" for at in range(len(config.rollout.given_models()))]
+    names = [*engines, *(f"worker-{at}" for at in range(size.workers)), "learner"]
+    return {name: demand(config, name, ranks) for name in names}
+
+
+def demand(config: RunConfig, name: str, ranks: int) -> dict[str, float]:
+    """What Ray reserves for the child of that name; `ranks` are the learner's."""
+    cluster, times = config.cluster, 1
+    if name == "learner":
+        part, times = cluster.learner, ranks
+    else:
+        part = cluster.engine if name.startswith("engine") else cluster.workers
+    gpus = getattr(part, "gpus", 0)
+    return {"CPU": times * part.cpus} | ({"GPU": float(times * gpus)} if gpus else {})
+
+
+def _always(name: str, config: RunConfig) -> bool:
+    """Whether no run is without it, however small it becomes, and it keeps its size."""
+    learner = name == "learner" and config.cluster.controller is None
+    return learner or name.endswith("-0") or name.startswith("engine-given-")
+
+
+@asynccontextmanager
+async def connected(
+    run: RunDir,
+    config: RunConfig,
+    size: Size,
+    ranks: Ranks,
+    meanwhile: Callable[[], Awaitable[object]] = trio.sleep_forever,
+) -> AsyncGenerator[RayLauncher]:
+    """A launcher on the cluster at `cluster.address`, for a run that begins with `size`, and a learner of as many
+    `ranks` as it is to have whenever it gets a place; all that it placed is given back at the end. `meanwhile` runs
+    until the body begins, which may be long after: what it raises ends the wait.
+
+    Raises UsageError if there is no such cluster, or no room in it."""
+    ours, cluster = not _RAY.is_initialized(), config.cluster
+    lost = False
+    if ours:
+        async with beside(meanwhile):
+            await ray_head.join(
+                cluster.address, cluster.place_deadline_s, again=run.path if os.environ.pop(AGAIN, None) else None
+            )
+    try:
+        async with trio.open_nursery() as nursery:
+            launcher = RayLauncher(run, config, size, nursery, ranks)
+            try:
+                async with beside(meanwhile, launcher.watch):
+                    await launcher.open()
+                yield launcher
+            finally:
+                await launcher.close()
+                lost = launcher.lost
+                nursery.cancel_scope.cancel()
+    finally:
+        if ours:
+            await ray_head.leave(lost=lost)
+
+
+def _portable(command: Command) -> Command:
+    """With its folders spelled out: a node has another working folder. This interpreter becomes the seat's own."""
+    places = {name: getattr(command, name).resolve() for name in ("log", "error")}
+    ours = command.variables()
+    path = {"PYTHONPATH": ours["PYTHONPATH"]}
+    return replace(command, **places, env={**path, **command.env}, python=sys.executable)
+
+
+def _lives(node: str | None) -> bool:
+    """Whether a node is well, so that Ray knows of a dead actor of it that it is dead."""
+    return any(found["Alive"] and found["NodeID"] == node for found in _RAY.nodes())
+
+
+def _host() -> str:
+    return str(_UTIL.get_node_ip_address())
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "none free"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,49 @@
+"""The row of a run's store that says how many engines, workers and ranks somebody asked for; it counts before the run
+file. Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and a learner reads its ranks as it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from agentrl.config import RunConfig
+from agentrl.config.cluster import Split
+from agentrl.store.interfaces import ControlStore
+
+WANTED = "wanted_size"
+LEARNER = "learner_started"
+"""The row of the learner that runs: its ranks, the step that it began from, the seconds that its start took."""
+
+Meta = Callable[[str], str | None]
+
+
+def asked(meta: Meta) -> dict[str, Any]:
+    """What was asked for: `engines`, `workers` and `ranks`, if they were, and `asked_s`, when."""
+    return json.loads(meta(WANTED) or "{}")
+
+
+def ranks(config: RunConfig, meta: Meta) -> int:
+    """How many ranks the learner that starts next has."""
+    return int(asked(meta).get("ranks", config.train.parallel.ranks))
+
+
+def move(store: ControlStore, to: Split, *, was: Split) -> None:
+    """Ask for another split of the places between engines and the learner."""
+    kept = {name: value for name, value in asked(store.meta).items() if name != "refused"}
+    new = {**to._asdict(), "was": was._asdict(), "asked_s": time.time()}
+    store.set_meta(WANTED, json.dumps({**kept, **new}))
+
+
+def take_back(store: ControlStore, why: str) -> None:
+    """Ask for the split of before again: the learner finds no place for what was asked."""
+    row = asked(store.meta)
+    new = {**row.pop("was"), "asked_s": time.time(), "refused": why}
+    store.set_meta(WANTED, json.dumps({**row, **new}))
+
+
+def refused(meta: Meta) -> str | None:
+    """Why the last split that was asked for was taken back, if it was."""
+    return cast("str | None", asked(meta).get("refused"))

@@ -1,0 +1,262 @@
+"""How many engines and workers a run has: asked for by anybody beside it, and brought about by its supervisor.
+
+    agentrl scale ─► WANTED ─► Scaler ─► RunProcesses.join, leave ─► engine_urls, WORKERS ─► workers, learner
+
+What is asked for lies in the run's store, so that it outlives the supervisor; it counts before the run file. Owns these
+rows, what may be asked for, and when which child comes or goes; never a process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
+from agentrl.run.cluster.scale_requests import WANTED, Meta, asked
+from agentrl.run.processes.engine_process import WrongWeights
+from agentrl.run.processes.supervise import RestartBudget
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.interfaces import ControlStore, Versions
+
+WORKERS = "workers"
+SCALING = "scaling"
+
+Kind = Literal["engine", "worker"]
+KINDS: tuple[Kind, ...] = ("engine", "worker")
+
+_LOOK_S = 1.0
+_AGAIN_S = 1.0  # until the next try, after Ray found no place in time
+
+
+class NoRoom(RunFailed):
+    """The cluster had no place for a process in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Numbers of processes: engines of each policy that learns (0 if none are the run's own), and workers."""
+
+    engines: int
+    workers: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Size:
+        """As the run file has it."""
+        engine = config.engine
+        replicas = engine.replicas if config.cluster.on_ray else len(engine.places)
+        return cls(0 if engine.urls else replicas, config.rollout.workers)
+
+    def count(self, kind: Kind) -> int:
+        return self.engines if kind == "engine" else self.workers
+
+    def __str__(self) -> str:
+        named = ((self.engines, "engine"), (self.workers, "worker"))
+        return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in named if n)
+
+    def at_most(self, other: Size) -> Size:
+        return Size(min(self.engines, other.engines), min(self.workers, other.workers))
+
+
+class Part(NamedTuple):
+    """One child that comes and goes."""
+
+    kind: Kind
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.number}"
+
+
+def wanted(config: RunConfig, meta: Meta) -> Size:
+    """The numbers asked for last; those of the run file, if none were."""
+    found, size = asked(meta), Size.of(config)
+    return Size(found.get("engines", size.engines), found.get("workers", size.workers))
+
+
+def workers_of(config: RunConfig, meta: Meta) -> list[int]:
+    """The numbers of the workers that the run has now. One that is not among them leaves."""
+    found = meta(WORKERS)
+    return list(range(config.rollout.workers)) if found is None else json.loads(found)
+
+
+def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
+    """Ask for these numbers; None leaves one as it is. Returns what is wanted now. Raises ConfigError, UsageError."""
+    config = run.config()
+    if engines is None and workers is None:
+        raise UsageError(f"say how many: agentrl scale {run.path} --engines N --workers M")
+    for name, number in (("--engines", engines), ("--workers", workers)):
+        if number is not None and number < 1:
+            raise ConfigError(name, number, "a run has at least one of each: give 1 or more")
+    if engines is not None:
+        _check_engines(config, engines, run)
+    with RunStore.open(run.store_path) as store:
+        given = {"engines": engines, "workers": workers}
+        rows = asked(store.meta) | {name: number for name, number in given.items() if number is not None}
+        store.set_meta(WANTED, json.dumps({**rows, "asked_s": time.time()}))
+        return wanted(config, store.meta)
+
+
+def forget(store: ControlStore, *, engines: bool, workers: bool) -> None:
+    """The run file says the numbers again."""
+    gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
+    gone |= {"ranks", "was"} if engines else set[str]()
+    kept = {name: value for name, value in asked(store.meta).items() if name not in gone}
+    store.set_meta(WANTED, json.dumps(kept))
+
+
+def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
+    if config.cluster.controller is not None:
+        hint = "it moves them by itself: for others, start a run without it, or with other bounds"
+        raise ConfigError("--engines", engines, f"this run has a controller (cluster.controller): {hint}")
+    engine, resume = config.engine, f"agentrl stop {run.path}; agentrl train --resume {run.path}"
+    if engine.shared:
+        hint = "stop agentrl fleet, change engine.replicas in its file, and start it again"
+        raise ConfigError("--engines", engines, f"several runs share these engines (engine.shared): {hint}")
+    if engine.urls:
+        hint = f"start another server, then {resume} --set 'engine.urls=[…]'"
+        raise ConfigError("--engines", engines, f"this run did not start its engines (engine.urls): {hint}")
+    if engine.gpus and engines > len(engine.gpus):
+        hint = f"{resume} --set 'engine.gpus=[…]'"
+        raise ConfigError("--engines", engines, f"engine.gpus names GPUs for {len(engine.gpus)}: {hint}")
+
+
+# --- the supervisor's side
+
+
+class Elastic(Protocol):
+    """Children that come and go, by kind and number."""
+
+    def present(self, kind: Kind) -> set[int]: ...
+    async def join(self, kind: Kind, index: int) -> None:
+        """Start one, and return when it serves; what was begun is ended if that fails. Raises NoRoom, AgentRLError."""
+        ...
+
+    async def leave(self, kind: Kind, index: int) -> None:
+        """End one, once others have its work."""
+        ...
+
+
+@dataclass(slots=True)
+class Scaler:
+    """Brings about what is wanted, every child in a task of its own. `tell` writes a row of the store.
+
+    A child that finds no place is asked for again and again, so that a cluster that can grow knows of it. One that
+    fails otherwise is given up until somebody asks anew; the run goes on without it."""
+
+    config: RunConfig
+    looks: Looks[Versions]
+    children: Elastic
+    tell: Callable[[str, str], Any]
+    _coming: dict[Part, trio.CancelScope] = field(default_factory=dict[Part, trio.CancelScope])
+    _going: set[Part] = field(default_factory=set[Part])
+    _trouble: dict[Part, str] = field(default_factory=dict[Part, str])
+    _given_up: dict[Part, float] = field(default_factory=dict[Part, float])
+    _told: str = ""
+
+    async def run(self) -> None:
+        """For ever."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                with suppress(StoreError):
+                    self._look(*await self.looks(self._wanted), nursery)
+                    await self._tell()
+                await trio.sleep(_LOOK_S)
+
+    def _wanted(self, store: Versions) -> tuple[Size, float]:
+        return wanted(self.config, store.meta), float(asked(store.meta).get("asked_s", 0.0))
+
+    def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:
+        for kind in KINDS:
+            there, count = self.children.present(kind), size.count(kind)
+            for part in (Part(kind, index) for index in range(count) if index not in there):
+                held = part in self._coming or part in self._going
+                if not held and self._given_up.get(part, -1.0) < asked_s:
+                    self._coming[part] = trio.CancelScope()
+                    nursery.start_soon(self._join, part, asked_s)
+            for part in (Part(kind, index) for index in there if index >= count):
+                if part not in self._going:
+                    self._going.add(part)
+                    nursery.start_soon(self._leave, part)
+        unwanted = [part for part in (*self._coming, *self._trouble) if part.number >= size.count(part.kind)]
+        for part in unwanted:
+            if part in self._coming:
+                self._coming[part].cancel()
+            self._trouble.pop(part, None)
+
+    async def _join(self, part: Part, asked_s: float) -> None:
+        budget = RestartBudget(allowed=2)
+        try:
+            with self._coming[part]:
+                while True:
+                    try:
+                        await self.children.join(*part)
+                        self._trouble.pop(part, None)
+                        self._given_up.pop(part, None)
+                        return
+                    except NoRoom as error:
+                        self._trouble[part] = str(error)
+                        await trio.sleep(_AGAIN_S)
+                    except (WrongWeights, UsageError):
+                        raise
+                    except AgentRLError as error:
+                        self._trouble[part] = str(error)
+                        await budget.spend(str(error))
+        except AgentRLError as error:
+            self._trouble[part], self._given_up[part] = str(error), asked_s
+        finally:
+            del self._coming[part]
+
+    async def _leave(self, part: Part) -> None:
+        try:
+            await self.children.leave(*part)
+        finally:
+            self._going.discard(part)
+
+    async def _tell(self) -> None:
+        found = {
+            "coming": sorted(str(part) for part in self._coming),
+            "going": sorted(str(part) for part in self._going),
+            "trouble": {str(part): why for part, why in sorted(self._trouble.items())},
+        }
+        if (text := json.dumps(found)) != self._told:
+            await self.tell(SCALING, text)
+            self._told = text
+
+
+# --- for a reader
+
+
+def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
+    """What `agentrl status --json` says of it: `wanted`, and of a live run what is `present`, `coming` and `going`, and
+    by name the `trouble` of those that do not come."""
+    found: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
+    if live:
+        urls = len(json.loads(meta("engine_urls") or "[]")) - len(config.engine.urls)
+        found["present"] = asdict(Size(urls, len(workers_of(config, meta))))
+        found |= json.loads(meta(SCALING) or "{}")
+    return found
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """The same for a person, in one line."""
+    there = cast("dict[str, int] | None", found.get("present"))
+    counts = list[str]()
+    for name, count in found["wanted"].items():
+        if there and there[name] != count:
+            counts.append(f"{there[name]} of {count} {name}")
+        elif count:
+            counts.append(f"{count} {name if count != 1 else name[:-1]}")
+    moves = [f"{', '.join(found[key])} {verb}" for key, verb in _MOVES if found.get(key)]
+    return "; ".join([", ".join(counts), *moves])
+
+
+_MOVES = (("coming", "to come"), ("going", "to leave"))

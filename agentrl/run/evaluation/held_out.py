@@ -1,0 +1,107 @@
+"""Held-out evaluation: its tasks, its label in the store, and its results.
+
+An evaluation is groups of one episode each, sampled as in training, claimed before any training episode. It never
+enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eval:NAME:after`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from agentrl.config import RunConfig
+from agentrl.config.sections import HeldOut
+from agentrl.records import GroupState, Task
+from agentrl.store.interfaces import ControlStore, ReadStore
+
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Means over the `n` episodes that the policy itself ended, None if there is none; `failed` counts the others,
+    which infrastructure ended, and `failed_tasks` names them (see `failed_tasks.as_rows`). `tokens` is None if nobody
+    counted them."""
+
+    name: str
+    success: float | None
+    outcome: float | None
+    turns: float | None
+    tokens: float | None
+    n: int
+    failed: int
+    failed_tasks: Sequence[dict[str, Any]] = ()
+
+
+def label(name: str, when: str) -> str:
+    """The `purpose` of one evaluation's groups in the store."""
+    return f"eval:{name}:{when}"
+
+
+def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
+    """The first `n` tasks of a held-out set; the training environment's arguments are defaults for the set's own."""
+    same = held_out.id is None or held_out.id == config.env.id
+    return [
+        Task(
+            index=index,
+            env=held_out.id or config.env.id,
+            seed=held_out.first_seed + index,
+            kwargs={**(config.env.kwargs if same else {}), **held_out.kwargs},
+            options={**(config.env.options if same else {}), **held_out.options},
+        )
+        for index in range(n)
+    ]
+
+
+def schedule(
+    store: ControlStore, config: RunConfig, held_out: HeldOut, when: str, n: int, *, again: bool = False
+) -> str:
+    """Put an evaluation into the store unless it is there already (after a restart); `again`, also if all its episodes
+    failed. Returns its label."""
+    purpose = label(held_out.name, when)
+    known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
+    if not store.counts(purpose) or (known is not None and not known.n):
+        store.add_groups(tasks_of(config, held_out, n), size=1, purpose=purpose)
+    return purpose
+
+
+def finished(store: ReadStore, purpose: str) -> bool:
+    """Whether all its episodes were played."""
+    counts = store.counts(purpose)
+    return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
+
+
+def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
+    """The measured means; None if no episode has ended."""
+    ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
+    scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
+    if not ended:
+        return None
+    return EvalResult(
+        name=name,
+        success=fmean(float(bool(row.success)) for row in scored) if scored else None,
+        outcome=fmean(row.outcome or 0.0 for row in scored) if scored else None,
+        turns=fmean(row.turns for row in scored) if scored else None,
+        tokens=fmean(row.tokens for row in scored) if scored else None,
+        n=len(scored),
+        failed=len(ended) - len(scored),
+    )
+
+
+def unmeasured(store: ReadStore, config: RunConfig, when: str) -> str:
+    """One line on the held-out sets without a single measured episode under `when`; "" if each has one."""
+    said: list[str] = []
+    for held_out in config.eval.sets:
+        purpose = label(held_out.name, when)
+        found = result(store, held_out.name, purpose)
+        if found is not None and not found.n:
+            causes = Counter[str]()
+            for one in store.failed_tasks(purpose):
+                causes[one.detail or one.reason.value] += one.times
+            (cause, times), *others = causes.most_common() or [("their deadline passed", found.failed)]
+            more = f" ({times} of them; {len(others)} other causes)" if others else ""
+            said.append(f"all {found.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")
+    return "; ".join(said)

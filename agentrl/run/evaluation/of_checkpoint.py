@@ -1,0 +1,100 @@
+"""What `agentrl eval` measures: the newest checkpoint of a run, or a model as it is.
+
+A checkpoint is a whole model, the shared adapter merged, and is measured as such, as is that of each role with a model
+of its own. If roles have adapters of their own,
+or past selves play, the adapters are measured over the model that the run began with, as in training: `Adapters` has
+copies, for the run may go on meanwhile. Never plays an episode.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.config.league import META
+from agentrl.env import dataset_env
+from agentrl.errors import UsageError
+from agentrl.learner.checkpoints.folders import STATE, newest, of_role, step_of
+from agentrl.run import league
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What a run has trained over its model: the checkpoint with its adapters, and the run, which has a league if past
+    selves play."""
+
+    source: RunDir
+    checkpoint: Path
+
+    def copy_into(self, run: RunDir) -> None:
+        """Have a new run begin with these adapters, and know the same past selves. Raises UsageError."""
+        try:
+            self._copy_into(run)
+        except OSError as error:  # shutil.Error is one
+            hint = "a run that goes on keeps only its newest: give the same command again"
+            raise UsageError(f"{self.checkpoint} cannot be copied ({error}): {hint}") from None
+
+    def _copy_into(self, run: RunDir) -> None:
+        checkpoint = run.checkpoints / self.checkpoint.name
+        shutil.copytree(self.checkpoint / "adapter", checkpoint / "adapter")
+        (checkpoint / STATE).write_text(json.dumps({"step": step_of(checkpoint)}))  # it trained nothing of this run
+        with RunStore.read(self.source.store_path) as theirs, RunStore.open(run.store_path) as store:
+            members = theirs.meta(META)
+            if members is not None:
+                store.set_meta(META, members)
+        for version, folder in league.folders(self.source).items():
+            shutil.copytree(folder, run.path / "league" / str(version))
+
+
+def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -> tuple[RunConfig, Adapters | None]:
+    """The configuration with which `n` episodes of each held-out set measure `what`, a run's folder or a model, under
+    `settings` (`section.key=value`); and its adapters, if they are measured as such. Raises UsageError."""
+    path, adapters = Path(what), None
+    document: dict[str, Any]
+    if RunDir(path).store_path.exists():
+        run = RunDir.open(path)
+        config, checkpoint = run.config(), newest(run.checkpoints)
+        document = config.model_dump(mode="json")
+        if checkpoint is not None and (config.adapted_roles or config.league_roles):
+            adapters = Adapters(source=run, checkpoint=checkpoint)
+        elif checkpoint is not None:
+            roles: dict[str, str] = document["rollout"]["roles"]
+            first = document["model"]  # who is frozen stays what the run began with
+            roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
+            document["model"] = str(checkpoint)
+            for table in document["roles"]:
+                if table["model"] is not None:
+                    table["model"] = str(of_role(checkpoint, table["name"]))
+    else:
+        if env is None:
+            raise UsageError(f"{what} is a model: name the environment with --env")
+        document = {"model": what, "env": {"id": env}}
+    if env is not None and env != document["env"]["id"]:
+        document["env"] = {"id": env}
+        document["tasks"], document["curriculum"] = [], None
+        document["eval"] = {}
+    sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
+    document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
+    for override in settings:
+        configuration.apply_override(document, override)
+    config = configuration.parse(document)
+    _check_rows(what, config)
+    return config, adapters
+
+
+def _check_rows(what: str, config: RunConfig) -> None:
+    """Refuse held-out sets of a data set without rows: none of their episodes could begin."""
+    for held_out in config.eval.sets:
+        task = evaluation.tasks_of(config, held_out, 1)[0]
+        if task.env == dataset_env.ID and not task.kwargs.get("rows") and not task.options:
+            mend = "name some with --set env.kwargs.rows=FILE, or give the run eval_dataset"
+            raise UsageError(f"{what} has no held-out rows: {mend}")

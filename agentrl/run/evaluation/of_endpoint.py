@@ -1,0 +1,384 @@
+"""Evaluation of a model that somebody else serves: episodes over any OpenAI-compatible chat endpoint, no tokens needed.
+
+Owns the conversation (the environment's messages to the API's, its tool calls to the environment's text) and the
+results file, one line per episode: an episode in it is not played again. If the endpoint or the environment's host
+fails, the episode is tried again, then counted as failed; it is never a score of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import trio
+
+from agentrl import config as configuration
+from agentrl.config import Rollout, RunConfig
+from agentrl.config.sections import HeldOut
+from agentrl.engine.scoring_client import ScoringClient
+from agentrl.env import as_async, step_results
+from agentrl.env.gymnasium_ids import make
+from agentrl.env.tools.calls import Malformed, ToolCall
+from agentrl.env.tools.parsers import format_of, get_format
+from agentrl.errors import (
+    ConfigError,
+    EngineRefusal,
+    EnvError,
+    InfrastructureError,
+    PolicyFault,
+    RunFailed,
+    Tracebacks,
+    UsageError,
+    boundary,
+)
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Message, Messages, Step, StopReason, Task
+from agentrl.rollout.env_calls import Guard, TimeUp
+from agentrl.run.evaluation.held_out import EvalResult, tasks_of
+from agentrl.sandbox import shared_backend
+
+RESULTS = "results.jsonl"
+_TURN_S = 300.0  # deadline of one answer unless rollout.turn_deadline_s is set: reasoning models take minutes
+_MOST_TURNS = 1000  # of an episode, unless rollout.max_turns is set: a server need not have a limit on the context
+_UNCOUNTED = 1 << 30  # tokens of a context: the server alone counts them
+
+_SAMPLING = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
+"""Settings of sampling, and what the API calls them."""
+
+_TEXT = get_format("json")  # how calls are written where the server knows none
+_LIMITS = ("step_deadline_s", "episode_deadline_s", "max_observation_bytes")
+_OWN = ("temperature", "top_p")  # settings of sampling that [eval] may have of its own
+_TAKEN = (
+    "env.*",
+    "sandbox.*",
+    *(f"rollout.{name}" for name in (*_SAMPLING, "max_turns", "turn_deadline_s", *_LIMITS)),
+    *(f"eval.{name}" for name in _OWN),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A served model, and how to ask it. `attempts` is the most attempts at one episode."""
+
+    client: ScoringClient
+    concurrency: int = 16
+    attempts: int = 3
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    tracebacks: Tracebacks = field(default_factory=Tracebacks)
+
+
+def configured(model: str, env: str, overrides: Sequence[str]) -> RunConfig:
+    """The settings of an evaluation at an endpoint. Raises ConfigError for one that has no effect there."""
+    document: dict[str, Any] = {
+        "model": model,
+        "env": {"id": env},
+        "rollout": {"max_context": _UNCOUNTED},
+        "train": {"tokens_per_batch": _UNCOUNTED},
+    }
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not any(fnmatchcase(key.strip(), taken) for taken in _TAKEN):
+            hint = f"no effect at an --endpoint, which takes {', '.join(_TAKEN)}: leave it out"
+            raise ConfigError(key.strip(), value, hint)
+        configuration.apply_override(document, override)
+    return configuration.parse(document)
+
+
+def sampling(config: RunConfig) -> dict[str, Json]:
+    """The options of a request: what the settings name, as evaluation samples; the others are the server's own."""
+    found = config.eval_sampling
+    values = {**{name: getattr(found, name) for name in _OWN}, "stop": list(found.stop)}
+    values["max_tokens_per_turn"] = found.max_tokens
+    given = config.rollout.model_fields_set | config.eval.model_fields_set
+    return {to: values[ours] for ours, to in _SAMPLING.items() if ours in given}
+
+
+def evaluate(
+    config: RunConfig, endpoint: Endpoint, n: int, out: Path, *, on_result: Callable[[Mapping[str, Json]], None]
+) -> EvalResult:
+    """Play the first `n` held-out tasks of `config.env`, except those already in `out`. Returns the means over all.
+
+    Raises UsageError if `out` holds the results of another evaluation, RunFailed if no episode could be played."""
+    tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
+    file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
+    done = file.read()
+    left = [task for task in tasks if task.seed not in done]
+    failures: list[str] = []
+
+    def keep(row: Mapping[str, Json]) -> None:
+        file.add(row)
+        on_result(row)
+        if "error" in row:
+            failures.append(str(row["error"]))
+
+    trio.run(_play_all, config, endpoint, left, keep)
+    rows = [row for seed, row in file.read().items() if seed in {task.seed for task in tasks}]
+    if not rows:
+        raise RunFailed(f"no episode could be played ({failures[0]}); the same command tries all again")
+    return _means(rows, failed=n - len(rows))
+
+
+def line(row: Mapping[str, Json]) -> str:
+    """One readable line about an episode."""
+    if "error" in row:
+        return f"seed {row['seed']}: failed, {row['error']}"
+    return f"seed {row['seed']}: outcome {row['outcome']:g} in {row['turns']} turns ({row['stop_reason']})"
+
+
+def _of(config: RunConfig, endpoint: Endpoint) -> dict[str, Json]:
+    """All that decides the results."""
+    env, limits = config.env, config.rollout
+    return {
+        "url": endpoint.client.url,
+        "model": config.model,
+        "env": env.id,
+        "kwargs": env.kwargs,
+        "options": env.options,
+        "sampling": dict(endpoint.options),
+        "limits": {
+            "max_turns": _most_turns(limits),
+            "turn_deadline_s": _turn_s(limits),
+            **{name: getattr(limits, name) for name in _LIMITS},
+        },
+        "image": config.sandbox.docker.image,
+    }
+
+
+def _most_turns(limits: Rollout) -> int:
+    return _MOST_TURNS if limits.max_turns is None else limits.max_turns
+
+
+def _turn_s(limits: Rollout) -> float:
+    return limits.turn_deadline_s if "turn_deadline_s" in limits.model_fields_set else _TURN_S
+
+
+class _ResultsFile:
+    """A first line about the evaluation, then one line per episode. A line that a crash cut off is ignored."""
+
+    def __init__(self, folder: Path, of: Mapping[str, Json]) -> None:
+        self._path, self._of = folder / RESULTS, dict(of)
+
+    def read(self) -> dict[int, dict[str, Json]]:
+        """The finished episodes by seed; failed ones are left out, to be played again."""
+        rows = list(self._rows())
+        if not rows:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps({"of": self._of}) + "\n", encoding="utf-8")
+            return {}
+        of: dict[str, Json] = rows[0].get("of") or {}
+        if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
+            what = f"holds another evaluation ({', '.join(other)} differ)"
+            raise UsageError(f"{self._path} {what}: give another --out")
+        return {row["seed"]: row for row in rows[1:] if "error" not in row}
+
+    def add(self, row: Mapping[str, Json]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _rows(self) -> Iterator[dict[str, Json]]:
+        if not self._path.is_file():
+            return
+        data = self._path.read_bytes()
+        if not data.endswith(b"\n"):
+            data = data[: data.rfind(b"\n") + 1]
+            self._path.write_bytes(data)
+        for line in data.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise UsageError(f"{self._path} is no results file of agentrl eval: give another --out") from None
+
+
+async def _play_all(
+    config: RunConfig, endpoint: Endpoint, tasks: list[Task], keep: Callable[[Mapping[str, Json]], object]
+) -> None:
+    shared_backend.configure(config.sandbox.arguments())
+    places = trio.CapacityLimiter(endpoint.concurrency)
+
+    async def one(task: Task) -> None:
+        async with places:
+            keep(await _attempts(config, endpoint, task))
+
+    async with trio.open_nursery() as nursery:
+        for task in tasks:
+            nursery.start_soon(one, task)
+
+
+async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mapping[str, Json]:
+    """One line of the results. After a failure of infrastructure the episode is played again from its beginning."""
+    failure = ""
+    for _ in range(endpoint.attempts):
+        try:
+            return await _Episode(config, endpoint, task).play()
+        except InfrastructureError as error:
+            failure = " ".join(str(error).split())
+            endpoint.tracebacks.log(error, f"{task.env}, seed {task.seed}: {failure}")
+    return {"seed": task.seed, "error": failure}
+
+
+class _Episode:
+    """One episode: `_said` is the conversation in the API's form. It ends as an episode of a run does, see
+    `agentrl.rollout.episode`; its context is full if the server refuses to go on with what it answered so far."""
+
+    def __init__(self, config: RunConfig, endpoint: Endpoint, task: Task) -> None:
+        self._config, self._endpoint, self._task = config, endpoint, task
+        self._guard = Guard(task.env, config.rollout.step_deadline_s)
+        self._said: list[Message] = []
+        self._asked_ids: list[str] = []
+        self._as_text = False  # the server takes no tools: they are part of the system message
+        self._turns, self._total = 0, 0.0
+        self._tokens: int | None = 0  # None: the server does not count them
+
+    async def play(self) -> Mapping[str, Json]:
+        """Raises InfrastructureError."""
+        started, task = time.time(), self._task
+        with boundary(EnvError, f"{task.env} raised", place=True):
+            env: AsyncEnv = as_async(make(task.env, **task.kwargs))
+            try:
+                reason, last = await self._run(env)
+            finally:
+                with trio.move_on_after(self._config.rollout.step_deadline_s, shield=True):
+                    await env.aclose()
+        outcome = last.outcome or 0.0
+        return {
+            "seed": task.seed,
+            "outcome": outcome,
+            "success": outcome >= 1.0 if last.success is None else last.success,
+            "reward": self._total,
+            "turns": self._turns,
+            "stop_reason": reason.value,
+            "seconds": round(time.time() - started, 3),
+            "messages": cast("Json", self._said),
+            **({} if self._tokens is None else {"tokens": self._tokens}),
+        }
+
+    async def _run(self, env: AsyncEnv) -> tuple[StopReason, Step]:
+        task, limits, guard = self._task, self._config.rollout, self._guard
+        most, most_turns = limits.max_observation_bytes, _most_turns(limits)
+        seen: Step = await guard("reset", lambda: step_results.start(env, task, most))
+        tools: dict[str, Json] = {"tools": schemas} if (schemas := list(env.tool_schemas())) else {}
+        while True:
+            self._hear(seen.observation)
+            left_s = limits.episode_deadline_s - guard.seconds
+            if self._turns >= most_turns or left_s <= 0:
+                reason = StopReason.TURN_LIMIT if self._turns >= most_turns else StopReason.TIME_LIMIT
+                return reason, await self._cut(env, seen, reason)
+            try:
+                action = await self._ask(env, tools)
+            except EngineRefusal:
+                if not self._turns:  # the endpoint takes no such request at all
+                    raise
+                return StopReason.CONTEXT_LIMIT, await self._cut(env, seen, StopReason.CONTEXT_LIMIT)
+            step_s = min(limits.step_deadline_s, left_s)
+            try:
+                step: Step = await guard("step", partial(step_results.act, env, action, task, most), policy_s=step_s)
+            except PolicyFault:
+                self._total += seen.unsettled
+                return StopReason.POLICY_FAULT, Step(observation=())
+            except TimeUp:
+                self._total += seen.unsettled
+                return StopReason.TIME_LIMIT, await self._last_word(env, StopReason.TIME_LIMIT)
+            seen = step
+            self._total += step.reward
+            if step.terminated or step.truncated:
+                self._hear(step.observation)
+                return step.stop_reason or (StopReason.DONE if step.terminated else StopReason.TRUNCATED), step
+
+    async def _cut(self, env: AsyncEnv, seen: Step, reason: StopReason) -> Step:
+        """The last step of an episode that ends at a limit between two turns."""
+        self._total += seen.unsettled
+        return step_results.joined(seen, await self._last_word(env, reason))
+
+    async def _last_word(self, env: AsyncEnv, reason: StopReason) -> Step:
+        """How the environment judges the work so far; what cannot be judged, or not in time, is worth 0."""
+        deadline_s = self._config.rollout.step_deadline_s
+        try:
+            return await self._guard("end", lambda: step_results.end(env, reason, self._task), policy_s=deadline_s)
+        except (TimeUp, PolicyFault):
+            return Step(observation=(), outcome=0.0, success=False)
+
+    async def _ask(self, env: AsyncEnv, tools: Mapping[str, Json]) -> str:
+        """The model's next action. Raises EngineError."""
+        client, deadline_s = self._endpoint.client, _turn_s(self._config.rollout)
+        said = self._taught(tools) if self._as_text else self._said
+        offered = dict[str, Json]() if self._as_text else dict(tools)
+        try:
+            answer, tokens = await client.completion(said, deadline_s=deadline_s, **self._endpoint.options, **offered)
+        except EngineRefusal as error:
+            if self._turns or not offered or "tool" not in str(error):
+                raise
+            warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
+            self._as_text = True
+            return await self._ask(env, tools)
+        self._turns += 1
+        self._tokens = None if self._tokens is None or tokens is None else self._tokens + tokens
+        return self._say(answer, format_of(env).name)
+
+    def _taught(self, tools: Mapping[str, Json]) -> list[Message]:
+        """The conversation for a server that takes no tools."""
+        how = _TEXT.instructions(tools["tools"])
+        first, rest = self._said[0], self._said[1:]
+        if first["role"] != "system":
+            return [Message(role="system", content=how), *self._said]
+        return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
+
+    def _hear(self, messages: Messages) -> None:
+        """Add the environment's messages; answers to calls get the ids of the calls, in their order."""
+        for message in messages:
+            heard = Message(role=message["role"], content=message["content"])
+            if message["role"] == "tool":
+                if not self._asked_ids:  # the model wrote the call as text: the API has no call
+                    heard["role"] = "user"
+                else:
+                    heard["tool_call_id"] = self._asked_ids.pop(0)
+            self._said.append(heard)
+
+    def _say(self, answer: Mapping[str, Json], dialect: str) -> str:
+        """Add the model's answer to the conversation; returns it as a policy's text for the environment."""
+        content, calls = str(answer.get("content") or ""), list(answer.get("tool_calls") or [])
+        said = Message(role="assistant", content=content)
+        self._asked_ids = []
+        written = [_written(call, dialect) for call in calls]
+        if calls and all(written):
+            said["tool_calls"] = calls
+            self._asked_ids = [str(call.get("id") or "") for call in calls]
+        self._said.append(said)
+        if self._as_text:
+            found = _TEXT.parse(content)
+            texts = (
+                call.raw if isinstance(call, Malformed) else get_format(dialect).write(call) for call in found.calls
+            )
+            return found.text + "".join(texts)
+        return content + "".join(text or json.dumps(call) for text, call in zip(written, calls, strict=True))
+
+
+def _written(call: Any, dialect: str) -> str | None:
+    """A call of the API in one of our dialects; None if its arguments are not a JSON object."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        if not isinstance(arguments, dict):
+            return None
+        return get_format(dialect).write(ToolCall(str(function["name"]), cast("dict[str, Json]", arguments)))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _means(rows: list[dict[str, Json]], *, failed: int) -> EvalResult:
+    return EvalResult(
+        name="tasks",
+        success=fmean(float(row["success"]) for row in rows),
+        outcome=fmean(row["outcome"] for row in rows),
+        turns=fmean(row["turns"] for row in rows),
+        tokens=fmean(row["tokens"] for row in rows) if all("tokens" in row for row in rows) else None,
+        n=len(rows),
+        failed=failed,
+    )

@@ -1,0 +1,244 @@
+"""What a run would find out only after its engines are up: looked at in a few seconds, before anything starts.
+
+One task of each source is reset as a worker does it, in a process of its own: environments and their boxes are made,
+the chat template renders the first messages, the rows' columns fill the prompt, and reward functions judge a canned
+answer. A failure that several tasks share is one line, and the run does not start; one of a single task, or a reset
+that takes long, is a warning. Never knows engines, store or learner.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from agentrl import config as configuration
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.config.machine_defaults import Machine
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.env import as_async, dataset_env, step_results
+from agentrl.errors import AgentRLError, ConfigError, InfrastructureError, UsageError
+from agentrl.host.clocks import HostClock
+from agentrl.models.resolve import model_dir, renderer_of
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Task
+from agentrl.rewards.hidden_tests import BoxTests
+from agentrl.rollout.env_calls import Guard, one_line
+from agentrl.rollout.render_messages import rendered
+from agentrl.rollout.take_snapshots import prepare
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.reporting.failed_tasks import skips
+from agentrl.run.task_sources import source_tasks
+from agentrl.sandbox import shared_backend
+
+_TASKS: Final = 3  # of a source that are tried: one that is broken does not speak for the others
+_TASK_S: Final = 30.0  # of each, at most: one that takes longer is not checked
+_DEADLINE_S: Final = 120.0  # of the whole: then the run starts without it
+_WORKER_MB: Final = 90  # resident memory of a worker with the tiny model's tokenizer, before it imports an environment
+_EPISODE_MB: Final = 0.25  # and of a running episode: its texts, tokens and tasks of trio
+
+
+def check_limits(config: RunConfig) -> None:
+    """Compare settings with what model and machine have. Raises ConfigError."""
+    positions = _positions(model_dir(config.model))
+    if positions is not None and config.rollout.max_context > positions:
+        hint = f"the model {config.model!r} has {positions} positions: give at most that"
+        raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
+    if config.env.reward:
+        _check_rewarder("env.reward", config.env.reward)
+    for at, source in enumerate(config.rewards):
+        if source.call is not None:
+            _check_rewarder(f"rewards.{at}.call", source.call)
+    if config.cluster.on_ray:  # other machines play and learn
+        return
+    if config.train.device != "cpu" and Machine.seen().gpus == 0:
+        hint = "torch sees no GPU here: give 'cpu', or install a torch that was built for this machine's GPU"
+        raise ConfigError("train.device", config.train.device, hint)
+    free_mb = _memory_mb()
+    for name, each_mb in (("workers", _WORKER_MB), ("max_running", _EPISODE_MB)):
+        value = getattr(config.rollout, name)
+        if value * each_mb > free_mb:
+            hint = f"each takes about {each_mb:g} MB of memory, and {free_mb / 1024:.1f} GB are free: give at most "
+            raise ConfigError(f"rollout.{name}", value, hint + str(max(1, int(free_mb / each_mb))))
+
+
+def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float = _DEADLINE_S) -> None:
+    """Reset tasks of each source in a process of its own, within `task_s` seconds each and `deadline_s` in all, and
+    warn on stderr. Raises UsageError for what would fail everywhere. On a cluster nothing is checked: its nodes may
+    have what this machine lacks."""
+    if config.cluster.on_ray:
+        return
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(min(task_s, config.rollout.step_deadline_s))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+        process_group=0,
+    )
+    try:
+        said, trouble = process.communicate(configuration.to_json(config), timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        _warn(f"no task could be reset within {deadline_s:g} s: the run starts without this check")
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if process.returncode:
+        last = (trouble.strip().splitlines() or ["no output"])[-1]
+        raise UsageError(f"a worker could not start: it ended with status {process.returncode} ({last})")
+    errors: list[str] = []
+    for line in said.splitlines():
+        kind, _, text = line.partition(" ")
+        if kind == "warning":
+            _warn(text)
+        elif kind == "error":
+            errors.append(text)
+    if errors:
+        raise UsageError(errors[0])
+
+
+def _warn(text: str) -> None:
+    print(f"agentrl: warning: {text}", file=sys.stderr)
+
+
+def _check_rewarder(field: str, reference: str) -> None:
+    """Refuse what cannot be called with one episode; a class is taken for one whose object is called."""
+    function = registry.load_reference(reference)
+    with suppress(ValueError):  # the signature of some builtins is not known
+        try:
+            inspect.signature(function).bind(object())
+        except TypeError:
+            hint = f"takes {inspect.signature(function)}: give a function of one argument (see docs/rewards.md)"
+            raise ConfigError(field, reference, hint) from None
+
+
+def _positions(folder: Path) -> int | None:
+    """How many positions the model has, scaled ones included; None if its config.json does not say."""
+    described: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    described = {**described, **(described.get("text_config") or {})}
+    own: Any = described.get("max_position_embeddings")
+    if not isinstance(own, int):
+        return None
+    scaling: dict[str, Any] = described.get("rope_scaling") or described.get("rope_parameters") or {}
+    factor = scaling.get("factor")
+    if isinstance(factor, int | float):
+        return max(own, int(factor * scaling.get("original_max_position_embeddings", own)))
+    return own
+
+
+def _memory_mb() -> float:
+    """Memory that is free, within the bound of this process's control group."""
+    said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(said["MemAvailable"].split()[0]) / 1024
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        free = min(free, (int((group / "memory.max").read_text()) - used) / (1 << 20))
+    return free
+
+
+# --- in the process
+
+
+def main(task_s: float) -> None:
+    """Read a configuration; write a line for each finding."""
+    answers_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an environment prints is no finding
+    config = configuration.from_json(sys.stdin.read())
+    renderer = renderer_of(config)
+    for kind, text in trio.run(_findings, config, renderer, task_s, clock=HostClock()):
+        answers_to.write(f"{kind} {' '.join(text.split())}\n")
+    answers_to.flush()
+    os._exit(0)  # threads of an environment may hang
+
+
+async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> list[tuple[str, str]]:
+    shared_backend.configure(config.sandbox.arguments())
+    found: list[tuple[str, str]] = []
+    for source in config.rewards:
+        if source.measure == "tests":
+            try:
+                with trio.move_on_after(task_s):
+                    await BoxTests(source, _no_artifacts).check()
+            except AgentRLError as error:
+                found.append(("error", f"reward source {source.source!r}: {error}"))
+    for tasks in _sources(config):
+        failures: list[str] = []
+        for task in tasks:
+            try:
+                with trio.move_on_after(task_s) as scope:
+                    await _played(config, renderer, task)
+            except AgentRLError as error:
+                failures.append(one_line(error) if isinstance(error, InfrastructureError) else str(error))
+                continue
+            if scope.cancelled_caught:
+                found.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
+            break
+        found += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
+    return found
+
+
+async def _no_artifacts(_: str) -> None:
+    return None
+
+
+def _sources(config: RunConfig) -> Iterator[list[Task]]:
+    """The first tasks of each source that the run does not skip; seeds of one environment are one source."""
+    skipped = config.rollout.skip_tasks
+    training = source_tasks(config, _TASKS + len(skipped))
+    left = [[task for task in tasks if not skips(task, skipped)][:_TASKS] for tasks in training]
+    held_out = [evaluation.tasks_of(config, each, min(each.n, _TASKS)) for each in config.eval.sets]
+    seen: list[Task] = []
+    for tasks in filter(None, (*left, *held_out)):
+        first = replace(tasks[0], index=0, seed=0)
+        if first not in seen:
+            seen.append(first)
+            yield tasks
+
+
+async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
+    """Reset a task, render it; one answer is judged if the environment is of rows."""
+    guard = Guard(task.env, _DEADLINE_S)  # the caller's deadline comes first
+    env: AsyncEnv = await guard("make", partial(_called, partial(_made, task)))
+    try:
+        prepare(env, config.rollout)
+        start = await guard("reset", lambda: step_results.start(env, task, config.rollout.observation_bytes))
+        schemas = await guard("tool_schemas", partial(_called, env.tool_schemas))
+        prompt = partial(renderer.start, tools=schemas)
+        ids = await rendered(prompt, start.observation, schemas, env=task.env, acted=False)
+        if len(ids) >= config.rollout.max_context:
+            hint = f"the prompt of {task.env}, seed {task.seed}, has {len(ids)} tokens: give more"
+            raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
+        if task.env == dataset_env.ID:
+            await guard("step", lambda: step_results.act(env, "42", task))
+    finally:
+        with trio.move_on_after(5, shield=True):
+            await env.aclose()
+
+
+def _made(task: Task) -> AsyncEnv:
+    return as_async(registry.resolve("environments", task.env)(**task.kwargs))
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""Frees engines of somebody else that a run left paused: `python -m agentrl.run.processes.attached_engines RUN LABEL`.
+
+A pusher pauses an engine while it sends weights, and may die before it resumes it, perhaps with half of them loaded. An
+engine of ours dies with its run. One that the run attached to must not stay paused for its other users, nor sample from
+half-loaded weights: it gets those of the run's newest checkpoint, whole, and goes on. The janitor of a supervisor calls
+this once all processes of the run are gone, however they ended. What it did is in `logs/attached.log`.
+
+An engine that gets its weights from memory to memory is left paused: only a learner can send them. The next start of
+the run does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.errors import AgentRLError
+from agentrl.learner.checkpoints.folders import newest, step_of
+from agentrl.models.resolve import model_dir
+from agentrl.records import WeightVersion
+from agentrl.run.processes.engine_process import Weights, attach, halts
+from agentrl.run.run_folder import RunDir
+from agentrl.run.weights.role_policies import objects_of
+from agentrl.store import RunStore
+
+_ASK_S = 5.0  # for an engine to say whether it is paused
+_PUSH_S = 10.0  # for it to take the weights: a janitor has no more patience
+
+
+async def free(run: RunDir) -> list[str]:
+    """Give each attached engine that is paused whole weights, and resume it. Returns one line on each such engine.
+
+    Call it only while no process of the run lives."""
+    config = run.config()
+    if not halts(config):
+        return []
+    return [line for url in config.engine.urls if (line := await _free_one(url, run, config)) is not None]
+
+
+async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
+    try:
+        async with aclosing(EngineClient(url, api_key=config.engine.key_of(url))) as client:
+            if not await client.paused(deadline_s=_ASK_S):
+                return None
+        weights = _weights(run, config)
+        deadline_s = min(config.engine.admin_deadline_s, _PUSH_S)
+        short = config.engine.model_copy(update={"admin_deadline_s": deadline_s})
+        await attach(url, weights, config.model_copy(update={"engine": short}), fresh=False)
+    except AgentRLError as error:
+        return f"{url} may still be paused ({error}): go on with agentrl train --resume {run.path}, or restart it"
+    return f"{url} was left paused: it has the weights of step {weights.current.step} now and goes on"
+
+
+def _weights(run: RunDir, config: RunConfig) -> Weights:
+    """Those of the newest checkpoint, or those that the run began with; the store is only read."""
+    checkpoint = newest(run.checkpoints)
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    with RunStore.open(run.store_path) as store:
+        version = store.version_at(step) or WeightVersion(version=0, step=0)
+        there = objects_of(config, store.meta, None)
+    return Weights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
+
+
+def main() -> None:
+    run = RunDir.open(Path(sys.argv[1]))
+    lines = trio.run(free, run)
+    if lines:
+        with (run.logs / "attached.log").open("a") as log:
+            log.writelines(f"{datetime.now().isoformat(timespec='seconds')} {line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Watches one running engine: does it answer, and does it have the current weights?
+
+Owns these checks and the deadline of an engine's silence. An engine of ours that hangs is killed, so that
+`RunProcesses` restarts it. An engine that answers but lacks the current weights gets them: it missed a delivery, or
+somebody else restarted it. So does an engine that is paused although nobody sends it weights: a pause should last only
+while its pusher holds the engine's lock, which ends with the pusher, and nothing may sample from half-loaded weights.
+An engine that sleeps is paused: it sleeps on for as long as the learner that put it to sleep lives and goes on.
+If weights go from memory to memory, the learner sends them. It never starts a process.
+
+At random moments the canary of the current version is asked again: weights that somebody else sent between two syncs,
+under the version that the engine had, would be sampled from until the next one.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
+from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
+from agentrl.errors import AgentRLError, EngineError, StoreAway
+from agentrl.run.processes.engine_process import Weights, WrongWeights, fit, go_on, halts, prove, version_below
+from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.interfaces import Versions
+
+_LOOK_S = 1.0  # time between two checks
+_CHANCE = random.SystemRandom()  # which nobody foretells
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Watches the engine at `url`. `weights` gives the weights that it has to serve, None for a model that does not
+    learn; `locks` is the folder of the engines' locks. `trouble` is why the engine could not be given its weights.
+    `chance` gives numbers from 0 to 1, `say` gets a line about what somebody else did to the engine."""
+
+    url: str
+    config: RunConfig
+    looks: Looks[Versions]
+    weights: Callable[[], Awaitable[Weights]] | None
+    locks: Path
+    trouble: str = ""
+    chance: Callable[[], float] = _CHANCE.random
+    say: Callable[[str], None] = _say
+
+    async def run(self, hangs: Callable[[str], None] | None = None) -> None:
+        """Watch for ever. `hangs` is called when the engine has been silent for `engine.liveness_deadline_s`.
+
+        Raises WrongWeights if the engine took its weights but computes with others."""
+        deadline_s = self.config.engine.liveness_deadline_s
+        async with aclosing(self._client()) as client:
+            heard = trio.current_time()
+            check_at = heard + self._pause_s()
+            while True:
+                await trio.sleep(_LOOK_S)
+                left_s = heard + deadline_s - trio.current_time() if hangs is not None else deadline_s
+                version = await _served(client, max(_LOOK_S, left_s))
+                now = trio.current_time()
+                if version is not None:
+                    heard = now
+                    with suppress(StoreAway):  # then nobody knows which weights are current
+                        halted = await self._halted(client)
+                        if halted:
+                            self.say(f"agentrl: {self.url} was paused, by nobody of this run: it is made to go on")
+                        if not await self._fits(version) or (halted and halts(self.config)):
+                            await self._fit(version)
+                        elif halted:
+                            await self._go_on(client)
+                        else:
+                            self.trouble = ""
+                            if now >= check_at:
+                                await self._check()
+                                check_at = trio.current_time() + self._pause_s()
+                elif hangs is not None and now - heard >= deadline_s:
+                    hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
+                    heard = now
+
+    def _client(self) -> EngineClient:
+        key = self.config.engine.key_of(self.url)
+        if self.weights is not None and self.config.sync == "adapter":
+            below = partial(self.looks, version_below) if self.config.engine.shared else None
+            return AdapterClient(self.url, current=always(None), below=below, api_key=key)
+        return EngineClient(self.url, api_key=key)
+
+    async def _fits(self, version: int) -> bool:
+        """Whether an engine that serves `version` needs no weights. A newer version than the store's is being delivered
+        just now."""
+        if self.weights is None or self.config.syncs_memory:
+            return True
+        return await self.looks(
+            lambda store: store.knows_version(version) and version >= store.current_version().version
+        )
+
+    async def _halted(self, client: EngineClient) -> bool:
+        """Whether it is paused, and no pusher of this run is at work: such a pusher has its lock. An engine that takes
+        weights from memory may stay paused until the learner sends them."""
+        if self.config.engine.shared or self.config.syncs_memory:
+            return False
+        deadline_s = self.config.engine.admin_deadline_s
+        try:
+            if not await client.paused(deadline_s=deadline_s):
+                return False
+            async with self._lock():
+                return await client.paused(deadline_s=deadline_s)
+        except EngineError:  # the next check decides
+            return False
+
+    def _lock(self) -> AbstractAsyncContextManager[None]:
+        name = name_of(self.url, colocated=self.config.engine.colocated)
+        return exclusive(self.locks, name, deadline_s=self.config.engine.admin_deadline_s)
+
+    async def _go_on(self, client: EngineClient) -> None:
+        try:
+            async with self._lock():
+                await go_on(client, deadline_s=self.config.engine.admin_deadline_s)
+            self.trouble = ""
+        except EngineError as error:  # it is tried again
+            self.trouble = str(error)
+
+    def _pause_s(self) -> float:
+        """Until the next canary: half to one and a half times the mean, so that nobody knows when."""
+        return self.config.engine.canary_every_s * (0.5 + self.chance())
+
+    async def _check(self) -> None:
+        """Ask the canary again. Raises WrongWeights."""
+        if self.weights is None or not self.config.engine.canary:
+            return
+        try:
+            async with self._lock():
+                weights = await self.weights()
+                await prove(self.url, self.url, weights, self.config, after="was sent weights by somebody else")
+        except WrongWeights:
+            raise
+        except AgentRLError:  # it is away, or has other weights by now
+            return
+
+    async def _fit(self, served: int) -> None:
+        assert self.weights is not None
+        try:
+            fresh = not await self.looks(lambda store: store.knows_version(served))
+            await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=fresh)
+            self.trouble = ""
+        except WrongWeights:
+            raise
+        except AgentRLError as error:  # it is tried again
+            self.trouble = str(error)
+
+
+async def _served(client: EngineClient, deadline_s: float) -> int | None:
+    """The version that it serves, None if the server or the engine behind it does not answer."""
+    with trio.move_on_after(deadline_s):
+        try:
+            if not await client.alive(deadline_s=deadline_s):
+                return None
+            return await client.served_version(deadline_s=deadline_s)
+        except EngineError:
+            return None
+    return None

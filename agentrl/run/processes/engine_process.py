@@ -1,0 +1,435 @@
+"""One engine replica under supervision: how its process is started, and when it serves the current weights.
+
+It knows both kinds of engine and hides the difference: after `up` the replica answers at `url` and stamps its tokens
+with the store's current version, also if it was restarted in the middle of a run. If weights go from memory to memory,
+no file holds the current ones: the replica starts with those of the run's start, and the learner sends the current.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import trio
+
+from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine import sleep
+from agentrl.engine.client import EngineClient
+from agentrl.engine.embedded_process import embedded_argv
+from agentrl.engine.vllm import check_arguments as arguments
+from agentrl.engine.vllm import launch as vllm
+from agentrl.engine.vllm.capabilities import Need, needed, probe
+from agentrl.engine.vllm.plugin import BACKEND
+from agentrl.engine.weight_sync import adapters, canary, object_store, weight_file
+from agentrl.engine.weight_sync.canary import Canary
+from agentrl.engine.weight_sync.file_transport import push, update_info
+from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
+from agentrl.errors import (
+    CanaryMismatch,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    ModelError,
+    RunFailed,
+    WeightSyncError,
+)
+from agentrl.host.janitor import OwnedFolder
+from agentrl.models.resolve import model_dir
+from agentrl.records import WeightVersion
+from agentrl.run.processes.supervise import Child
+from agentrl.run.run_folder import LOCKS
+from agentrl.run.start_point import StartPoint
+from agentrl.run.weights.role_policies import file_of, objects_of
+from agentrl.store.interfaces import Versions
+
+_POLL_S = 0.05
+_PAUSES = ("full", "delta")  # of new weights (`RunConfig.sync`)
+_ADAPTERS = 4  # versions with which the turns of one batch may have begun
+
+
+def halts(config: RunConfig) -> bool:
+    """Whether a paused engine is one whose pusher is at work, or vanished. One that sleeps is paused."""
+    return config.sync in _PAUSES or config.engine.colocated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights that an engine has to serve: a model folder of version `base`, and the current version. If that is
+    another version, `file` is its weight file (or the URL of its entry in `store`) or `adapter` its adapter folder over
+    `model`. `canary` is the canary that the current version passed when it was sent. With `store`, an engine reads all
+    files of weights from there."""
+
+    model: Path
+    base: WeightVersion
+    current: WeightVersion
+    file: Path | str | None = None
+    adapter: Path | None = None
+    canary: Canary | None = None
+    past: Mapping[int, Path] = field(default_factory=dict[int, Path])  # adapters of past selves that play, by version
+    store: object_store.Folder | None = None
+
+
+class WrongWeights(RunFailed):
+    """A restarted engine computes with other weights than it claims: another restart would not help."""
+
+
+def current_weights(config: RunConfig, store: Versions, start: StartPoint, role: str | None = None) -> Weights:
+    """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
+    all later ones are only in the learner's memory. Those of a `role` with a model of its own, or of all others. Raises
+    RunFailed if its files are gone."""
+    current = start.version if config.syncs_memory else store.current_version()
+    path = store.weights_path(current.version)
+    path = None if path is None else file_of(path, role)
+    found = path if path is not None and path.exists() else None
+    if found is None and current.step != start.version.step:
+        raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
+    kept = None if found is None else canary.beside(found)
+    proof = Canary.read(kept) if kept is not None and kept.exists() else None
+    remote = objects_of(config, store.meta, role)
+    if config.sync != "adapter":
+        base = current if found is None else start.version  # versions of one step have the same weights
+        own = start.model_of(role, config)
+        file = found if found is None or remote is None else remote.of_version(current.version)
+        return Weights(model=own, base=base, current=current, file=file, canary=proof, store=remote)
+    first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
+    adapter = found or start.adapter
+    return Weights(
+        model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
+    )
+
+
+def version_below(store: Versions) -> int | None:
+    """The version of the weights below the adapters of a shared fleet: it serves the model that the run began with,
+    under a version of nobody's. An engine of the run says its own."""
+    found = store.version_at(0)
+    return None if found is None else found.version
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """A supervised engine, on `gpus` if any are named. `weights` is called at every start."""
+
+    child: Child
+    port: int
+    scratch: Path
+    config: RunConfig
+    weights: Callable[[], Awaitable[Weights]]
+    gpus: Sequence[int] = ()
+    folder: Path | None = None  # the run's
+    socket: Path | None = None  # where it serves, if all of the run is on this machine
+    host: str = "127.0.0.1"  # else
+    start_s: float = 0.0  # that its last start took
+
+    @property
+    def url(self) -> str:
+        """Where it serves; started again on another node, it serves elsewhere."""
+        return f"unix://{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
+
+    async def up(self) -> None:
+        """Start it and wait until it serves the current weights and, if these were sent before, computes with them.
+        Raises RunFailed with its error or the end of its log, EngineError if it does not take the weights, WrongWeights
+        if it computes with others."""
+        await self._start()
+        await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS)
+
+    async def join(self) -> None:
+        """As `up`, but an engine that nobody asks yet has time to get the weights, while the learner makes newer ones,
+        and nothing is left unproved: EngineError if it is not well within `engine.mending_deadline_s`."""
+        await self._start()
+        deadline = trio.current_time() + self.config.engine.mending_deadline_s
+        while True:
+            try:
+                if await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS):
+                    return
+                late = EngineTimeout(f"{self.child.name}: its canary was not answered in time")
+            except EngineError as error:
+                late = error
+            if self.child.poll() is not None or trio.current_time() > deadline:
+                raise late
+            await trio.sleep(_POLL_S)
+
+    async def again(self) -> None:
+        """As `up`, but if the engine does not get its weights here, its `Watch` sends them later."""
+        with suppress(EngineError):
+            await self.up()
+
+    async def _start(self) -> None:
+        """Start it with the newest weights whose files stay in place while it reads them. On a GPU that it shares by
+        turns it waits for the learner's to end."""
+        settings, name = self.config.engine, name_of(self.url, colocated=True)
+        turn = exclusive(self.scratch / LOCKS, name, deadline_s=settings.start_deadline_s)
+        async with turn if settings.colocated else nullcontext():
+            await self._started()
+
+    async def _started(self) -> None:
+        if self.socket is None:
+            self.host, self.port = await self.child.place(self.port)
+        else:
+            self.socket.unlink(missing_ok=True)  # of one that was killed
+        weights, began = await self.weights(), trio.current_time()
+        if self.config.engine.kind == "vllm":
+            await self._start_vllm(weights)
+        else:
+            await self._start_embedded(weights)
+        self.start_s = trio.current_time() - began
+
+    async def _start_embedded(self, weights: Weights) -> None:
+        ready_file = self.scratch / f"{self.child.name}.ready"
+        ready_file.unlink(missing_ok=True)
+        self.child.argv = embedded_argv(
+            weights.model,
+            self.config.engine,
+            ready_file=ready_file,
+            socket=self.socket,
+            host=self.host,
+            port=self.port,
+            version=weights.base.version,
+            max_context=self.config.rollout.max_context,
+            weights_from=self._places(weights.model),
+        )[1:]
+        self.child.env = {"TMPDIR": str(self.scratch / "tmp")}
+        if (key := self.config.engine.key_of(self.url)) is not None:
+            self.child.env |= key.variables(signs=True)
+        self.child.start()
+        deadline_s = self.config.engine.start_deadline_s
+        with trio.move_on_after(deadline_s):
+            while not ready_file.exists():
+                status = self.child.poll()
+                if status is not None:
+                    raise RunFailed(self.child.failure(status))
+                await trio.sleep(_POLL_S)
+            return
+        raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
+
+    def _places(self, model: Path) -> list[str]:
+        """Where the run's weights are: its scratch and folder, the model that it began with, and its object store."""
+        places = [self.scratch, model, *([self.folder] if self.folder else [])]
+        with suppress(ModelError):  # it has other files
+            places += [
+                part.resolve().parent for part in weight_file.parts(model)
+            ]  # the hub's cache names them by links
+        url = self.config.engine.weights_url
+        return [*map(str, places), *([url] if url else []), *self.config.engine.weights_from]
+
+    async def _start_vllm(self, weights: Weights) -> None:
+        settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
+        server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
+        key = self.config.engine.key_of(self.url)
+        server = replace(server, host=self.host, socket=self.socket, **({} if key is None else {"key": key}))
+        server = replace(server, weights_from=tuple(self._places(weights.model)))
+        server.prepare()
+        self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
+        self.child.start()
+        await vllm.ready(
+            server,
+            version=weights.base.version,
+            deadline_s=settings.start_deadline_s,
+            ended=lambda: self.child.poll() is not None,
+            log=self.child.log_path,
+            say=lambda line: print(f"agentrl: {self.child.name}: {line}", file=sys.stderr, flush=True),
+        )
+
+
+async def fit(
+    name: str,
+    url: str,
+    weights: Callable[[], Awaitable[Weights]],
+    config: RunConfig,
+    locks: Path,
+    fits: Callable[[int], Awaitable[bool]] | None = None,
+    *,
+    fresh: bool = False,
+) -> bool:
+    """Give a running engine the current weights, unless the version that it serves `fits` (default: the current or a
+    newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
+    else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
+    deadline_s, key = config.engine.admin_deadline_s, config.engine.key_of(url)
+    async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
+        found = await weights()
+        client = EngineClient(url, api_key=key)
+        if config.sync == "adapter":
+            client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key)
+        async with aclosing(client):
+            served = await client.served_version(deadline_s=deadline_s)
+            halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
+        if halted or not (served >= found.current.version if fits is None else await fits(served)):
+            await attach(url, found, config, fresh=fresh)
+        return await prove(name, url, found, config)
+
+
+async def prove(name: str, url: str, weights: Weights, config: RunConfig, *, after: str = "was started again") -> bool:
+    """Repeat the canary of the current version on an engine. Raises WrongWeights, which says `after` what, if the
+    engine does not pass it.
+
+    If the learner has sent the next version meanwhile, or the engine has died again, nothing is proved here: another
+    part of the run takes care of it, and the result is False."""
+    if weights.canary is None:
+        return True
+    version, key = weights.current.version, config.engine.key_of(url)
+    client = EngineClient(url, api_key=key)
+    if weights.adapter is not None:
+        client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key)
+    info = update_info(weights.file) if isinstance(weights.file, Path) else None
+    deadline_s = config.engine.admin_deadline_s
+    async with aclosing(client):
+        with suppress(WeightSyncError, EngineUnavailable, EngineTimeout):
+            try:
+                most = canary.allowed(weights.canary.dtype, config.engine)
+                await canary.check([client], weights.canary, update_info=info, tolerance=most, deadline_s=deadline_s)
+                return True
+            except CanaryMismatch as error:
+                if await client.served_version(deadline_s=deadline_s) == version:
+                    raise WrongWeights(f"{name} {after}: {error}") from error
+    return False
+
+
+def server_of(
+    config: RunConfig, model: Path, *, port: int, plugin_folder: Path, gpus: Sequence[int]
+) -> vllm.VLLMServer:
+    """A vLLM server for a run. Raises as `vllm_server`."""
+    return vllm_server(
+        model,
+        config.engine,
+        port=port,
+        plugin_folder=plugin_folder,
+        max_context=config.rollout.max_context,
+        gpus=gpus,
+        lora_rank=config.train.lora_rank if config.sync == "adapter" else 0,
+        lora_targets=config.train.lora_targets,
+        max_loras=_ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
+        kept_sets=config.rollout.sampling.cuts,
+    )
+
+
+def vllm_server(
+    model: Path,
+    settings: EngineSettings,
+    *,
+    port: int,
+    plugin_folder: Path,
+    max_context: int,
+    gpus: Sequence[int] = (),
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+    max_loras: int = _ADAPTERS,
+    kept_sets: bool = False,
+) -> vllm.VLLMServer:
+    """A vLLM server with all options that training needs. Raises UsageError if vLLM is not installed."""
+    return vllm.VLLMServer(
+        model=model,
+        port=port,
+        plugin_folder=plugin_folder,
+        build=vllm.find_build(untested=settings.untested_vllm),
+        max_model_len=max_context,
+        max_batch=settings.max_batch,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_mb << 20,
+        stream_tokens=settings.stream_tokens,
+        threads=settings.threads,
+        gpus=tuple(gpus),
+        lora_rank=lora_rank,
+        lora_targets=tuple(lora_targets),
+        max_loras=max_loras,
+        routed_experts=settings.routed_experts,
+        kept_sets=kept_sets,
+        sleeps=settings.colocated,
+        weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
+        arguments=settings.vllm,
+    )
+
+
+def check_arguments(config: RunConfig) -> None:
+    """Have vLLM check `[engine.vllm]`, which takes as long as importing it. Raises as `arguments.check`."""
+    if not config.engine.vllm:
+        return
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        server = server_of(
+            config, model_dir(config.model), port=1, plugin_folder=owner.path, gpus=config.engine.places[0]
+        )
+        arguments.check(server)
+
+
+async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool = True) -> None:
+    """Make a running engine serve the current weights. An engine that is not `fresh` belongs to the run already and
+    lacks only the current version. Raises UsageError for a vLLM server that lacks features that training needs, with
+    the flags to add; WeightSyncError if it does not take the weights.
+
+    If weights go from memory, the learner sends them: until then the engine is paused, at a version that no run has."""
+    settings, adapters_alone = config.engine, config.sync == "adapter"
+    deadline_s = settings.admin_deadline_s
+    async with aclosing(EngineClient(url, api_key=settings.key_of(url))) as client:
+        if settings.kind == "vllm" and fresh:
+            told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
+            needs = needed(config.sync) - ({Need.WEIGHTS} if settings.shared else set[Need]())
+            (await probe(client, untested=settings.untested_vllm)).require(
+                needs | {need for need, asked in told.items() if asked},
+                dtype=settings.dtype,
+                context=config.rollout.max_context,
+                lora_rank=config.train.lora_rank,
+            )
+        if config.syncs_memory:
+            await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
+            await vllm.announce(client, 0)
+            return
+        if adapters_alone and settings.colocated:
+            await sleep.wake(client, deadline_s=deadline_s)
+        if adapters_alone and fresh:
+            await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
+            await adapters.forget([client], deadline_s=deadline_s)
+        if (fresh and not settings.shared) or not adapters_alone:
+            below = weights.base if adapters_alone else weights.current
+            await _push_whole(client, weights, below.version, config)
+        for version, folder in weights.past.items():  # before the current one, which says that all are there
+            await adapters.load([client], folder, version, kept=True, deadline_s=deadline_s)
+        if weights.adapter is not None:
+            await _load_adapter(client, weights, settings)
+
+
+async def _push_whole(client: EngineClient, weights: Weights, version: int, config: RunConfig) -> None:
+    """Give an engine all weights of a version, from the store if there is one. An engine elsewhere that gets adapters,
+    and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
+    adapter compares them with the learner's."""
+    settings, store = config.engine, weights.store
+    deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
+    asleep = settings.colocated or await _sleeps(client, deadline_s)
+    whole: list[Path | str] = [weights.file] if weights.file is not None else [*weight_file.parts(weights.model)]
+    if store is not None:
+        put = [one if isinstance(one, str) else await trio.to_thread.run_sync(store.offer, one) for one in whole]
+        await push(
+            [client], put, version, keep_base=True, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s
+        )
+        return
+    try:
+        await push([client], whole, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
+    except WeightSyncError as error:
+        if config.sync != "adapter" or not settings.canary or "shares no disk" not in str(error):
+            raise
+        await vllm.announce(client, version)
+
+
+async def _sleeps(client: EngineClient, deadline_s: float) -> bool:
+    """Whether somebody put it to sleep. False if it cannot say."""
+    try:
+        return await sleep.sleeps(client, deadline_s=deadline_s)
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:
+        return False
+
+
+async def go_on(client: EngineClient, *, deadline_s: float) -> None:
+    """Have an engine that was paused, or put to sleep, go on with the weights it has. Raises EngineError if it cannot:
+    it was told to forget them."""
+    if await _sleeps(client, deadline_s):
+        await sleep.wake(client, deadline_s=deadline_s)
+    else:
+        await client.call("POST", "/resume", deadline_s=deadline_s)
+
+
+async def _load_adapter(client: EngineClient, weights: Weights, settings: EngineSettings) -> None:
+    assert weights.adapter is not None
+    version = weights.current.version
+    await adapters.load([client], weights.adapter, version, deadline_s=settings.admin_deadline_s)

@@ -1,0 +1,179 @@
+"""`agentrl train --keep-alive`: a small parent that starts the supervisor again after a crash or a hang.
+
+It owns one process at a time, and nothing of the run: the janitor cleans up after a dead supervisor, and the store says
+where the run goes on. A supervisor that ends on purpose (success, Ctrl-C, a line that says why the run cannot go on) is
+not started again. If the parent dies, the supervisor's lifeline ends, and the supervisor shuts down in order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import RunFailed, matters
+from agentrl.host.clocks import HostClock
+from agentrl.host.janitor import OwnedFolder
+from agentrl.host.lifeline import watch_lifeline
+from agentrl.host.nonblocking_output import waiting_for_no_reader
+from agentrl.run.processes import heartbeat
+from agentrl.run.processes.heartbeat import Pulse
+from agentrl.run.processes.launcher import ClusterLost
+from agentrl.run.processes.supervise import RestartBudget
+from agentrl.run.run_folder import RunDir
+
+ERROR_FILE = "AGENTRL_ERROR_FILE"
+"""Names the file in which a process leaves the one line that it failed with on purpose."""
+
+AGAIN = "AGENTRL_AGAIN"
+"""Says that the run was under way before, in the environment of a supervisor that is started again."""
+
+KEPT = "AGENTRL_KEPT"
+"""Says that standard input is a lifeline, in the environment of a process."""
+
+_STOPPED = 130
+_PATIENCE_S = 20.0  # time for a supervisor to shut down in order after its parent ended
+
+
+def live_with_parent() -> None:
+    """In a supervisor, or its parent: shut down in order when the process that keeps it alive, if any, is gone."""
+    if os.environ.pop(KEPT, None):
+        faulthandler.register(heartbeat.DUMP)  # the parent asks for our stacks before it ends us
+        watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def keep_training(
+    words: Sequence[str], file: Path | None, settings: list[str] | None, out: Path | None, resume: Path | None
+) -> int:
+    """Keep `agentrl WORDS` alive, which trains from `file` into `out`, or goes on with `resume`. As `keep_alive`."""
+    if resume is not None:
+        path, config = resume, RunDir.open(resume).config()
+    else:
+        assert file is not None
+        config = configuration.load(file, settings)
+        path = out or Path("runs") / config.name
+    began = False
+
+    def command() -> list[str]:
+        nonlocal began
+        began, again = True, began and RunDir(path).store_path.exists()
+        chosen = ["train", "--resume", str(path)] if again else words
+        return [sys.executable, "-c", "from agentrl.cli.main import main; main()", *chosen]
+
+    return keep_alive(command, path=path, settings=config)
+
+
+def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: RunConfig) -> int:
+    """Run the supervisor until it ends on purpose; returns its exit status. `command` is called at each start, `path`
+    is the run's folder.
+
+    Raises RunFailed, which gives the last failure, when the budget of restarts is spent."""
+    live_with_parent()
+    hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
+    with waiting_for_no_reader(), closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
+        kept = _Kept(command, owner.path, owner.mark)
+        pulse = Pulse(process=kept, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
+        try:
+            return trio.run(_keep, kept, pulse, RestartBudget(), path, clock=HostClock())
+        except BaseExceptionGroup as group:
+            raise matters(group) from None
+
+
+_NAME = "train.liveness_deadline_s"
+
+
+@dataclass(slots=True)
+class _Kept(heartbeat.Here):
+    """The current supervisor, in its own process group: Ctrl-C reaches the parent, which passes it on once."""
+
+    command: Callable[[], Sequence[str]]
+    folder: Path
+    mark: dict[str, str]
+    hung: str = ""
+    _began: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def beat(self) -> Path:
+        return self.folder / "beat"
+
+    @property
+    def line(self) -> Path:
+        return self.folder / "error"
+
+    def start(self) -> None:
+        self.hung = ""
+        self.line.unlink(missing_ok=True)
+        ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), KEPT: "1"}
+        ours |= {AGAIN: "1"} if self._began else {}
+        self._began = True
+        self._process = subprocess.Popen(
+            self.command(), stdin=subprocess.PIPE, env={**os.environ, **ours}, process_group=0
+        )
+
+    def kill(self, why: str) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self.hung = why
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        assert self._process is not None
+        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+
+
+async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) -> int:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_pass_on, kept)
+        while True:
+            kept.start()
+            budget.well()
+            async with trio.open_nursery() as listening:
+                listening.start_soon(pulse.run, kept.kill)
+                status = await kept.wait()
+                listening.cancel_scope.cancel()
+            lost = status == ClusterLost.exit_code
+            if not lost and not kept.hung and status >= 0 and (status != 1 or kept.line.exists()):
+                nursery.cancel_scope.cancel()
+                return status
+            why = f"the supervisor {kept.hung or _how(status)}"
+            if not lost and kept.line.exists():  # it was stopped, and could not even end
+                nursery.cancel_scope.cancel()
+                print(f"agentrl: {kept.line.read_text().strip()} ({why})", file=sys.stderr)
+                return _STOPPED
+            try:
+                await budget.spend(why)
+            except RunFailed as error:
+                raise RunFailed(f"{error}; go on with agentrl train --resume {path}") from None
+            print(f"agentrl: {why}; it is started again", file=sys.stderr)
+
+
+async def _pass_on(kept: _Kept, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            kept.send(number)
+
+
+def _how(status: int) -> str:
+    if status == ClusterLost.exit_code:
+        return "lost its cluster"
+    return f"ended with signal {signal.Signals(-status).name}" if status < 0 else "crashed"

@@ -1,0 +1,496 @@
+"""The learner's process: take a batch, step, mint a version, send it, confirm it; checkpoint now and then.
+
+It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
+waits for the other (law 6). A push therefore sends a file, or a copy in memory, made between two steps. The time in
+which the learner waits for groups, or for the push before, is measured as idle time; the run's trainer idle share is
+computed from it. A checkpoint is written beside the next steps too, from a copy. Its episodes count as trained once it
+is durable, and the next one waits for that: a kill in between costs the steps since the one before. A learner that
+shares its GPU with the engines (`runtime.turns`) has it from the batch to the file of the new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.weight_sync import canary
+from agentrl.engine.weight_sync.canary import Canary, probe_tokens
+from agentrl.engine.weight_sync.weight_lock import Held
+from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
+from agentrl.host.lifeline import watch_lifeline
+from agentrl.learner.gpu_sender import Sender
+from agentrl.learner.learner import Diverged, Learner
+from agentrl.learner.optimizers.offload import Parking
+from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
+from agentrl.learner.weight_hashes import circumstances
+from agentrl.models.resolve import engine_dtype, model_dir, slot_dir
+from agentrl.records import Group, WeightVersion
+from agentrl.run.alarms import LagBound, advice, raised
+from agentrl.run.cluster import scale_requests
+from agentrl.run.disk_space import once_there_is_space, with_space
+from agentrl.run.league import League
+from agentrl.run.order_by_name import returns_of, take_order
+from agentrl.run.processes import heartbeat
+from agentrl.run.processes.exit_status import give_up
+from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
+from agentrl.run.reporting.status import WAITS
+from agentrl.run.run_folder import RunDir
+from agentrl.run.start_point import start_point
+from agentrl.run.telemetry import Telemetry
+from agentrl.run.weights.gpu_turns import Turns
+from agentrl.run.weights.publisher import MemoryParcel, NotDelivered, Parcel
+from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
+from agentrl.store import RunStore
+from agentrl.store.interfaces import LearnerStore
+
+_WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
+_LONG_S = 30.0  # after which a wait for members is named
+_WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
+_Write = Callable[[Callable[[], None]], Path]
+_PROBE = 128  # number of tokens that the canary compares
+
+
+def learn(path: Path) -> None:
+    """Train the run at `path` from its newest checkpoint to its last step. Exits at once when its owner is gone."""
+    watch_lifeline(lambda: os._exit(70))
+    run = RunDir.open(path)
+    store = RunStore.open(run.store_path, away_s=run.config().cluster.store_deadline_s)
+    try:
+        _Learning(run, store).run()
+    finally:
+        store.close()
+
+
+class _Learning:
+    """The loop and its state. `learner.step_index` is the step of its weights; at most one push and one checkpoint are
+    under way."""
+
+    _league: League | None = None  # of a run without past selves
+    _turns: Turns | None = None  # of a run whose learner has its device for itself
+    _write: Future[None] | None = None  # the checkpoint under way
+
+    def __init__(self, run: RunDir, store: LearnerStore) -> None:
+        self._run, self._heartbeat = run, Heartbeat.of_process()
+        self._heartbeat.mark_while(lambda: store.waits)
+        self._as_begun = run.config()
+        self._patience = partial(
+            once_there_is_space, deadline_s=self._as_begun.train.stall_deadline_s, mark=self._heartbeat.mark
+        )
+        self._store = store = with_space(store, **self._patience.keywords)
+        self._config: RunConfig = with_ranks(self._as_begun, scale_requests.ranks(self._as_begun, store.meta))
+        store.lead()
+        start = start_point(run, store)
+        self._ranks = ranks_of(self._config, self._heartbeat.mark)
+        if self._config.engine.colocated:
+            self._turns = Turns(self._config, run.locks, self._heartbeat.mark)
+            self._turns.begin(self._urls, weights_follow=False)
+        self._learner = Learner(
+            self._config,
+            model_dir(self._config.model),
+            device_of(self._config),
+            folder_of=partial(slot_dir, self._config),
+            progress=self._heartbeat.mark,
+            may_save=store.still_leads,
+            ranks=self._ranks,
+        )
+        if start.checkpoint is not None:
+            self._learner.load(start.checkpoint)
+        if self._turns is not None:
+            self._turns.parking = Parking(self._learner.models)
+            self._turns.without_weights(self._urls)
+        self._telemetry = Telemetry(store, run.metrics, "learner")
+        sync = self._config.sync
+        sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
+        self._order, self._returns = take_order(self._config), returns_of(self._config)
+        if self._config.league_roles:
+            self._league = League(self._config, run, store)
+            if start.checkpoint is not None and self._league.is_due(start.version.step):
+                self._league.join(start.version, start.checkpoint)
+        self._publisher = Publishers(self._config, self._as_leader, sender, locks=run.locks)
+        bound, full = store.meta("max_lag"), self._config.buffer.max_lag
+        self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
+        self._saved_at = time.monotonic()
+        self._watch_at = time.monotonic() if sender is not None else math.inf
+        self._pushes, self._writes = ThreadPoolExecutor(1, "push"), ThreadPoolExecutor(1, "checkpoint")
+        self._push: Future[None] | None = None
+        self._progress = threading.Event()  # a part of the checkpoint was written
+        store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
+        ready = {"ranks": self._ranks.size, "step": self._learner.step_index, "start_s": heartbeat.age_s()}
+        store.set_meta(scale_requests.LEARNER, json.dumps(ready))
+
+    def run(self) -> None:
+        """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first. Raises LeaseLost if
+        another learner leads by now: that one removes what this one writes, so whatever failed here is no failure."""
+        try:
+            self._train()
+        except StoreError:
+            raise
+        except Exception:
+            self._store.still_leads()
+            raise
+
+    def _train(self) -> None:
+        try:
+            self._learn()
+        except (NotDelivered, Diverged) as error:
+            self._written()
+            if self._turns is not None:
+                self._turns.give_up()
+            if self._learner.trained:
+                self._learner.save(self._run.checkpoints)  # `start_point` makes it known to the store
+            if not isinstance(error, Diverged):
+                raise
+            more = f"train.max_skipped={2 * max(1, self._config.train.max_skipped)}"
+            hint = f"this one is saved and goes on with agentrl train --resume {self._run.path} --set {more}"
+            raise RunFailed(f"{error}; {hint}") from error
+        finally:
+            if self._write is not None:  # another error ends the learner: what it saved counts
+                wait([self._write])
+
+    def _learn(self) -> None:
+        learner, config = self._learner, self._config
+        self._await_engines()
+        current = self._store.current_version()
+        # After a rollback the engines serve versions that were undone: a new version is newer than these.
+        if current.step != learner.step_index or trio.run(self._publisher.behind, current.version):
+            self._begin()
+            self._publish({})
+        version = None
+        while learner.step_index < config.train.steps and (batch := self._take()) is not None:
+            groups, idle_s = batch
+            idle_s += self._begin()
+            busy = time.perf_counter()
+            self._heartbeat.mark()
+            bound = self._bound.now
+            report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
+            busy_s = time.perf_counter() - busy
+            idle_s += self._settle()
+            taken = [group.id for group in groups if not group.skipped]
+            weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
+            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
+            alarms = raised(row, config.alarms)
+            if self._league is not None:
+                row |= self._league.count(groups)
+            row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
+            self._store.set_meta("max_lag", str(self._bound.after(alarms)))
+            self._record_hashes()
+            version = self._publish(row)
+            self._heartbeat.mark()
+            if stopping := [alarm for alarm in alarms if alarm.action == "stop"]:
+                self._checkpoint(version)
+                self._settle()
+                self._written()
+                raise RunFailed(f"step {learner.step_index}: {advice(stopping, self._run.path)}")
+            if self._is_time(learner.step_index):
+                self._checkpoint(version)
+        if version is not None and learner.trained:
+            self._checkpoint(version)
+        self._settle()
+        self._written()
+
+    def _await_engines(self) -> None:
+        """Wait until the engines serve: they may have started with the learner."""
+        self._heartbeat.mark()
+        while not self._urls():
+            self._store.wait_for_work("learner", _WAIT_S)
+            self._heartbeat.mark()
+
+    def _take(self) -> tuple[list[Group], float] | None:
+        """The next batch and how long the learner waited for it, in seconds; None if no task is left. The last one
+        waits for late members, which no later step would train, for at most `rollout.group_deadline_s`."""
+        buffer, train = self._config.buffer, self._config.train
+        started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
+        patience_s, named = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2), ""
+        while (phase := self._store.meta("phase")) != "stop":
+            if self._config.cluster.controller is not None:
+                self._make_way()
+            if phase == "drain":
+                size = min(size, self._store.ready_count())  # 0: only late members
+            step, now, groups = self._learner.step_index + 1, time.perf_counter(), None
+            if step < train.steps or not self._store.late_open() or now > whole_at + patience_s:
+                groups = self._store.take(
+                    step,
+                    size,
+                    max_lag=self._bound.now,
+                    order=self._order,
+                    returns=self._returns,
+                    skip_at_most=buffer.skips,
+                )
+            elif self._store.ready_count() >= size:
+                whole_at = min(whole_at, now)
+            if groups is not None:
+                if named:
+                    self._store.set_meta(WAITS, "")
+                return groups, time.perf_counter() - started
+            if not named and now - started > _LONG_S:
+                named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s)
+                self._store.set_meta(WAITS, named)
+                print(f"agentrl learner: {named}", file=sys.stderr)
+            if size == 0:
+                return None
+            if self._push is not None and self._push.done():
+                self._settle()  # raises if it failed: without its version no group may ever come
+            elif self._push is None and time.monotonic() >= self._watch_at:
+                self._send_again()
+            self._heartbeat.mark()
+            self._store.wait_for_work("learner", _WAIT_S)
+        raise SystemExit(0)
+
+    def _as_leader(self, key: str) -> str | None:
+        """A push that no engine takes asks again and again where the engines are: it ends when another learner leads.
+        Raises LeaseLost."""
+        self._store.still_leads()
+        return self._store.meta(key)
+
+    def _urls(self) -> list[str]:
+        return urls_of(self._store.meta, None)
+
+    def _begin(self) -> float:
+        """Have the device. Returns how long the learner waited for the push before, in seconds, if it shares one."""
+        if self._turns is None:
+            return 0.0
+        waited_s = self._settle()
+        self._turns.begin(self._urls)
+        self._heartbeat.mark()
+        return waited_s
+
+    def _make_way(self) -> None:
+        """If another number of ranks is wanted: save, and end. The learner that is started then has that number."""
+        wanted = scale_requests.ranks(self._as_begun, self._store.meta)
+        if wanted == self._ranks.size:
+            return
+        self._settle()
+        if self._learner.trained:
+            self._checkpoint(self._store.current_version())
+            self._written()
+        raise WornOut(f"the learner goes on with {wanted} ranks instead of {self._ranks.size}")
+
+    def _publish(self, row: dict[str, Any]) -> WeightVersion:
+        """Write the weights to shared memory, or copy them, leave a device that is shared, and start to send them. The
+        step's metrics `row` is recorded when every engine has them."""
+        if self._turns is not None and self._turns.parking is not None:
+            self._turns.parking.begin()
+        if self._config.syncs_memory:
+            version = self._store.mint_version(self._learner.step_index)
+            self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, row)
+            return version
+        path = self._run.scratch / "weights" / str(time.time_ns())
+        sha256, marks = dict[str | None, str](), dict[str | None, Mapping[str, str]]()
+        if self._config.sync == "adapter":
+            self._learner.export_adapter(path)
+        else:
+            path = path.with_suffix(".safetensors")
+            for role in self._policies:
+                dtype = getattr(torch, self._dtype(role))
+                file = self._learner.export(file_of(path, role), dtype=dtype, role=role)
+                sha256[role], marks[role] = file.sha256, file.fingerprints
+                self._heartbeat.mark()
+        self._heartbeat.mark()
+        version = self._store.mint_version(self._learner.step_index, path)
+        parcels = {
+            role: Parcel(
+                version=version.version,
+                path=file_of(path, role),
+                sha256=sha256.get(role, ""),
+                canary=self._canary(version, marks.get(role, {}), role),
+            )
+            for role in self._policies
+        }
+        held = None if self._turns is None else self._turns.end()
+        self._push = self._pushes.submit(self._send, version, parcels, row, held)
+        return version
+
+    def _send_again(self) -> None:
+        """Send the current weights again if an engine lacks them: an engine that was restarted, or one the run attached
+        to. Only the learner can do it when no file holds them."""
+        self._watch_at = time.monotonic() + _WATCH_S
+        version = self._store.current_version()
+        if version.step == self._learner.step_index and trio.run(self._publisher.behind, version.version):
+            self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, {})
+
+    def _snapshot(self, version: WeightVersion) -> MemoryParcel:
+        """A copy of the current weights in the engines' dtype; the next step changes the originals during the send."""
+        snapshot = self._learner.snapshot(getattr(torch, self._dtype()))
+        proof = self._canary(version, snapshot.fingerprints())
+        return MemoryParcel(version=version.version, snapshot=snapshot, canary=proof)
+
+    @property
+    def _policies(self) -> tuple[str | None, ...]:
+        """The roles with a model of their own, and None for all others."""
+        return (None, *self._config.role_models)
+
+    def _dtype(self, role: str | None = None) -> canary.Dtype:
+        return engine_dtype(self._config.engine, self._learner.models.of(role).folder)
+
+    def _canary(
+        self, version: WeightVersion, fingerprints: Mapping[str, str], role: str | None = None
+    ) -> Canary | None:
+        """The log-probs of a fixed probe under the weights that are sent to the engines of a role with a model of its
+        own, or of all others, and the fingerprints of these weights."""
+        config, train = self._config, self._config.train
+        if not config.engine.canary:
+            return None
+        held_in = self._dtype(role)
+        tokens = probe_tokens(self._learner.models.of(role).vocab, min(_PROBE, config.rollout.max_context - 1))
+        merged = train.lora_rank > 0 and config.sync != "adapter"
+        rounded = held_in == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
+        dtype = getattr(torch, held_in) if rounded else torch.float32
+        logprobs = self._learner.score(tokens, dtype, role=role)
+        return Canary(
+            version=version.version,
+            token_ids=tokens,
+            logprobs=logprobs,
+            dtype=held_in,
+            rounded=rounded,
+            fingerprints=fingerprints,
+            by_role={role: self._learner.score(tokens, dtype, role=role) for role in config.adapted_roles},
+        )
+
+    def _settle(self) -> float:
+        """Wait for the push under way. Returns how long that took, in seconds. Re-raises the push's error."""
+        started = time.perf_counter()
+        push, self._push = self._push, None
+        if push is not None:
+            patience_s = 2 * self._config.engine.mending_deadline_s  # longer than `WeightPublisher.deliver` ever takes
+            while wait([push], timeout=BEAT_S).not_done:
+                if time.perf_counter() - started < patience_s:
+                    self._heartbeat.mark()
+            push.result()
+        return time.perf_counter() - started
+
+    def _send(
+        self,
+        version: WeightVersion,
+        parcels: Mapping[str | None, Parcel | MemoryParcel],
+        row: dict[str, Any],
+        held: Held | None = None,
+    ) -> None:
+        """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
+        try:
+            sync = trio.run(self._publisher.deliver, parcels, held)
+        finally:
+            if held is not None:
+                held.let_go()
+        if self._turns is not None:
+            sync |= self._turns.cost()
+        if self._league is not None:  # first: groups that this version admits draw from all members before it
+            trio.run(self._league.announce, self._publisher.urls())
+        self._store.confirm_version(version)
+        if row:
+            values = {**row, **sync, "version": version.version}
+            self._store.record("step", version.step, values)
+            self._patience(lambda: self._telemetry.append("step", version.step, values))
+        trio.run(self._publisher.tidy)
+
+    def _record_hashes(self) -> None:
+        """What `agentrl retrain` compares its weights with. Only the store has it: it is no curve."""
+        step, every = self._learner.step_index, self._config.train.hash_every
+        if every and step % every == 0:
+            made = {"hashes": list(self._learner.hashes().values()), "with": circumstances(self._config.train)}
+            self._store.record("weights", step, made)
+
+    def _is_time(self, step: int) -> bool:
+        """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
+        every = self._config.train
+        joins = self._league is not None and self._league.is_due(step)
+        return (
+            joins or step % every.checkpoint_every == 0 or time.monotonic() - self._saved_at >= every.checkpoint_every_s
+        )
+
+    def _checkpoint(self, version: WeightVersion) -> None:
+        """Save the state of this step: a copy of it, on a thread, once the checkpoint before is durable. If there is no
+        room for a copy, or past selves are to join from the folder, nothing goes on meanwhile."""
+        self._written()
+        write = None
+        if self._config.train.async_checkpoints and self._league is None:
+            write = self._learner.copy(self._run.checkpoints)
+            self._heartbeat.mark()
+        if write is not None:
+            self._write = self._writes.submit(self._save, version, write, self._push)
+        else:
+            self._settle()
+            self._record(version, self._learner.save(self._run.checkpoints))
+        self._saved_at = time.monotonic()
+
+    def _save(self, version: WeightVersion, write: _Write, push: Future[None] | None) -> None:
+        """Write a copy, unless its push finds that engines compute with other weights: then the learner ends, as it
+        settles, and the checkpoint before stays the newest."""
+        error = None if push is None else push.exception()
+        if error is None or isinstance(error, NotDelivered):
+            self._record(version, write(self._progress.set))
+
+    def _record(self, version: WeightVersion, folder: Path) -> None:
+        """Folder first, then the store: `start_point` mends a kill in between."""
+        self._store.checkpoint(version.step, version, folder)
+        if self._league is not None and self._league.is_due(version.step):
+            self._league.join(version, folder)
+        self._store.retain(
+            version.step, keep_steps=self._config.buffer.keep_steps, keep_sample=self._config.buffer.keep_sample
+        )
+
+    def _written(self) -> None:
+        """Wait until the checkpoint under way is durable and recorded; only its progress is a mark. Re-raises its
+        error."""
+        write, self._write = self._write, None
+        while write is not None and wait([write], timeout=BEAT_S).not_done:
+            if self._progress.is_set():
+                self._progress.clear()
+                self._heartbeat.mark()
+        if write is not None:
+            write.result()
+
+
+def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience_s: float) -> str:
+    """What the learner waits for before `step`, which takes `size` groups."""
+    ready, late = store.ready_count(), store.late_open()
+    if ready < size:
+        return f"step {step} waits for groups: {ready} of {size} are scored; agentrl rewards RUN names late sources"
+    if last and late:
+        least = f"{patience_s:g} s at most (rollout.group_deadline_s)"
+        return f"step {step} is the last: it waits for {late} late members, which no later step trains, {least}"
+    return f"step {step} waits, though {ready} groups are scored: of these too few fit (buffer.max_lag, its order)"
+
+
+def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """The configuration of a learner over so many ranks."""
+    return config.model_copy(update={"train": config.train.over(ranks)})
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
+    train, seen = config.train, torch.cuda.device_count()
+    if train.gpus and max(train.gpus) >= seen:
+        if train.parallel.ranks == 1:
+            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
+        hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
+        raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
+    return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
+
+
+def ranks_of(config: RunConfig, progress: Callable[[], None]) -> Ranks:
+    """The ranks of the learner, started. They end with this process. Raises ConfigError, RankLost."""
+    plan, first = config.train.parallel, device_of(config)
+    if plan.ranks == 1:
+        return ALONE
+    others = [torch.device("cuda", gpu) for gpu in config.train.gpus[1:]] or [first] * (plan.ranks - 1)
+    return Leader(
+        [first, *others],
+        deadline_s=plan.deadline_s,
+        start_s=config.engine.start_deadline_s,
+        progress=progress,
+        ends=partial(give_up, "learner"),
+    )

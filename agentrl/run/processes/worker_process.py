@@ -1,0 +1,278 @@
+"""The rollout worker's process: puts together its store handle, engine client, renderer and environments."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.router.by_role import Policies
+from agentrl.engine.router.concurrency import Aimd
+from agentrl.engine.router.router import Fleet
+from agentrl.engine.weight_sync.adapters import AdapterClient
+from agentrl.env import as_async
+from agentrl.errors import DiskFull, StoreAway, StoreError
+from agentrl.host.clocks import HostClock
+from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
+from agentrl.host.lifeline import watch_lifeline
+from agentrl.models.resolve import model_dir, renderer_of, vocabulary
+from agentrl.protocols import AsyncEnv, Engine, Rewarder
+from agentrl.records import Task, WeightVersion
+from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.opponents import Opponents
+from agentrl.rollout.worker import Worker
+from agentrl.run import reward_services
+from agentrl.run.cluster.scaling import workers_of
+from agentrl.run.processes.engine_process import version_below
+from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.run.processes.launcher import NODE_TMP
+from agentrl.run.run_folder import RunDir
+from agentrl.run.telemetry import Telemetry
+from agentrl.run.weights.role_policies import urls_of
+from agentrl.sandbox import shared_backend
+from agentrl.store import RunStore
+from agentrl.store.asynchronous.reads import Looks, Newest
+from agentrl.store.asynchronous.writers import desk_of
+from agentrl.store.interfaces import ReadStore, RolloutStore
+
+_REPORT_S = 5.0
+_FOLLOW_S = 1.0  # between two looks at where the engines are
+_SWITCH_S = 0.0005  # a busy loop lets the store's thread on so soon; by Python's 5 ms it wrote half as many turns
+
+
+def make_env(task: Task) -> AsyncEnv:
+    """The environment of a task, by its id or `module:attribute` reference; a plain gymnasium.Env is wrapped."""
+    return as_async(registry.resolve("environments", task.env)(**task.kwargs))
+
+
+def serve(path: Path, index: int) -> None:
+    """Run worker `index` of the run at `path` until the store says stop, SIGTERM comes or the owner is gone."""
+    watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run = RunDir.open(path)
+    tempfile.tempdir = os.environ.get(NODE_TMP) or str(run.scratch / "tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir
+    config = run.config()
+    name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
+    spare_old_objects()
+    sys.setswitchinterval(_SWITCH_S)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker tokenizes one text at a time
+    trio.run(_serve, run, config, name, index, clock=HostClock())
+
+
+async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
+    shared_backend.configure(config.sandbox.arguments())
+    opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+    reader = RunStore.read(run.store_path, away_s=0)
+    store = desk_of(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    renderer, looks = renderer_of(config), Looks[ReadStore](reader)
+    known = await looks(partial(known_of, config))
+    sight = Sight(config, looks, known)
+    fleet = _fleet(sight, known, renderer)
+    own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
+    rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
+    context = RolloutContext(
+        engine=Policies(fleet, own),
+        renderer=renderer,
+        store=store,
+        settings=config.rollout,
+        make_env=make_env,
+        rewarder=rewarder,
+        frozen=_frozen(config, known, renderer),
+        adapted=config.own_roles,
+        opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
+        experts=config.engine.routed_experts,
+        eval_sampling=config.eval_sampling,
+        artifacts=any(one.measure == "tests" for one in config.rewards),
+    )
+    worker = Worker(name, config, store, context, sharing=len(known.workers))
+    telemetry = Telemetry(opened, run.metrics, name)
+    heartbeat = Heartbeat.of_process()
+    heartbeat.mark_while(lambda: opened.waits)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(heartbeat.beat)
+            nursery.start_soon(collect_after_growth)
+            nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
+            for one in (fleet, *own.values()):
+                nursery.start_soon(partial(one.control, start=_concurrency(config)))
+            nursery.start_soon(report, fleet, telemetry, store)
+            nursery.start_soon(_follow, sight, {None: fleet, **own}, context.frozen, worker, index)
+            if index == 0:  # one worker scores for all: a source limits its concurrent calls
+                nursery.start_soon(reward_services.serve, config, store)
+            await worker.run()
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.move_on_after(2, shield=True):
+            for engine in (context.engine, *context.frozen.values()):
+                await engine.aclose()
+        await store.aclose()
+        telemetry.close()
+        reader.close()
+        opened.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
+    and by the model that plays a role; which workers there are; the version that new clients begin with."""
+
+    urls: Mapping[str | None, list[str]]
+    given: Mapping[str, str]
+    workers: list[int]
+    version: WeightVersion
+
+
+def known_of(config: RunConfig, store: ReadStore) -> Known:
+    """What the store says now."""
+    return Known(
+        urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
+        given=json.loads(store.meta("given_urls") or "{}"),
+        workers=workers_of(config, store.meta),
+        version=store.current_version(),
+    )
+
+
+class Sight:
+    """What turns have to know of the run, read while the loop goes on."""
+
+    def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: Known) -> None:
+        self.config, self.looks, self._minted = config, looks, set[int]()
+        self._current = Newest(lambda: looks(lambda store: store.current_version()), known.version)
+
+    async def fits(self, version: int) -> bool:
+        """Whether a turn may begin with these weights: this run minted them, and they are not older than the
+        current."""
+        try:
+            current = (await self._current()).version
+            return version == current or (
+                version > current and await self.looks(lambda store: store.knows_version(version))
+            )
+        except StoreError:  # the store cannot be read: a later call asks again
+            return False
+
+    async def knows(self, version: int) -> bool:
+        """Whether this run minted a version, so that its tokens can be journaled. Any if the store is away: the journal
+        waits for it."""
+        if version not in self._minted:
+            try:
+                if not await self.looks(lambda store: store.knows_version(version)):
+                    return False
+            except StoreAway:
+                return True
+            self._minted.add(version)
+        return True
+
+    async def adapter(self) -> int | None:
+        """The newest adapter that the learner confirmed; before the first step there is none."""
+        current = await self._current()
+        return current.version if current.step else None
+
+    async def below(self) -> int | None:
+        """The version of the weights below adapters."""
+        return await self.looks(version_below)
+
+
+async def _follow(
+    sight: Sight, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
+) -> None:
+    """Follow engines that are started again on another host, share the episodes with workers that come and go, and
+    leave if the run wants this one no more. `fleets` are by role."""
+    while True:
+        await trio.sleep(_FOLLOW_S)
+        with suppress(StoreError):
+            known = await sight.looks(partial(known_of, sight.config))
+            for role, fleet in fleets.items():
+                fleet.follow(known.urls[role], partial(_client, sight, known, role=role))
+            for role, policy in sight.config.rollout.frozen_roles().items():
+                other = frozen.get(role)
+                if policy in known.given and isinstance(other, Fleet):
+                    other.follow([known.given[policy]], partial(_given, sight.config))
+            worker.sharing = len(known.workers)
+            if index not in known.workers:
+                worker.leave()
+
+
+async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
+    """Record this worker's view of the fleet again and again; on a full disk, skip the record."""
+    while True:
+        await trio.sleep(_REPORT_S)
+        with suppress(DiskFull):
+            step, gauges = (await store.current_version()).step, fleet.gauges()
+            await store.record("fleet", step, gauges)
+            telemetry.append("fleet", step, gauges)
+
+
+def _fleet(sight: Sight, known: Known, renderer: Renderer, role: str | None = None) -> Fleet:
+    """The engines of a role with a model of its own, or of all others."""
+    clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
+    make = _maker(sight.config, renderer)
+    return make(clients, fits=sight.fits, knows=sight.knows, preempt=sight.config.engine.preempt)
+
+
+def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) -> EngineClient:
+    """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
+    config, version = sight.config, known.version.version
+    key, tokens = config.engine.key_of(url), vocabulary(model_dir(config.model_of(role)))
+    if config.sync == "adapter":
+        below = sight.below if config.engine.shared else None
+        return AdapterClient(url, current=sight.adapter, below=below, api_key=key, vocabulary=tokens)
+    return EngineClient(url, version=version, api_key=key, vocabulary=tokens)
+
+
+def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
+    """Makes fleets with the deadlines of the run file."""
+    engine = config.engine
+    return partial(
+        Fleet,
+        decode=renderer.decode,
+        stall_s=engine.stall_s,
+        probe_s=engine.admin_deadline_s,
+        outage_deadline_s=engine.outage_deadline_s,
+        hedge_after=engine.hedge_after,
+        sleeps=engine.colocated,
+    )
+
+
+def _concurrency(config: RunConfig) -> Aimd | None:
+    """The limit of a worker's requests at one vLLM server: first the server's batch, at most all of the run."""
+    if config.engine.kind != "vllm":
+        return None
+    most = config.rollout.max_running  # others may leave: then this worker has their share
+    return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
+
+
+def _frozen(config: RunConfig, known: Known, renderer: Renderer) -> dict[str, Engine]:
+    """An engine for each role that the learning policy does not play."""
+    given = config.rollout.frozen_roles()
+    make, key = _maker(config, renderer), config.rollout.roles_key()
+    return {
+        role: make(
+            [_given(config, known.given[policy]) if policy in known.given else EngineClient(policy, api_key=key)]
+        )
+        for role, policy in given.items()
+    }
+
+
+def _given(config: RunConfig, url: str) -> EngineClient:
+    """Speaks to an engine that the run started for a model that does not learn."""
+    return EngineClient(url, api_key=config.engine.key_of(url))
+
+
+async def _end_on_sigterm(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+            return

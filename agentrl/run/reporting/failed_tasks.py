@@ -1,0 +1,165 @@
+"""Episodes that failed through no doing of the policy, for people: which tasks, why, where, how often.
+
+Reads the store's `failed_tasks`. Never knows a process, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl.config import RunConfig
+from agentrl.env.gymnasium_wrappers import printable
+from agentrl.env.tasks import task_key
+from agentrl.errors import split_place
+from agentrl.records import Task
+from agentrl.store import FailedTask
+from agentrl.store.episodes.outages import FAILURES
+from agentrl.store.interfaces import ReadStore
+
+MOST_ROWS = 20
+"""Rows of a table in a summary: `agentrl tasks RUN --failed` has all."""
+_LOOK_S = 2.0  # between two looks at the failed episodes of a run in progress
+_ID = 10  # characters of a task's id
+
+
+def task_id(task: Task) -> str:
+    """The name of a task in `rollout.skip_tasks`: its environment, arguments, options and seed."""
+    return task_key(task)[:_ID]
+
+
+def row_id(task: Task) -> str:
+    """The same without the seed: a row of a data set is played under another seed in each epoch."""
+    return task_key(Task(index=0, env=task.env, seed=0, kwargs=task.kwargs, options=task.options))[:_ID]
+
+
+def id_of(task: Task, config: RunConfig) -> str:
+    """The id to skip a failed task by: that of its row, if it is one of a data set."""
+    rows = any(table.rows is not None and (table.id or config.env.id) == task.env for table in config.tasks)
+    return row_id(task) if rows and task.options else task_id(task)
+
+
+def skips(task: Task, skipped: Sequence[str]) -> bool:
+    """Whether the list names a task."""
+    return bool(skipped) and (task_id(task) in skipped or row_id(task) in skipped)
+
+
+def as_rows(found: Sequence[FailedTask], config: RunConfig) -> list[dict[str, Any]]:
+    """Plain data, the most frequent failures first; `place` is "" if no code of anybody raised it."""
+    rows: list[dict[str, Any]] = []
+    for one in sorted(found, key=lambda one: (-one.times, one.episode)):
+        reason, place = split_place(one.detail or one.reason.value)
+        rows.append(
+            {
+                "id": id_of(one.task, config),
+                "environment": one.task.env,
+                "seed": one.task.seed,
+                "purpose": one.purpose,
+                "kind": one.reason.value,
+                "reason": printable(reason),
+                "place": printable(place),
+                "times": one.times,
+                "episode": one.episode,
+            }
+        )
+    return rows
+
+
+def all_rows(store: ReadStore, config: RunConfig) -> list[dict[str, Any]]:
+    """Plain data on every task that was played, as it was first met: how many of its episodes the policy ended, how
+    many succeeded (of those that say so), how many failed through no doing of the policy."""
+    found: dict[str, dict[str, Any]] = {}
+    after = 0
+    while episodes := store.episodes(after=after):
+        after = episodes[-1].id
+        for one in episodes:
+            if one.stop_reason is None:
+                continue
+            id = id_of(one.task, config)
+            row = found.setdefault(
+                f"{one.purpose} {id}",
+                {"id": id, "environment": one.task.env, "seed": one.task.seed, "purpose": one.purpose}
+                | dict.fromkeys(("episodes", "succeeded", "failed"), 0),
+            )
+            row["episodes"] += one.stop_reason.by_policy
+            row["succeeded"] += bool(one.success)
+            row["failed"] += one.stop_reason in FAILURES
+    return list(found.values())
+
+
+def tasks_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table of `all_rows`."""
+    drawn = Table()
+    columns = ("id", "environment", "seed", "purpose", "episodes", "succeeded", "failed")
+    for column in columns:
+        drawn.add_column("task" if column == "id" else column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(escape(str(row[column])) for column in columns))
+    return drawn
+
+
+def table(rows: Sequence[dict[str, Any]], *, most: int | None = None) -> Table:
+    """A table of `as_rows`, at most so many."""
+    shown = rows if most is None else rows[:most]
+    title = "episodes that failed through no doing of the policy"
+    if len(shown) < len(rows):
+        title += f" (the first {len(shown)} of {len(rows)} tasks and reasons)"
+    drawn = Table(title=title, title_justify="left")
+    for column in ("task", "environment", "seed", "times", "reason", "place"):
+        drawn.add_column(column, justify="right" if column in ("seed", "times") else "left", overflow="fold")
+    for row in shown:
+        cells = (row["id"], row["environment"], row["seed"], row["times"], row["reason"], row["place"])
+        drawn.add_row(*(escape(str(cell)) for cell in cells))
+    return drawn
+
+
+def mend(rows: Sequence[dict[str, Any]], path: object) -> str:
+    """What to type to leave these tasks out; "" if there are none."""
+    ids = list(dict.fromkeys(row["id"] for row in rows if row["purpose"] == "train"))
+    if not ids:
+        return ""
+    listed = ",".join(f'"{id}"' for id in ids)
+    return f"to go on without those of training: agentrl train --resume {path} --set 'rollout.skip_tasks=[{listed}]'"
+
+
+@dataclass(slots=True)
+class FailureLines:
+    """The failures of a run in progress, line by line: the first of each kind at once, then a count whenever their
+    number has doubled."""
+
+    path: object
+    now: Callable[[], float] = time.monotonic
+    _kinds: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    _counted: int = 0
+    _told: int = 0
+    _after_s: float = 0.0
+    _looked: float = float("-inf")
+
+    def lines(self, store: ReadStore) -> Iterator[str]:
+        """What is new since the last call."""
+        found, now = store.failures(), self.now()
+        if found.failed == self._counted or now - self._looked < _LOOK_S:
+            return
+        self._counted, self._looked = found.failed, now
+        new = store.failed_tasks(after_s=self._after_s)
+        for one in new:
+            self._after_s = max(self._after_s, one.last_s)
+            reason, place = split_place(one.detail or one.reason.value)
+            kind = (one.task.env, place or reason)
+            self._kinds[kind] += one.times
+            if self._kinds[kind] == one.times:
+                yield printable(
+                    f"failed: seed {one.task.seed}, episode {one.episode}: {one.detail or one.reason.value}"
+                )
+        if found.failed >= 2 * self._told:
+            self._told = found.failed
+            yield (
+                f"failed: {found.failed} of {found.ended} episodes so far, through no doing of the policy: "
+                f"agentrl tasks {self.path} --failed"
+            )

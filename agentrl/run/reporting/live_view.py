@@ -1,0 +1,226 @@
+"""The live view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
+
+It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step. `Warnings` prints
+nothing, and logs what a person must not miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.host.nonblocking_output import waiting_for_no_reader
+from agentrl.records import GroupState
+from agentrl.run.no_learning import moved, no_signal
+from agentrl.run.reporting import report
+from agentrl.run.reporting.failed_tasks import FailureLines
+from agentrl.run.supervisor import Supervisor
+
+_WINDOW = 10  # number of steps in a displayed mean
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Alerts:
+    """Lines that a person must not miss: failures, alarms, steps that change no weight."""
+
+    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
+    _warned: int = 0
+    _failures: FailureLines | None = None
+
+    def failures(self, supervisor: Supervisor) -> Iterator[str]:
+        """What failed since the last call."""
+        if self._failures is None:
+            self._failures = FailureLines(supervisor.run.path)
+        yield from self._failures.lines(supervisor.store)
+
+    def of_step(self, row: dict[str, Any]) -> Iterator[str]:
+        """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the
+        number of such steps doubles."""
+        for alarm in row.get("alarms", ()):
+            yield f"alarm: {alarm}"
+        if moved(row):
+            self._rows, self._warned = [], 0
+            return
+        self._rows.append(row)
+        found = no_signal(self._rows)
+        if found is not None and found.steps >= 2 * self._warned:
+            self._warned = found.steps
+            yield f"warning: {found}"
+
+
+@dataclass(slots=True)
+class Warnings:
+    """A view that shows nothing: what a person must not miss is logged as a warning."""
+
+    _alerts: _Alerts = field(default_factory=_Alerts)
+    _logged: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Log what is new."""
+        for line in self._alerts.failures(supervisor):
+            log.warning("%s", line)
+        for row in supervisor.store.metrics("step", after=self._logged):
+            self._logged = row.step
+            for line in self._alerts.of_step(row.values):
+                log.warning("%s", line)
+
+
+@dataclass(slots=True)
+class LiveView:
+    """A context manager; pass its `tick` to a supervisor as `on_tick`."""
+
+    console: Console = field(default_factory=Console)
+    _live: Live | None = None
+    _printing: ExitStack = field(default_factory=ExitStack)
+    _printed: int = 0
+    _phase: str = ""
+    _alerts: _Alerts = field(default_factory=_Alerts)
+
+    def __enter__(self) -> Self:
+        if not self.console.is_jupyter:  # a notebook's streams are no files, though they have a number
+            self._printing.enter_context(waiting_for_no_reader())
+        if self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None):
+            self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._printing.close()
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Draw the current state. Failures are lines, above a live table too: what failed once is not overdrawn."""
+        for line in self._alerts.failures(supervisor):
+            self._print(line)
+        if self._live is not None:
+            self._live.update(self._panel(supervisor))
+        else:
+            self._lines(supervisor)
+
+    def _lines(self, supervisor: Supervisor) -> None:
+        if supervisor.phase != self._phase:
+            self._phase = supervisor.phase
+            self.console.print(f"[{_age(supervisor)}] {self._phase}", markup=False, soft_wrap=True)
+        for row in supervisor.store.metrics("step", after=self._printed):
+            self._printed = row.step
+            v = row.values
+            self._print(
+                f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
+                f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
+                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s"
+            )
+            for line in self._alerts.of_step(v):
+                self._print(line)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _panel(self, supervisor: Supervisor) -> RenderableType:
+        config, store = supervisor.config, supervisor.store
+        metrics = store.metrics("step")
+        recent = [row.values for row in metrics[-_WINDOW:]]
+        step = metrics[-1].step if metrics else 0
+        table = Table.grid(padding=(0, 3))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        table.add_row("phase", supervisor.phase)
+        table.add_row("step", _bar(step, config.train.steps))
+        if recent:
+            self._numbers(table, recent, [row.values for row in metrics])
+        for alarm in recent[-1].get("alarms", ()) if recent else ():
+            table.add_row(Text("alarm", style="bold red"), Text(alarm, style="red"))
+        if found := no_signal([row.values for row in metrics]):
+            table.add_row(Text("no signal", style="bold red"), Text(str(found), style="red"))
+        curve = list(report.during(store, config))
+        if curve:
+            table.add_row("held-out", "  ".join(f"{at}: {success:.2f}" for at, success in curve))
+        counts = store.counts()
+        table.add_row(
+            "groups",
+            f"{counts.get(GroupState.RUNNING, 0)} running, {counts.get(GroupState.SCORED, 0)} ready, "
+            f"{counts.get(GroupState.TAKEN, 0) + counts.get(GroupState.TRAINED, 0)} trained"
+            + "".join(f", {n} dropped ({reason})" for reason, n in store.drops().items()),
+        )
+        for task in store.quarantined()[-3:]:
+            table.add_row("not played again", Text(task.reason))
+        title = f"agentrl · {config.name} · {config.env.id} · {_age(supervisor)}"
+        return Panel(Group(table), title=title, border_style="blue", title_align="left")
+
+    def _numbers(self, table: Table, recent: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        busy, idle = sum(r["busy_s"] for r in recent), sum(r["idle_s"] for r in recent)
+        table.add_row("reward", f"{_mean(recent, 'outcome_mean')}  {_spark(rows, 'outcome_mean')}")
+        table.add_row("success", f"{_mean(recent, 'success_mean')}  {_spark(rows, 'success_mean')}")
+        table.add_row("staleness", f"{_mean(recent, 'lag_mean')} steps, max {recent[-1]['lag_max']}")
+        table.add_row("off-policy", _drift(recent))
+        table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
+        waits = "learner waits for episodes" if idle > busy else "learner is busy"
+        table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
+
+
+def _age(supervisor: Supervisor) -> str:
+    seconds = int(time.time() - supervisor.started_s)
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def _bar(step: int, steps: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40))
+    return grid
+
+
+def _drift(rows: list[dict[str, Any]]) -> str:
+    """How far learner and behaviour policy are apart, in one line."""
+    kl, differs = _mean(rows, "kl_k3"), _mean(rows, "mismatch_mean")
+    return (
+        f"ESS {_mean(rows, 'ess')}, KL {kl}, clipped {_mean(rows, 'clip_fraction')}, engine differs by {differs} nats"
+    )
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    """The measured values; a step without any value to average has None."""
+    return [float(row[key]) for row in rows if row[key] is not None]
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> str:
+    values = _values(rows, key)
+    return f"{fmean(values):.3f}" if values else "-"
+
+
+def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
+    values = _values(rows, key)
+    if not values:
+        return ""
+    stride = max(1, len(values) // width)
+    means = [fmean(values[at : at + stride]) for at in range(0, len(values), stride)]
+    low, high = min(means), max(means)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[int((mean - low) * scale)] for mean in means)

@@ -1,0 +1,284 @@
+"""The results of a finished run for a reader: summary, plot, transcripts. Reads the store, writes files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.config import RunConfig
+from agentrl.env.gymnasium_wrappers import printable
+from agentrl.records import POLICY, Messages, Trajectory
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.no_learning import PATIENCE, no_signal
+from agentrl.run.order_by_name import returns_of
+from agentrl.run.reporting import failed_tasks
+from agentrl.run.reward_services import by_function
+from agentrl.run.run_folder import RunDir
+from agentrl.store.interfaces import ReadStore
+from agentrl.store.metrics import finite
+
+_PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
+
+
+def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dict[str, int]) -> dict[str, Any]:
+    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
+    that changed the weights; `no_signal` says why the last steps did not change them, None if they did."""
+    steps = [row.values for row in store.metrics("step")]
+    idle = sum(row["idle_s"] for row in steps)
+    busy = sum(row["busy_s"] for row in steps)
+    waits = store.waited()
+    drops = store.drops()
+    idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
+    started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
+    sets = {
+        held_out.name: {
+            when: _asdict(evaluation.result(store, held_out.name, evaluation.label(held_out.name, when)))
+            for when in ("before", "after")
+        }
+        for held_out in config.eval.sets
+    }
+    first = sets[config.eval.sets[0].name] if config.eval.sets else {"before": None, "after": None}
+    summary: dict[str, Any] = {
+        "name": config.name,
+        "seed": config.seed,
+        "model": config.model,
+        "model_params": int(store.meta("model_params") or 0),
+        "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
+        "steps": len(steps),
+        "episodes": store.episodes_trained(),
+        "steps_updated": sum(bool(row["updated"]) for row in steps),
+        "tokens_trained": sum(row["tokens_scored"] for row in steps if row["updated"]),
+        "no_signal": None if idle_end is None else str(idle_end),
+        "wall_s": time.time() - float(store.meta("created_s") or time.time()),
+        "train_s": ended - started,
+        "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
+        "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
+        "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
+        "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
+        "reward_functions": by_function(steps),
+        "drops": drops,
+        "replays": asdict(store.replays(config.rollout.max_replays)),
+        "members_dropped": store.members_dropped(),
+        "bias": finite(asdict(store.training_bias(returns_of(config)))),
+        "buffer": {"order": config.buffer.order, "close": _close(config)},
+        "unmeasured": evaluation.unmeasured(store, config, "after"),
+        "failed_tasks": failed_tasks.as_rows(store.failed_tasks(), config),
+        "quarantined": [
+            {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
+            for one in store.quarantined()
+        ],
+        "restarts": restarts,
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+    }
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _close(config: RunConfig) -> str:
+    return "full" if config.quorum is None else f"quorum of {config.quorum}"
+
+
+def _asdict(result: evaluation.EvalResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {
+        "success": result.success,
+        "outcome": result.outcome,
+        "turns": result.turns,
+        "tokens": result.tokens,
+        "n": result.n,
+        "failed": result.failed,
+    }
+
+
+def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
+    """Held-out success of the first set by step: before, during, after."""
+    if not config.eval.sets:
+        return
+    name = config.eval.sets[0].name
+    found: dict[int, str] = {0: evaluation.label(name, "before")}
+    for purpose in store.purposes():
+        head, _, step = purpose.partition(f"eval:{name}:during@")
+        if not head and step.isdigit():
+            found[int(step)] = purpose
+    after = evaluation.label(name, "after")
+    if store.counts(after):
+        found[store.current_version().step] = after
+    for step in sorted(found):
+        result = evaluation.result(store, name, found[step])
+        if result is not None and result.success is not None and evaluation.finished(store, found[step]):
+            yield step, result.success
+
+
+def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
+    """Draw `curves.png`: training reward and held-out success by step, staleness and waiting below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row.values for row in store.metrics("step")]
+    steps = [row.step for row in store.metrics("step")]
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1])
+    top.plot(
+        steps, [row["outcome_mean"] for row in rows], color="#9bb8d3", linewidth=1, label="outcome reward, training"
+    )
+    for name in by_function(rows):
+        drawn: list[tuple[int, float]] = []
+        for step, row in zip(steps, rows, strict=True):
+            means: dict[str, float] = row.get("reward_functions") or {}
+            if name in means:
+                drawn.append((step, means[name]))
+        top.plot(*zip(*drawn, strict=True), linewidth=1, linestyle=":", label=name.rpartition("/")[2])
+    curve = list(during(store, config))
+    if curve:
+        label = f"success, {config.eval.sets[0].name}"
+        top.plot(*zip(*curve, strict=True), color="#c0392b", marker="o", linewidth=2, label=label)
+    top.set_ylim(0, 1)
+    top.set_ylabel("mean per episode")
+    top.legend(loc="lower right", frameon=False)
+    top.set_title(f"{config.name}: {config.env.id}, seed {config.seed}")
+    bottom.plot(
+        steps, [row["lag_mean"] for row in rows], color="#7d3c98", linewidth=1, label="mean lag of a token, steps"
+    )
+    share = [row["idle_s"] / (row["idle_s"] + row["busy_s"]) for row in rows]
+    bottom.plot(steps, share, color="#7f8c8d", linewidth=1, label="learner idle share")
+    bottom.set_xlabel("optimizer step")
+    bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    target = run.path / "curves.png"
+    figure.tight_layout()
+    figure.savefig(str(target), dpi=130)  # pyright: ignore[reportUnknownMemberType]
+    pyplot.close(figure)
+    return target
+
+
+def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) -> Path:
+    """Write `transcripts.md`: the same `n` held-out tasks before and after training."""
+    parts = [f"# {config.name}: episodes before and after training\n"]
+    for held_out in config.eval.sets[:1]:
+        for when in ("before", "after"):
+            purpose = evaluation.label(held_out.name, when)
+            for number, trajectory in enumerate(store.trajectories(purpose)):
+                if number == n:
+                    break
+                parts.append(f"\n## {held_out.name}, task {trajectory.task.seed}, {when}: {verdict(trajectory)}\n")
+                parts.append(transcript(trajectory))
+    target = run.path / "transcripts.md"
+    target.write_text("\n".join(parts))
+    return target
+
+
+def verdict(trajectory: Trajectory) -> str:
+    """One phrase on how an episode went."""
+    result = {True: "solved", False: "not solved", None: "unscored"}[trajectory.success]
+    reason = trajectory.stop_reason.value if trajectory.stop_reason else "unfinished"
+    return f"{result} in {len(trajectory.turns)} turns ({reason})"
+
+
+def transcript(trajectory: Trajectory) -> str:
+    """An episode as text: every message, indented so that no part of it is read as markup."""
+    lines = list(_quoted(trajectory.start))
+    for turn in trajectory.turns:
+        role = "assistant" if turn.role == POLICY else turn.role
+        lines += _quoted(({"role": role, "content": turn.text},))
+        if turn.step is not None:
+            lines += _quoted(turn.step.observation)
+            said = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
+            lines.append(f"    (turn {turn.id}{''.join(said)})")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        yield f"    [{message['role']}]"
+        for line in message["content"].splitlines():
+            yield f"    {printable(line)}"
+        yield ""
+
+
+def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
+    """Print a run's summary: a table, the failed and the quarantined tasks, transcripts, a warning."""
+    table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    for name, results in summary["eval"]["sets"].items():
+        cells = [_success(results[when]) for when in ("before", "after")]
+        table.add_row(f"success, {name}", *cells)
+    for label, value in (
+        ("training time", f"{summary['train_s']:.0f} s"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
+        ("steps that changed weights", f"{summary['steps_updated']} of {summary['steps']}"),
+        ("episodes trained", f"{summary['episodes']:,}"),
+        ("tokens trained", f"{summary['tokens_trained']:,}"),
+        ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
+        ("episodes' time in the engine", f"{summary['episode_engine_share']:.0%}"),
+        ("oldest token trained", f"{summary['max_lag_seen']} steps"),
+    ):
+        table.add_row(label, "", value)
+    for name, means in summary["reward_functions"].items():
+        label = f"reward function {name.rpartition('/')[2]}, first and last steps"
+        table.add_row(label, f"{means['first']:.3f}", f"{means['last']:.3f}")
+    console.print(table)
+    show_bias(console, summary)
+    if any(summary["replays"].values()):
+        counts = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in summary["replays"].items())
+        console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
+    if summary["failed_tasks"]:
+        console.print(failed_tasks.table(summary["failed_tasks"], most=failed_tasks.MOST_ROWS))
+        console.print(f"all of them: agentrl tasks {path} --failed", markup=False, highlight=False)
+    for task in summary["quarantined"]:
+        console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
+    transcripts = path / "transcripts.md"
+    if transcripts.exists():
+        console.print(transcripts.read_text(), markup=False, highlight=False)
+    if summary["no_signal"]:
+        console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
+    console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)
+
+
+def _success(found: dict[str, Any] | None) -> str:
+    """A held-out success, with the number of episodes that failed."""
+    if found is None:
+        return "-"
+    measured = "-" if found["success"] is None else f"{found['success']:.3f}"
+    return f"{measured} ({found['failed']} of {found['n'] + found['failed']} failed)" if found["failed"] else measured
+
+
+def show_bias(console: Console, summary: dict[str, Any]) -> None:
+    """Print whether what was trained is like what was played; nothing if every episode was trained."""
+    bias, rules = summary["bias"], summary["buffer"]
+    played, trained = bias["admitted"], bias["trained"]
+    if played["episodes"] == trained["episodes"]:
+        return
+    title = f"trained / played: order {rules['order']}, close {rules['close']}"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "mean", "p25", "p50", "p75", "p95"):
+        table.add_column(column, justify="right" if column else "left")
+    for what in ("turns", "tokens", "seconds"):
+        cells = [f"{_number(trained[what][name])} / {_number(played[what][name])}" for name in played[what]]
+        table.add_row(f"{what} of an episode", *cells)
+    pairs = zip(trained["advantage_by_quartile"], played["advantage_by_quartile"], strict=True)
+    table.add_row("advantage, shortest to longest quarter", "", *(f"{_number(a)} / {_number(b)}" for a, b in pairs))
+    weighted = f"{_number(trained['weighted_tokens'])} / {_number(played['weighted_tokens'])}"
+    table.add_row("tokens, weighted by |advantage|", weighted)
+    console.print(table)
+    console.print(f"episodes: {trained['episodes']:,} of {played['episodes']:,} that ended", highlight=False)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,220 @@
+"""What a run does now, and how to end it: read from its folder, its lock and its store, by a process beside it.
+
+Never knows a part of the run in memory. It changes nothing: `stop` sends a signal, or asks a run of another machine
+through its store, as `scale` does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal, cast
+
+from agentrl.errors import StoreError, UsageError
+from agentrl.host.janitor import runs_here
+from agentrl.records import GroupState
+from agentrl.run.cluster import autoscaler, scaling
+from agentrl.run.processes import heartbeat
+from agentrl.run.reporting import report
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+
+STEPS_COME = ("train", "drain")
+"""The supervisor's phases in which a step that does not come is late."""
+STOP = "stop_wanted"
+"""The run's lock, as it stands there, of the supervisor that shall end."""
+NO_SIGNALS = "takes_no_signals"
+"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
+of another machine."""
+WAITS = "learner_waits"
+"""What the learner has waited for, for long; empty if it does not."""
+_RECENT = 10  # steps in a mean
+_SLOW = 10  # times the median step: then a step is called late
+_LATE_S = 60.0  # but never before
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the run: `here` is a process of this machine with its `pid`, `frozen` such a one that a signal has
+    stopped; `elsewhere` is one of another container or machine, or the janitor that still cleans up; or nobody."""
+
+    kind: Literal["here", "frozen", "elsewhere", "nobody"]
+    pid: int | None = None
+
+
+def holder(run: RunDir) -> Holder:
+    """Who holds the run's lock now."""
+    try:
+        with run.lock_path.open() as lock:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return Holder("nobody")
+            pid = runs_here(lock.read())
+    except FileNotFoundError:
+        return Holder("nobody")
+    if pid is None:
+        return Holder("elsewhere")
+    return Holder("frozen" if heartbeat.stopped(pid) else "here", pid)
+
+
+def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
+    """What stands in `agentrl status --json`. `late` is the seconds since the last step if they are far more than a
+    step takes, else None."""
+    held, config = holder(run), run.config()
+    with RunStore.read(run.store_path) as store:
+        rows = store.metrics("step")
+        counts, phase = store.counts(), store.meta("phase") or ""
+        during, drops = list(report.during(store, config)), store.drops()
+        size = scaling.told(config, store.meta, live=held.kind != "nobody")
+        split, waits = autoscaler.line(store), store.meta(WAITS) or ""
+        failures = store.failures()
+        checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
+    recent = [row.values for row in rows[-_RECENT:]]
+    gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
+    ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
+    done = rows[-1].step if rows else 0
+    training = held.kind != "nobody" and phase in STEPS_COME
+    return {
+        "run": str(run.path),
+        "state": "over" if held.kind == "nobody" and run.summary.exists() else _STATES[held.kind],
+        "pid": held.pid,
+        "phase": phase,
+        "step": done,
+        "steps": config.train.steps,
+        "last_step_ago_s": ago,
+        "step_s": pace,
+        "late_s": ago if training and ago and pace is not None and ago > max(_LATE_S, _SLOW * pace) else None,
+        "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
+        "held_out": dict(during),
+        "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
+        "size": size,
+        "split": split,
+        "waits": waits if training else "",
+        "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
+        "dropped": drops,
+        "failed": {"episodes": failures.failed, "ended": failures.ended, "last": failures.detail}
+        if failures.failed
+        else None,
+        "quarantined": quarantined,
+        "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
+        "checkpoint": None if checkpoint is None else checkpoint.step,
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """A status for a person; the last line says what to type next."""
+    path, state = found["run"], found["state"]
+    process = f" (process {found['pid']})" if found["pid"] else ""
+    phase = f", phase {found['phase']}" if found["phase"] and found["pid"] else ""
+    yield f"{path}: {state}{process}{phase}"
+    if found["last_step_ago_s"] is None:
+        yield f"step      0 of {found['steps']}"
+    else:
+        pace = "" if found["step_s"] is None else f"; a step takes {found['step_s']:.2g} s"
+        yield f"step      {found['step']} of {found['steps']}, the last {found['last_step_ago_s']:.0f} s ago{pace}"
+    if found["success"] is not None:
+        held_out = "".join(f"; held-out at {step}: {value:.2f}" for step, value in found["held_out"].items())
+        yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
+    dropped = (GroupState.EXPIRED, GroupState.FAILED)  # told by their reasons
+    groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
+    groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]
+    yield f"groups    {', '.join(groups) or 'none'}"
+    if "present" in found["size"]:
+        yield f"size      {scaling.line(found['size'])}"
+    if found["split"]:
+        yield f"split     {found['split']}"
+    if found["waits"]:
+        yield f"waits     {found['waits']}"
+    for name, why in found["size"].get("trouble", {}).items():
+        yield f"trouble   {name}: {why}"
+    if failed := found["failed"]:
+        said = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
+        yield f"failed    {said}; agentrl tasks {path} --failed"
+    for reason in found["quarantined"][-3:]:
+        yield f"a task    not played again: {reason}"
+    for alarm in found["alarms"]:
+        yield f"alarm     {alarm}"
+    yield f"next      {_next(found)}"
+
+
+def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
+    """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
+    size = scaling.ask(run, engines=engines, workers=workers)
+    if holder(run).kind == "nobody":
+        return f"{run.path} is not under way; it will have {size}: {_resume(run)}"
+    return f"{run.path} shall have {size}; see them come with agentrl status {run.path}"
+
+
+def stop(run: RunDir, deadline_s: float) -> str:
+    """End the run in order, as Ctrl-C does: by a signal, or through its store if it runs on another machine. Returns
+    what to tell. Raises UsageError if it has not ended after `deadline_s`."""
+    held = holder(run)
+    if held.kind == "nobody":
+        return f"{run.path} is not under way; go on with {_resume(run)}"
+    if held.pid is None or _takes_no_signals(run):
+        with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
+            store.set_meta(STOP, run.lock_path.read_text())
+        mend = "type this on the machine on which it was started" if held.pid is None else f"end process {held.pid}"
+        return _ended(run, deadline_s, f"if it hangs, {mend}")
+    try:
+        os.kill(held.pid, signal.SIGTERM)
+        os.kill(held.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
+    except PermissionError:
+        raise UsageError(f"process {held.pid} of {run.path} is another user's: ask them to stop it") from None
+    except ProcessLookupError:
+        pass
+    return _ended(run, deadline_s, f"wait, or end it with kill -9 {held.pid}")
+
+
+def _takes_no_signals(run: RunDir) -> bool:
+    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
+        return store.meta(NO_SIGNALS) == run.lock_path.read_text()
+    return False
+
+
+def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
+    deadline = time.monotonic() + deadline_s
+    while holder(run).kind != "nobody":
+        if time.monotonic() > deadline:
+            late = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
+            raise UsageError(f"{late}; {hint}; it can be resumed in any case")
+        time.sleep(_POLL_S)
+    return f"{run.path} is stopped; go on with {_resume(run)}"
+
+
+def _resume(run: RunDir) -> str:
+    """What to type to go on with a run that nobody holds; one that is over needs more steps."""
+    more = f" --set train.steps={2 * run.config().train.steps}" if run.summary.exists() else ""
+    return f"agentrl train --resume {run.path}{more}"
+
+
+_STATES = {
+    "here": "under way",
+    "frozen": "stopped by a signal",
+    "elsewhere": "under way on another machine, or being cleaned up",
+    "nobody": "not under way",
+}
+
+
+def _next(found: dict[str, Any]) -> str:
+    path, state = found["run"], found["state"]
+    if state == _STATES["frozen"]:
+        return f"kill -CONT {found['pid']}"
+    if found["late_s"] is not None:
+        return f"no step for {found['late_s']:.0f} s: agentrl logs {path} learner; agentrl logs {path} worker-0"
+    if state == "over":
+        return f"agentrl train --resume {path} --set train.steps={2 * found['steps']} trains it for longer"
+    if state == _STATES["nobody"]:
+        return f"agentrl train --resume {path}"
+    return f"agentrl logs {path} --follow; agentrl stop {path}"
+
+
+def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if row.get(key) is not None]

@@ -1,0 +1,111 @@
+"""Settings that a resumed run may change: how long it trains and which resources it uses, never what it learns from.
+
+Owns their list. If a finished run gets more steps, its last evaluation becomes one of those during training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.run.cluster import scaling
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.databases import open_store
+from agentrl.store.interfaces import ControlStore, ReadStore
+
+_MAY_CHANGE = (
+    "train.steps",
+    "scratch_dir",
+    "train.checkpoint_every",
+    "train.checkpoint_every_s",
+    "train.keep_checkpoints",
+    "train.hash_every",
+    "train.threads",
+    "train.compile",
+    "train.gradient_checkpointing",
+    "train.logits_mb",
+    "train.offload_activations",
+    "train.offload_optimizer",
+    "train.max_skipped",
+    "train.routing_replay",
+    "*.*_deadline_s",
+    "train.parallel.deadline_s",
+    "rollout.failure_budget",
+    "rollout.skip_tasks",
+    "rollout.max_running",
+    "rollout.workers",
+    "engine.urls",
+    "engine.replicas",
+    "engine.threads",
+    "engine.gpus",
+    "engine.canary_tolerance",
+    "engine.max_batch",
+    "engine.kv_cache_mb",
+    "buffer.keep_*",
+    "cluster.address",
+    "cluster.head_away_s",
+    "cluster.lease_s",
+    "alarms.*",
+    "eval.every",
+    "eval.n_during",
+)
+
+
+def change(run: RunDir, overrides: list[str]) -> None:
+    """Write `overrides` (`section.key=value`) into a run that is not running.
+
+    Raises ConfigError for a setting that may not change, for fewer steps than the run has done, and for a bad value;
+    UsageError while another process runs it."""
+    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
+        open_store.own(run.store_path)
+        before = run.config()
+        document = before.model_dump(mode="json")
+        for override in overrides:
+            configuration.apply_override(document, override)
+        config = configuration.parse(document)
+        _check(before, config, store)
+        if config.train.steps > before.train.steps:
+            _reopen(before, store)
+            if run.summary.exists():  # it tells of the earlier end
+                run.summary.replace(run.path / f"summary-{before.train.steps}.json")
+        run.write_config(config, store)
+        said = [override.partition("=")[0].strip() for override in overrides]
+        engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))
+        scaling.forget(store, engines=engines, workers="rollout.workers" in said)
+
+
+def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
+    for key in old.keys() | new.keys():
+        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE):
+            hint = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
+            raise ConfigError(key, new.get(key), hint)
+    done = store.current_version().step
+    if after.train.steps < done:
+        raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")
+
+
+def _reopen(before: RunConfig, store: ControlStore) -> None:
+    """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
+    started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
+    if started and ended:
+        store.set_meta("train_started_s", str(time.time() - (float(ended) - float(started))))
+        store.set_meta("train_ended_s", "")
+    for held_out in before.eval.sets:
+        ended = evaluation.label(held_out.name, "after")
+        store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{before.train.steps}"))
+
+
+def _leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

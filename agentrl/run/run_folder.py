@@ -1,0 +1,297 @@
+"""A run's directory, which its owner alone can read, and its scratch space: the place of every file.
+
+    RUN/config.json         the whole configuration, defaults included
+    RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
+    RUN/store.address       in its place: where the run store is, if PostgreSQL has it
+    RUN/store.folder        beside it: where this folder was when it last had the store
+    RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
+    RUN/logs/               one log per process; NAME.error holds the one line of its error
+    RUN/metrics.jsonl       every metric row, one JSON object per line
+    RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
+    RUN/summary-NNN.json    that of an earlier end, after NNN steps, of a run that goes on for longer
+
+Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, on Ray in the run's folder, or
+in the `scratch_dir` of the configuration, under a name derived from the run directory. It is removed when the
+supervisor ends, however that ends: by a janitor, which holds the run's lock until all processes of the run are gone, so
+that the next start finds nothing of the last one. If the janitor is killed too, the next run on the machine removes the
+rest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError, UsageError
+from agentrl.host.janitor import Janitor, is_dead, label
+from agentrl.store import RunStore
+from agentrl.store.databases import open_store
+from agentrl.store.databases.open_store import ADDRESS, STORE
+
+_PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
+_DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
+LOCKS = "locks"
+_LOCK = "run.lock"
+_OTHERS = 0o077
+_OWNER = "owner"  # a file in scratch: the supervisor's label and the run's path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run. Creating the object touches nothing."""
+
+    path: Path
+
+    @property
+    def store_path(self) -> Path:
+        address = self.path / ADDRESS
+        return address if address.exists() else self.path / STORE
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose lock is the run's, with the label of who took it last."""
+        return self.path / _LOCK
+
+    @property
+    def scratch(self) -> Path:
+        """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
+        root = Path("/dev/shm")
+        if not os.access(root, os.W_OK):
+            root = Path(tempfile.gettempdir())
+        with suppress(UsageError):  # the run is gone: use the default place
+            config = self.config()
+            shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory
+            root = Path(config.scratch_dir or shared)
+        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
+        return root / f"{_scratch_prefix()}{name}"
+
+    @property
+    def locks(self) -> Path:
+        """The folder in scratch of the locks that `agentrl.engine.weight_sync.weight_lock` takes."""
+        return self.scratch / LOCKS
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> RunDir:
+        """A new run directory with configuration and empty store. Raises UsageError if a run is there already."""
+        run = cls(path)
+        if run.store_path.exists():
+            if not overwrite:
+                raise UsageError(f"{path} holds a run: give --resume {path}, --overwrite, or another --out")
+            with run.lock():
+                open_store.remove(run.store_path)
+                shutil.rmtree(path)
+        elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
+            raise UsageError(f"{path} is not empty and holds no run: give another --out")
+        try:
+            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _close_to_others(run.path)
+            run.logs.mkdir(exist_ok=True)
+            run.checkpoints.mkdir()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
+        url = config.cluster.store
+        place = path / (STORE if url is None else ADDRESS)
+        try:
+            with RunStore.create(place, configuration.to_json(config), url=url) as store:
+                store.set_meta("created_s", str(time.time()))
+                run.write_config(config, store)
+        except BaseException:  # a database that is not there, say: the mended command must find the folder free
+            with suppress(AgentRLError):
+                open_store.remove(run.store_path)
+            run._leave_logs()
+            raise
+        return run
+
+    def discard(self) -> None:
+        """Remove a run that never began: all but its logs, which say why; the logs too if they are empty."""
+        open_store.remove(self.store_path)
+        self._leave_logs()
+
+    def _leave_logs(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.is_dir() and entry != self.logs:
+                shutil.rmtree(entry)
+            elif entry != self.logs:
+                entry.unlink()
+        if not any(log.stat().st_size for log in self.logs.iterdir()):
+            shutil.rmtree(self.path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run. Raises UsageError if there is none."""
+        run = cls(path)
+        if not run.store_path.exists():
+            raise UsageError(f"{path} holds no run (no store.sqlite or store.address): give a run directory")
+        return run
+
+    def config(self) -> RunConfig:
+        """The run's configuration; the store's copy if the file is gone. Raises UsageError for a broken file."""
+        file = self.path / "config.json"
+        try:
+            return configuration.from_json(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            with RunStore.read(self.store_path) as store:
+                return configuration.from_json(store.meta("config") or "{}")
+        except (OSError, ValueError) as error:
+            hint = "fix it, or remove it: the run store has a copy"
+            raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
+
+    def write_config(self, config: RunConfig, store: RunStore) -> None:
+        """Store `config` as the run's configuration, in its file and in its store."""
+        text = configuration.to_json(config)
+        store.set_meta("config", text)
+        whole = self.path / "config.json.new"
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(self.path / "config.json")
+
+    def lock(self, mend: str = "") -> _Lock:
+        """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
+        another supervisor holds the run, with the `mend`; waits for the janitor of a dead one."""
+        return _Lock(self.lock_path, mend or f"wait for it, or agentrl stop {self.path}")
+
+    @contextmanager
+    def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
+        """The scratch space of the process that holds the run's `lock`. When it is dead, processes with the yielded
+        variable in their environment may end by themselves; after a grace period they are killed."""
+        scratch = self.scratch
+        for left in scratch.parent.glob(f"{_scratch_prefix()}*"):
+            _reap(left)
+        frees, variables = self._frees_engines()
+        janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
+        try:
+            self.make_scratch()
+            yield janitor.mark
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            janitor.close()
+
+    def _frees_engines(self) -> tuple[Sequence[str], Mapping[str, str]]:
+        """The command, and its variables, that frees engines of somebody else which the run leaves paused."""
+        engine = self.config().engine
+        if not engine.urls:
+            return (), {}
+        key = engine.api_key_env
+        keys = {key: os.environ[key]} if key and key in os.environ else {}
+        return [sys.executable, "-m", "agentrl.run.processes.attached_engines", str(self.path.resolve())], keys
+
+    def make_scratch(self) -> None:
+        """Make an empty scratch space that is ours alone; files of an earlier start are removed."""
+        self.clear_scratch()
+        try:
+            self.scratch.mkdir(mode=0o700)
+        except FileExistsError:
+            raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
+        except OSError as error:
+            hint = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
+            raise ConfigError("scratch_dir", str(self.scratch.parent), hint) from error
+        (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
+        self.locks.mkdir()
+        (self.scratch / "weights").mkdir()
+        (self.scratch / "tmp").mkdir()
+
+    def clear_scratch(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Leave a run's folder to its owner alone, also one that was made before: it has transcripts and weights, and a
+    start runs the code that it names."""
+    before = stat.S_IMODE(folder.stat().st_mode)
+    if not before & _OTHERS:
+        return
+    with suppress(OSError):
+        folder.chmod(before & ~_OTHERS)
+    if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
+        hint = "put --out where you can close it"
+        said = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
+    else:
+        said = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
+    print(f"agentrl: {said}", file=sys.stderr)
+
+
+def _scratch_prefix() -> str:
+    return f"agentrl-{os.getuid()}-"
+
+
+def _reap(scratch: Path) -> None:
+    """Remove scratch without an owner: its supervisor is dead, and nobody holds its run's lock (a working janitor or a
+    next supervisor would hold it). The lock is held meanwhile, so that no supervisor starts."""
+    try:
+        facts = scratch.lstat()
+        owner, _, run = (scratch / _OWNER).read_text().partition("\n")
+    except OSError:
+        return
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077 or not is_dead(owner):
+        return
+    try:
+        with (Path(run) / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Janitor(scratch, keep_open=[lock.fileno()]).close()
+    except FileNotFoundError:  # the run was removed
+        Janitor(scratch).close()
+    except OSError:  # another process holds it, or we may not open it
+        return
+
+
+@dataclass(slots=True)
+class _Lock:
+    path: Path
+    mend: str
+    _file: IO[str] | None = None
+
+    def __enter__(self) -> int:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = self.path.open("a+")
+        except OSError as error:
+            hint = "make it yours to write to, or copy its folder to where you may"
+            raise UsageError(f"{self.path} cannot be written ({error.strerror}): {hint}") from None
+        deadline = time.monotonic() + _DEAD_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self._file.seek(0)
+                if not is_dead(self._file.read()) or time.monotonic() > deadline:
+                    self._file.close()
+                    raise UsageError(f"another process is running {self.path.parent}: {self.mend}") from None
+                time.sleep(_POLL_S)
+        _close_to_others(self.path.parent)
+        self._file.truncate(0)
+        self._file.write(label())
+        self._file.flush()
+        return self._file.fileno()
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,73 @@
+"""Room on disks: for the weight files before anything is started, and in the run's folder while it goes on.
+
+A container's shared memory is 64 MiB by default, and a file that overflows it kills its writer or its reader in the
+middle of a run. Owns the estimate; the learner checks the size of each file again when it writes. If the disk of the
+run's folder is full, the processes that notice it have no place to say so: the supervisor looks for them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.weight_sync import weight_file
+from agentrl.errors import ConfigError
+from agentrl.models.resolve import engine_dtype
+from agentrl.run.weights.publisher import KEPT
+
+_LEAST = 1 << 20  # bytes; with less a disk is full for a store and its log
+
+
+def full(folder: Path) -> str:
+    """What to say of a disk without space, on which `folder` lies; nothing if there is some, or it cannot be told."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"no space left on the disk of {folder} ({free >> 10} KiB): free some" if free < _LEAST else ""
+
+
+async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float = 2.0) -> None:
+    """For ever: say once when the disk of a run's folder is full, and once when it is not any more."""
+    was = ""
+    while True:
+        now = await trio.to_thread.run_sync(full, folder, abandon_on_cancel=True)
+        if now and not was:
+            say(f"{now}; what was journaled is kept, and the run waits for it")
+        if was and not now:
+            say(f"the disk of {folder} has space again")
+        was = now
+        await trio.sleep(every_s)
+
+
+def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None:
+    """Raises ConfigError if `scratch` cannot hold all files of the models that lie there at the same time: those that
+    are kept, the next one, and a delta if there are deltas."""
+    if config.syncs_memory:
+        return
+    files = KEPT + (2 if config.sync == "delta" else 1)
+    need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
+    if need > free:
+        raise ConfigError(
+            "scratch_dir",
+            config.scratch_dir,
+            f"{scratch.parent} has {free >> 20} MiB left, and {files} weight files on their way to engines take "
+            f"{-(-need >> 20)} MiB: name a folder with more room (a disk will do), or give the container more shared "
+            f"memory (docker run --shm-size={-(-2 * need >> 20)}m)",
+        )
+
+
+def _file_bytes(config: RunConfig, model: Path) -> int:
+    """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
+    tensors = [place for part in weight_file.parts(model) for place in weight_file.places(weight_file.open_bytes(part))]
+    if config.sync == "adapter":
+        adapters = 1 + len(config.adapted_roles)
+        return adapters * sum(
+            4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2
+        )
+    width = 4 if engine_dtype(config.engine, model) == "float32" else 2
+    return sum(place.numel * (width if len(place.shape) > 1 else 4) for place in tensors)

@@ -1,0 +1,481 @@
+"""The run from its first process to its last, and the back-pressure between them:
+
+    before ──► train ───────────────────────────────────────────► after ──► stop
+    eval       admit ─► workers: play ─► journal ─► buffer        eval
+                 ▲ bound: max_lag                    │
+                 └───── confirm ◄─ push ◄─ step ◄─ take
+
+The learner starts up while the engines do, unless it is on a GPU of theirs, and during the evaluation before.
+
+The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`), the deadlines and
+admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is left to
+admit, and the learner trains the remaining groups in a last smaller batch. Evaluations during training are claimed
+before training episodes, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.config.cluster import Controller as ControllerSettings
+from agentrl.config.gpu_placement import starts_apart
+from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
+from agentrl.host.clocks import HostClock
+from agentrl.host.janitor import OwnedFolder
+from agentrl.records import EngineKey, GroupState
+from agentrl.rollout.admitter import Admitter, bounds_of
+from agentrl.rollout.branching import Pivots
+from agentrl.run.cluster import scale_requests
+from agentrl.run.cluster.autoscaler import Controller
+from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.processes.exit_status import leave_note
+from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.run.processes.keep_alive import live_with_parent
+from agentrl.run.processes.launcher import LOCAL, Launcher
+from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.reporting.failed_tasks import skips
+from agentrl.run.reporting.status import NO_SIGNALS, STOP
+from agentrl.run.reward_services import declare
+from agentrl.run.run_folder import RunDir
+from agentrl.run.scratch_space import check_room, watch_disk
+from agentrl.run.start_point import WENT_BACK, StartPoint, start_point
+from agentrl.run.task_sources import changed_rows, digests_of, task_source
+from agentrl.run.telemetry import Telemetry
+from agentrl.run.weights.role_policies import ENGINE_URLS, objects_of
+from agentrl.store import RunStore, close_policy
+from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.databases import open_store
+from agentrl.store.interfaces import ControlStore, ReadStore
+
+_T = TypeVar("_T")
+_TICK_S = 0.25
+_ASKED_S = 1.0  # between two looks at whether somebody wants the run to end
+_JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
+_LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
+_STORE_S = 10.0  # how long the end of a run waits for an object store
+_DISK_S = 1.0  # between two tries to write on a full disk
+_MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
+
+
+class Interrupted(RunFailed):
+    """Ctrl-C or SIGTERM: the run shut down in order and can be resumed."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One live run. `on_tick` is called with the supervisor four times a second, to draw; it never decides. It reads by
+    `store`: in a thread, if that is on a server."""
+
+    run: RunDir
+    config: RunConfig
+    store: ReadStore
+    writes: Aside[ControlStore]
+    telemetry: Telemetry
+    processes: RunProcesses
+    start: StartPoint
+    on_tick: Callable[[Supervisor], None]
+    phase: str = "starting"
+    started_s: float = field(default_factory=time.time)
+    _clocks: tuple[float, float] | None = None  # the store's and our own, at the last look
+    _looks: Looks[ReadStore] = field(init=False)
+    _more: str = field(init=False)  # what to type after a failure
+
+    def __post_init__(self) -> None:
+        self._looks = Looks(self.store)
+        self._more = (
+            f"; agentrl tasks {self.run.path} --failed lists the tasks, agentrl logs {self.run.path} has tracebacks"
+        )
+
+    async def train(self) -> None:
+        """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
+        space is too small for the weight files."""
+        models = [self.start.model_of(role, self.config) for role in (None, *self.config.role_models)]
+        check_room(self.config, models, self.run.scratch)
+        await self.writes(partial(declare, self.config))
+        await self._with_space(_go_on)
+        digests = await trio.to_thread.run_sync(digests_of, self.config)
+        for name in await self._with_space(partial(changed_rows, digests)):
+            said = "the data set has changed since the run went on last: from now on its tasks are others"
+            print(f"agentrl: warning: {name}: {said}", file=sys.stderr)
+        apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
+        learned = self.processes.start_learner() if apart else trio.Event()
+        await self.processes.start_engines(self.start)
+        await self._with_space(_enter("eval"))
+        await self.processes.start_workers()
+        self.processes.follow_size()
+        learned = learned if apart else self.processes.start_learner()
+        self.phase = "evaluating before"
+        await self.evaluate("before")
+        if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
+            await self._show()
+            raise RunFailed(f"{why}{self._more}")
+        self.phase = "training"
+        await self._with_space(_enter("train"))
+        await self._with_space(_clock("train_started_s"))
+        async with trio.open_nursery() as admission:
+            tasks = task_source(self.config)
+            bounds = bounds_of(self.config)
+            admitter = await self.writes(
+                lambda store: Admitter(
+                    store,
+                    tasks,
+                    bounds,
+                    partial(store.meta, "max_lag"),
+                    Pivots.of(self.config, store),
+                    partial(skips, skipped=self.config.rollout.skip_tasks),
+                )
+            )
+            admission.start_soon(admitter.run, self.writes)
+            if self.config.cluster.controller is not None:
+                admission.start_soon(self._controller(self.config.cluster.controller).keep_looking)
+            progress = _Progress(self.config.train.stall_deadline_s)
+            while not learned.is_set():
+                await self._with_space(self._schedule_during)
+                if tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
+                    await self._with_space(_enter("drain"))
+                progress.saw(await self.writes(_progress), processes=self.processes)
+                await self._tick()
+            admission.cancel_scope.cancel()
+        await self._with_space(_clock("train_ended_s"))
+        await self._with_space(lambda store: store.end_late())
+        await self._with_space(_enter("eval"))
+        self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
+        await self.evaluate("after")
+
+    def _controller(self, settings: ControllerSettings) -> Controller:
+        return Controller(
+            run=self.run,
+            config=self.config,
+            settings=settings,
+            looks=self._looks,
+            writes=self.writes,
+            telemetry=self.telemetry,
+            engines=lambda: len(self.processes.present("engine")),
+            engine_start_s=lambda: self.processes.engine_start_s,
+        )
+
+    async def measure(self) -> None:
+        """Evaluate only, under the label `now`: no learner is started."""
+        self._more = ""  # the run is seldom kept
+        await self.processes.start_engines(self.start)
+        await self._with_space(_enter("eval"))
+        await self.processes.start_workers()
+        self.phase = "evaluating"
+        await self.evaluate("now")
+
+    async def evaluate(self, when: str) -> None:
+        """Run every held-out set under the label `when`; returns when the last episode has ended. A set whose episodes
+        have all failed before is played again."""
+        purposes: list[str] = []
+        for held_out in self.config.eval.sets:
+            schedule = partial(
+                evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n, again=True
+            )
+            purposes.append(await self._with_space(schedule))
+        progress = _Progress(self.config.train.stall_deadline_s)
+        while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
+            progress.saw(await self.writes(_progress), processes=self.processes)
+            await self._tick()
+
+    def _schedule_during(self, store: ControlStore) -> None:
+        """Schedule the first set, with fewer tasks, whenever the learner passes a multiple of `eval.every`."""
+        every, sets = self.config.eval.every, self.config.eval.sets
+        step = store.current_version().step
+        if not every or not sets or step < every or step >= self.config.train.steps:
+            return
+        when = f"during@{step - step % every}"
+        evaluation.schedule(store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
+
+    async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
+        """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""
+        deadline, waits = trio.current_time() + self.config.train.stall_deadline_s, False
+        while True:
+            try:
+                return await self.writes(write)
+            except DiskFull as error:
+                if trio.current_time() > deadline:
+                    raise
+                if not waits:
+                    print(f"agentrl: {error}; the run waits for it", file=sys.stderr)
+                waits = True
+                await trio.sleep(_DISK_S)
+
+    def _expire(self, store: ControlStore) -> None:
+        buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
+        policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
+        store.expire(store.now(), deadline_s, close_policy=policy)
+        if self.config.rewards:
+            store.expire_sources(store.now())
+
+    async def _follow_the_clock(self) -> None:
+        """Deadlines in the store are times of its clock. If that jumped, or this process and its machine stood still,
+        move them along: nobody had that time."""
+        before, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
+        if before is not None:
+            passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
+            if abs(passed_s - own_s) > _JUMP_S:
+                await self._with_space(lambda store: store.shift_deadlines(passed_s - own_s))
+
+    async def _tick(self) -> None:
+        await self._follow_the_clock()
+        await self._with_space(self._expire)
+        try:
+            await self.writes(self._check_failures)
+        finally:  # it also shows what the run ends for
+            await self._show()
+        await trio.sleep(_TICK_S)
+
+    async def _show(self) -> None:
+        with suppress(StoreAway):
+            await self._looks(lambda _: self.on_tick(self))
+
+    def _check_failures(self, store: ReadStore) -> None:
+        """Stop when too much fails through no doing of the policy: a larger share than the budget allows, or too much
+        in a row without an episode that ended well. An outage counts as one failure. An exception of somebody's code
+        counts by itself, and is held against the episodes that run, too: a task that raises at once is over before the
+        others are. The message has the latest cause."""
+        found, budget = store.failures(), self.config.rollout.failure_budget
+        said = f"{found.failed} of {found.ended} episodes failed through no doing of the policy"
+        named = f"the last: {found.detail}{self._more}"
+        if found.in_a_row > _MIN_FAILURES or found.raised_in_a_row > max(_MIN_FAILURES, found.running):
+            raise RunFailed(
+                f"{said}, and since {found.in_a_row + found.raised_in_a_row} failures none ended well; {named}"
+            )
+        spent = found.outages + found.raised
+        if spent > max(_MIN_FAILURES, budget * (spent + found.well + (found.running if found.raised else 0))):
+            times = f", at {found.outages} different times" if found.outages else ""
+            raised = f", {found.raised} of them by an exception" if found.raised else ""
+            raise RunFailed(f"{said}{times}{raised} (rollout.failure_budget = {budget:g}); {named}")
+
+    def _played(self, tasks: int, store: ReadStore) -> bool:
+        """Whether this many training tasks were all played, late members and replays included."""
+        counts = store.counts()
+        unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
+        again = store.replays(self.config.rollout.max_replays).waiting
+        return not unfinished and store.tasks_started() >= tasks and not store.late_open() and not again
+
+
+def _progress(store: ReadStore) -> tuple[int, ...]:
+    return store.progress()
+
+
+def _enter(phase: str) -> Callable[[ControlStore], None]:
+    return lambda store: store.set_meta("phase", phase)
+
+
+def _go_on(store: ControlStore) -> None:
+    """For a learner that starts before the engines: those of before are gone, and a run that was stopped goes on."""
+    store.set_meta(ENGINE_URLS, "[]")
+    if store.meta("phase") is not None:
+        store.set_meta("phase", "eval")
+
+
+def _clock(name: str) -> Callable[[ControlStore], None]:
+    def write(store: ControlStore) -> None:
+        if not store.meta(name):
+            store.set_meta(name, str(time.time()))
+
+    return write
+
+
+class _Progress:
+    """Raises RunFailed when a number that must keep moving has stood still for too long (law 4)."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._last: object = None
+        self._since = trio.current_time()
+
+    def saw(self, value: object, *, processes: RunProcesses) -> None:
+        """Note the number. Time in which every engine is restarting does not count: other deadlines hold then."""
+        now = trio.current_time()
+        if value != self._last or processes.engines_start:
+            self._last, self._since = value, now
+        elif now - self._since > self._deadline_s:
+            stood = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"
+            raise RunFailed("; ".join([stood, *processes.troubles, "see the logs folder"]))
+
+
+@asynccontextmanager
+async def supervise(
+    run: RunDir, *, on_tick: Callable[[Supervisor], None] = lambda _: None
+) -> AsyncGenerator[Supervisor]:
+    """A supervisor over `run` with its scratch space made and its signals caught; all of it is removed at the end.
+
+    Outside of the main thread there are no signals: `agentrl stop` ends it through the store.
+
+    Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
+    config, heartbeat = run.config(), Heartbeat.of_process()
+    live_with_parent()
+    config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
+    alone = open_store.supervising(run.store_path)
+    with run.lock() as lock, run.owned_scratch(lock) as mark, alone as still_alone, _sockets(config) as sockets:
+        open_store.own(run.store_path)
+        store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+        reader = RunStore.read(run.store_path, away_s=0)
+        try:
+            heartbeat.mark_while(lambda: store.waits)
+            known = store.meta(WENT_BACK)
+            start = start_point(run, store)
+            store.release_all()
+            if not _gets_signals():
+                store.set_meta(NO_SIGNALS, run.lock_path.read_text())
+            writes, looks = Aside[ControlStore](store), Looks[ReadStore](reader)
+            size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
+            starting = partial(_beat_until_interrupted, run, heartbeat)
+            async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
+                processes = RunProcesses(run, config, looks, writes, nursery, mark, launcher, size, sockets)
+                telemetry = Telemetry(store, run.metrics, "supervisor")
+                nursery.start_soon(_interrupt, run.path)
+                nursery.start_soon(_stop_when_asked, run, looks)
+                nursery.start_soon(_stay_alone, still_alone)
+                nursery.start_soon(_say_what_it_cost, looks, known)
+                nursery.start_soon(watch_disk, run.path, _say)
+                nursery.start_soon(heartbeat.beat)
+                nursery.start_soon(launcher.watch)
+                try:
+                    yield Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick)
+                finally:
+                    store.hurry(_LAST_WORD_S)
+                    await processes.stop()
+                    await _forget_objects(config, looks)
+                nursery.cancel_scope.cancel()
+        finally:
+            heartbeat.retire()
+            reader.close()
+            store.close()
+
+
+@contextmanager
+def _sockets(config: RunConfig) -> Generator[Path | None]:
+    """A folder that only this user may enter, for engines to listen in; None where they are on several machines."""
+    if config.cluster.on_ray:
+        yield None
+        return
+    with closing(OwnedFolder()) as owner:
+        yield owner.path
+
+
+async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
+    """Remove what the run has in its object store: the newest checkpoint has the weights."""
+    with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
+        if (there := await looks(lambda store: objects_of(config, store.meta, None))) is not None:
+            last = Folder(there.url, deadline_s=_STORE_S)
+            await trio.to_thread.run_sync(last.remove_all)
+
+
+def _gets_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+async def _interrupt(path: Path) -> None:
+    if not _gets_signals():
+        return
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            raise _interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+
+
+def _interrupted(why: str) -> Interrupted:
+    leave_note(why)  # now: should this process hang while it ends its children, it is not started again
+    return Interrupted(why)
+
+
+async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_interrupt, run.path)
+        nursery.start_soon(heartbeat.beat)
+
+
+async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
+    """Somebody on another machine can send no signal."""
+    ours = run.lock_path.read_text()
+    while True:
+        with suppress(StoreError):
+            if await looks(lambda store: store.meta(STOP)) == ours:
+                raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
+        await trio.sleep(_ASKED_S)
+
+
+def check_no_loop(name: str) -> None:
+    """Raises UsageError inside of trio, whose loops do not nest. Inside of asyncio a run works."""
+    if trio.lowlevel.in_trio_run():
+        hint = "give it a thread: await trio.to_thread.run_sync(...)"
+        raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
+
+
+def _say(line: str) -> None:
+    print(f"agentrl: {line}", file=sys.stderr)
+
+
+async def _say_what_it_cost(looks: Looks[ReadStore], known: str | None) -> None:
+    """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
+    while True:
+        with suppress(StoreError):
+            found = await looks(lambda store: store.meta(WENT_BACK))
+            if found and found != known:
+                _say(found)
+            known = found
+        await trio.sleep(_ASKED_S)
+
+
+async def _stay_alone(check: Callable[[], None]) -> None:
+    while True:
+        await trio.sleep(_ASKED_S)
+        await trio.to_thread.run_sync(check, abandon_on_cancel=True)
+
+
+def run_to_end(
+    run: RunDir,
+    body: Callable[[Supervisor], Awaitable[None]],
+    *,
+    on_tick: Callable[[Supervisor], None] = lambda _: None,
+) -> None:
+    """Run `body` under a supervisor and unwrap the one error that ended it."""
+
+    async def main() -> None:
+        async with supervise(run, on_tick=on_tick) as supervisor:
+            await body(supervisor)
+
+    try:
+        trio.run(main, clock=HostClock())  # no deadline of a child passes while the machine is suspended
+    except BaseExceptionGroup as group:
+        raise matters(group) from None
+
+
+@asynccontextmanager
+async def _launcher_of(
+    run: RunDir, config: RunConfig, size: Size, looks: Looks[ReadStore], starting: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Launcher]:
+    """The launcher that the run file names, with places for a run of this size; `starting` runs until it has them.
+    Raises UsageError if it cannot start anything."""
+    if not config.cluster.on_ray:
+        yield LOCAL
+        return
+    try:
+        from agentrl.run.cluster import ray_launcher
+    except ImportError as error:
+        raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
+
+    async def ranks() -> int:
+        return await looks(lambda store: scale_requests.ranks(config, store.meta))
+
+    async with ray_launcher.connected(run, config, size, ranks, starting) as launcher:
+        yield launcher

@@ -1,0 +1,105 @@
+"""Writes measured values of a process to the run store and, one JSON object per line, to metrics.jsonl.
+
+Owns the open file of one process; knows no meaning of a kind. Lines are appended whole, so that several processes share
+one file. The store's rows are authoritative: a rollback flags them there, while the file keeps the lines of undone
+steps, which differ by `attempt`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from agentrl.errors import DiskFull, StoreError
+from agentrl.records import Json
+from agentrl.store.interfaces import Recorder
+from agentrl.store.metrics import finite
+
+
+class Telemetry:
+    """Writes values of one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self, store: Recorder, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._path, self._process, self._clock = store, Path(jsonl_path), process, clock
+        self._attempt, self._torn = store.attempt, False  # whether a disk took a part of the last line
+        try:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
+        """Write values to the store, then to the file. Numbers that are not finite become null.
+
+        Raises StoreError for values that are not JSON-safe, DiskFull if there is no space left."""
+        self._store.record(kind, step, values)
+        self.append(kind, step, values)
+
+    def append(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
+        """Write values that the store has to the file. Raises DiskFull if there is no space left."""
+        line: dict[str, Json] = {
+            "kind": kind,
+            "step": step,
+            "time": self._clock(),
+            "process": self._process,
+            "attempt": self._attempt,
+        }
+        line |= {key: finite(value) for key, value in values.items() if key not in line}
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            self._torn = os.write(self._fd, b"\n" * self._torn + data) < len(data)
+            if self._torn:
+                raise DiskFull(f"{self._path}: no space left for a whole line: free some")
+        except OSError as error:
+            raise DiskFull(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file; the store stays open."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class Tally:
+    """Values gathered between two records: `add` them by name, `flush` their summary.
+
+    >>> tally = Tally()
+    >>> for seconds in (0.25, 0.5, 1.5):
+    ...     tally.add("turn_s", seconds)
+    >>> tally.flush()
+    {'turn_s_n': 3, 'turn_s_mean': 0.75, 'turn_s_p50': 0.5, 'turn_s_p95': 1.5, 'turn_s_max': 1.5}
+    """
+
+    _values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def add(self, name: str, value: float) -> None:
+        """Add one value."""
+        self._values.setdefault(name, []).append(value)
+
+    def flush(self) -> dict[str, float]:
+        """Return number, mean, nearest-rank percentiles and maximum of each name, and empty the tally."""
+        summary: dict[str, float] = {}
+        for name, values in self._values.items():
+            values.sort()
+            summary[f"{name}_n"] = len(values)
+            summary[f"{name}_mean"] = math.fsum(values) / len(values)
+            summary[f"{name}_p50"] = values[math.ceil(0.50 * len(values)) - 1]
+            summary[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
+            summary[f"{name}_max"] = values[-1]
+        self._values.clear()
+        return summary

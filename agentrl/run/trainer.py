@@ -1,0 +1,417 @@
+"""Runs from Python: train, resume, evaluate. The command line is a thin shell over these.
+
+from agentrl import Trainer
+summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", config={"train": {"steps": 20}}).train()
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from agentrl import config as configuration
+from agentrl import registry
+from agentrl.config import RunConfig, league, machine_defaults
+from agentrl.config.contradictions import contradictions
+from agentrl.config.train import EXPERTS, HEADS, check_divides
+from agentrl.engine.weight_sync import object_store
+from agentrl.env.gymnasium_ids import make
+from agentrl.env.tools.parsers import FORMATS, get_format
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    EnvError,
+    ModelError,
+    StoreAway,
+    UsageError,
+    WeightSyncError,
+    boundary,
+)
+from agentrl.models.resolve import given_model_dir, model_dir, renderer_of, slot_dir
+from agentrl.protocols import Rewarder
+from agentrl.records import Task
+from agentrl.run import resume_overrides
+from agentrl.run.dataset import run_file
+from agentrl.run.dataset.notebook import reference_of
+from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.evaluation.of_checkpoint import Adapters
+from agentrl.run.order_by_name import take_order
+from agentrl.run.preflight import check_limits, check_tasks
+from agentrl.run.processes.engine_process import check_arguments
+from agentrl.run.reporting import failed_tasks, report
+from agentrl.run.reporting.live_view import LiveView, Warnings
+from agentrl.run.run_folder import RunDir
+from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_to_end
+from agentrl.run.task_sources import first_tasks, task_source
+from agentrl.run.teachers import check_teachers
+from agentrl.store import RunStore
+
+_PLAN_S = 120.0  # for a prediction of memory
+_TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
+
+
+class View(AbstractContextManager["View"], Protocol):
+    """Shows a run while it goes on; `LiveView` is one."""
+
+    def tick(self, supervisor: Supervisor) -> None: ...
+
+
+class Trainer:
+    """Trains one model on one environment, or on a data set and reward functions.
+
+    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class. `reward` replaces the
+    environment's outcome: a module-level `trajectory -> float`, or a reference to one or to a judge. `config` is a run
+    file's path, its sections as a mapping, or a RunConfig.
+
+    Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
+    functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
+    Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.dataset_env` for `env.kwargs`.
+
+    What a notebook's cell defines is written there too (`OUT.NAME.py`), with the imports, constants and functions that
+    it names, so that workers can import it.
+
+    Raises ConfigError or UsageError for a bad setting, before anything starts."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        env: str | type | None = None,
+        *,
+        config: RunConfig | Mapping[str, Any] | Path | str | None = None,
+        reward: Rewarder | str | None = None,
+        dataset: run_file.Rows | None = None,
+        reward_funcs: run_file.Rewards = (),
+        eval_dataset: run_file.Rows | None = None,
+        out: Path | str = "runs/run",
+        overwrite: bool = False,
+    ) -> None:
+        document = _document(config)
+        if model is not None:
+            document["model"] = str(model)
+        if dataset is not None or reward_funcs:
+            if dataset is None or not reward_funcs or env is not None:
+                given = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
+                raise UsageError(f"Trainer was given {given}: give dataset and reward_funcs, or env")
+            document = run_file.document_of(Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document)
+            configuration.parse(document)  # a bad setting leaves no run file
+            run_file.write(document, Path(out).with_name(f"{Path(out).name}.toml"))
+        section = cast("dict[str, Any]", document.setdefault("env", {}))
+        if env is not None:
+            section["id"] = env if isinstance(env, str) else reference_of(env, Path(out))
+        if reward is not None:
+            section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
+        self.config = configuration.parse(document)
+        self.out, self._overwrite = Path(out), overwrite
+
+    def train(self, view: View | None = None, *, quiet: bool = False) -> dict[str, Any]:
+        """Run to the end, and print what the command line prints: a table in a terminal or a notebook, else a line per
+        step. `quiet` leaves only warnings, through `logging`; a `view` takes its place. Returns the contents of
+        `summary.json`. Settings that `config` leaves out are chosen for this machine first.
+
+        It may be called in any thread, and beside a loop of asyncio; outside of the main thread Ctrl-C does not reach
+        it, and `agentrl stop` ends it. Raises RunFailed if the run cannot go on, UsageError inside of a loop of
+        trio."""
+        check_no_loop("Trainer.train")
+        self.config = _fitted(_pinned(self.config))
+        check_startable(self.config)
+        run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
+        try:
+            return finish_training(run, _shown(view, quiet))
+        except AgentRLError:
+            if not began(run):
+                run.discard()
+            raise
+
+    @staticmethod
+    def resume(
+        path: Path | str, view: View | None = None, *, settings: Sequence[str] = (), quiet: bool = False
+    ) -> dict[str, Any]:
+        """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
+        (`section.key=value`) change how long it trains and which resources it uses; `view` and `quiet` as for `train`.
+        Raises ConfigError for a setting that may not change."""
+        check_no_loop("Trainer.resume")
+        run = RunDir.open(Path(path))
+        if settings:
+            resume_overrides.change(run, list(settings))
+        return finish_training(run, _shown(view, quiet))
+
+
+def _shown(view: View | None, quiet: bool) -> View:
+    if view is not None:
+        return view
+    return Warnings() if quiet else LiveView()
+
+
+def began(run: RunDir) -> bool:
+    """Whether the run got as far as playing episodes: its engines were up. If its database is away, it may have."""
+    try:
+        with RunStore.read(run.store_path) as store:
+            return store.meta("phase") is not None
+    except StoreAway:
+        return True
+
+
+def _pinned(config: RunConfig) -> RunConfig:
+    """With the checkpoint of a run that is named as the model: it stays the same should that run go on."""
+
+    def pinned(model: str) -> str:
+        return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
+
+    roles = [one.model_copy(update={"model": pinned(one.model)}) if one.model else one for one in config.roles]
+    return config.model_copy(update={"model": pinned(config.model), "roles": roles})
+
+
+def _fitted(config: RunConfig) -> RunConfig:
+    """The configuration with defaults for this machine, which are printed on stderr."""
+    machine = machine_defaults.Machine.seen()
+    parameters = machine_defaults.parameters_of(model_dir(config.model)) if machine.gpus else 0
+    config, found = machine_defaults.fitted(config, machine, parameters)
+    if found:
+        said = ", ".join(f"{key} = {value!r}" for key, value in found.items())
+        print(f"agentrl: chosen for this machine and model: {said}", file=sys.stderr)
+    return config
+
+
+def check_startable(config: RunConfig) -> None:
+    """Fail early, in this process: model, environment and reward must be found before anything is started."""
+    from agentrl.engine.vllm.launch import check_gpus, check_sender
+
+    for package in _TRAINING:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"training needs {package}, which is not installed: pip install 'agentrl[train]'")
+    for line in contradictions(config):
+        print(f"agentrl: warning: {line}", file=sys.stderr)
+    if config.syncs_memory:
+        check_sender(config.sync, untested=config.engine.untested_vllm)
+    _check_store(config)
+    if config.engine.gpus:
+        check_gpus([gpu for own in config.engine.gpus for gpu in own])
+    take_order(config)
+    renderer_of(config)
+    check_arguments(config)
+    registry.resolve("environments", config.env.id)
+    task_source(config).task(0)
+    _check_environments(config)
+    _check_roles(config)
+    _check_slots(config)
+    check_teachers(config)
+    _check_ranks(config)
+    check_limits(config)
+    if config.train.device != "cpu":
+        _check_memory(config)
+    check_tasks(config)
+
+
+def _check_store(config: RunConfig) -> None:
+    """Write, read and remove a small object where weights are to go."""
+    url = config.engine.weights_url
+    if url is not None:
+        try:
+            object_store.check(url, deadline_s=config.engine.admin_deadline_s)
+        except WeightSyncError as error:
+            raise ConfigError("engine.weights_url", url, str(error)) from None
+
+
+def _check_ranks(config: RunConfig) -> None:
+    """Refuse ranks that cannot divide the heads, or the experts, of the model among them."""
+    plan, described = config.train.parallel, json.loads((model_dir(config.model) / "config.json").read_text())
+    for key, width, counts in (("tensor", plan.tensor, HEADS), ("expert", plan.expert, EXPERTS)):
+        check_divides(key, width, described.get("text_config") or described, counts)
+
+
+def _check_memory(config: RunConfig) -> None:
+    """Refuse a learner that its GPU cannot hold. Asks a process of its own, which loads torch."""
+    command = [sys.executable, "-m", "agentrl.planning.plan"]
+    try:
+        asked = configuration.to_json(config)
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_PLAN_S, check=True)
+    except subprocess.SubprocessError as error:
+        print(f"agentrl: warning: whether memory holds the learner is not known ({error})", file=sys.stderr)
+        return
+    if done.stdout:
+        raise ConfigError("train.device", config.train.device, done.stdout)
+
+
+def _check_slots(config: RunConfig) -> None:
+    """Find the models that the algorithms name, such as a teacher."""
+    for field, algo in config.algorithms.items():
+        for name, given in algo.slots.frozen.items():
+            if given is not None:
+                try:
+                    slot_dir(config, given)
+                except ModelError as error:
+                    raise ConfigError(f"{field}.{name}", given, str(error)) from None
+
+
+def _check_environments(config: RunConfig) -> None:
+    """Make each environment of the run once, with the arguments that workers will give it."""
+    held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
+    made: list[tuple[str, Mapping[str, Any]]] = []
+    for task in (*first_tasks(config), *held_out):
+        if (task.env, task.kwargs) not in made:
+            made.append((task.env, task.kwargs))
+            with boundary(EnvError, f"{task.env} raised", place=True):
+                env = make(task.env, **task.kwargs)
+                env.close()
+            _warn_of_deadlines(config, task.env, env)
+            _check_dialect(config, task.env, env.unwrapped)
+
+
+def _check_dialect(config: RunConfig, id: str, env: Any) -> None:
+    """Check that an environment's tools reach the model, in a dialect that the environment reads; say on stderr what
+    the chat template leaves out. Raises ConfigError."""
+    if not getattr(env, "schemas", None):
+        return
+    renderer, own = renderer_of(config), getattr(env, "tool_format", None)
+    if own is None and renderer.tool_format is None:
+        known = f"give one of {', '.join(FORMATS)}, or one of your own"
+        hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {known}"
+        raise ConfigError("env.kwargs.tool_format", None, hint)
+    if own is not None and not get_format(own).native:
+        return  # the environment tells the tools itself
+    if own is not None and renderer.untold and own != renderer.tool_format:
+        hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
+        raise ConfigError("env.kwargs.tool_format", own, hint)
+    if renderer.untold:
+        print(f"agentrl: {id}: {renderer.untold}", file=sys.stderr)
+
+
+def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
+    """Warn on stderr, with the settings to give, if an honest step may take longer than the run's deadlines allow."""
+    needs_s, by = float(getattr(env.unwrapped, "needs_step_s", 0.0)), getattr(env.unwrapped, "needs_step_by", "")
+    deadlines = {f"rollout.{name}": getattr(config.rollout, name) for name in ("step_deadline_s", "episode_deadline_s")}
+    short = {name: value for name, value in deadlines.items() if value < needs_s}
+    if short:
+        said = " and ".join(f"{name} = {value:g}" for name, value in short.items())
+        typed = " ".join(f"--set {name}={needs_s:g}" for name in short)
+        takes = f"{needs_s:g} s ({by})" if by else f"{needs_s:g} s"
+        line = f"one step of {id} may honestly take {takes}; {said} would end it as the policy's time limit: {typed}"
+        print(f"agentrl: warning: {line}", file=sys.stderr)
+
+
+def _check_roles(config: RunConfig) -> None:
+    """Check that all roles in the run file are roles of the environment (its `roles`), and that one of them learns."""
+    bound, given = config.rollout.roles, config.rollout.frozen_roles()
+    named = {f"rollout.roles.{role}": role for role in bound}
+    named |= {f"roles.{at}.name": table.name for at, table in enumerate(config.roles)}
+    if not named:
+        return
+    roles = tuple(dict.fromkeys(role for task in first_tasks(config) for role in _roles_of(task)))
+    for field, role in named.items():
+        if not roles:
+            field = "roles" if field.startswith("roles") else "rollout.roles"
+            raise ConfigError(field, role, f"{config.env.id} names no roles: leave it out")
+        if role not in roles:
+            raise ConfigError(field, bound.get(role, role), f"{config.env.id} has the roles {', '.join(roles)}")
+    for role, policy in given.items():
+        if policy in config.rollout.given_models():
+            try:
+                given_model_dir(config, policy)
+            except ModelError as error:
+                hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
+                raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
+    for at, table in enumerate(config.roles):
+        if table.model is not None:
+            try:
+                slot_dir(config, table.model)
+            except ModelError as error:
+                raise ConfigError(f"roles.{at}.model", table.model, str(error)) from None
+    if config.league_roles:
+        league.rule(config.league)
+    past = {role for role, plays in config.league_roles.items() if plays == "league"}
+    if set(roles) == {*given, *past}:
+        raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
+
+
+def _roles_of(task: Task) -> tuple[str, ...]:
+    """The roles that take turns in a task's environment; none if one policy is all there is."""
+    env = make(task.env, **task.kwargs)
+    env.close()
+    return tuple(getattr(env, "roles", ()))
+
+
+def finish_training(run: RunDir, view: View) -> dict[str, Any]:
+    """Train a run to its end, then write its summary, plot and transcripts."""
+    restarts: dict[str, int] = {}
+
+    async def body(supervisor: Supervisor) -> None:
+        try:
+            await supervisor.train()
+        finally:
+            restarts.update(supervisor.processes.restarts)
+
+    with view:
+        run_to_end(run, body, on_tick=view.tick)
+    with RunStore.read(run.store_path) as store:
+        config = run.config()
+        summary = report.summarise(run, config, store, restarts=restarts)
+        report.plot(run, config, store)
+        report.transcripts(run, config, store)
+        return summary
+
+
+def evaluate(
+    config: RunConfig,
+    adapters: Adapters | None = None,
+    *,
+    out: Path,
+    view: View | None = None,
+) -> list[evaluation.EvalResult]:
+    """Measure `config.model`, with `adapters` over it, on `config.eval.sets` without training; its own run directory
+    `out` holds the episodes, in the place of those of an earlier evaluation. `agentrl.run.evaluation.of_checkpoint`
+    gives both for a run that was trained. Raises UsageError if `out` holds a run that trained."""
+    check_no_loop("evaluate")
+    if config.syncs_memory and config.engine.urls:
+        hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
+        raise ConfigError("engine.urls", config.engine.urls, hint)
+    check_startable(config)
+    if _has_trained(RunDir(out)):
+        raise UsageError(f"{out} holds a run that trained: give another --out")
+    run = RunDir.create(out, config, overwrite=True)
+    if adapters is not None:
+        adapters.copy_into(run)
+
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.measure()
+
+    shown = view or Warnings()
+    try:
+        with shown:
+            run_to_end(run, body, on_tick=shown.tick)
+    except Interrupted:
+        raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
+    with RunStore.read(run.store_path) as store:
+        found: list[evaluation.EvalResult] = []
+        for held_out in config.eval.sets:
+            purpose = evaluation.label(held_out.name, "now")
+            result = evaluation.result(store, held_out.name, purpose)
+            if result is not None:
+                failed = failed_tasks.as_rows(store.failed_tasks(purpose), config)
+                found.append(replace(result, failed_tasks=failed))
+        return found
+
+
+def _has_trained(run: RunDir) -> bool:
+    if not run.store_path.exists():
+        return False
+    with RunStore.read(run.store_path) as store:
+        begun = store.meta("train_started_s") is not None
+    return begun or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+
+
+def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, str | Path):
+        config = configuration.load(Path(config))
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json", exclude_unset=True)
+    return copy.deepcopy(dict(config))

@@ -1,0 +1,112 @@
+"""The learner's turns on a GPU that it shares with the run's engines (`engine.colocated`).
+
+    engines sample ─► begin: the lock, every engine sleeps, the learner comes ─► a step ─► end: the learner leaves
+                 ▲                                                                                  │
+                 └────────────── the publisher wakes the engines with new weights ◄── the lock ─────┘
+
+Owns the order of a turn, its lock and what a turn costs. The lock is the kernel's: if the learner dies in its turn, or
+is ended because it hangs, the supervisor's watch gets it and wakes the engines. An engine that cannot sleep now, since
+it died or hangs, is tried again for as long as a restart takes; meanwhile the lock is free, so that it can be mended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine import sleep
+from agentrl.engine.client import EngineClient
+from agentrl.engine.sleep import Level
+from agentrl.engine.weight_sync.weight_lock import Held, hold, name_of
+from agentrl.errors import EngineError
+from agentrl.learner.optimizers.offload import Parking
+from agentrl.run.weights.publisher import NotDelivered
+
+_RETRY_S = 1.0
+
+
+class _Call(Protocol):
+    async def __call__(self, client: EngineClient, /, *, deadline_s: float) -> None: ...
+
+
+class Turns:
+    """`parking` is the learner's, once it is there. `waits` is called while a turn waits to begin. Between `begin` and
+    `end` the learner may use the GPU."""
+
+    def __init__(self, config: RunConfig, locks: Path, waits: Callable[[], None]) -> None:
+        self._settings, self._locks, self._waits = config.engine, locks, waits
+        self._level: Level = 1 if config.sync == "adapter" else 2
+        self._held: Held | None = None
+        self._began = 0.0
+        self._cost: dict[str, float] = {}
+        self.parking: Parking | None = None
+
+    def begin(self, urls: Callable[[], Sequence[str]], *, weights_follow: bool = True) -> None:
+        """Have the engines sleep, and the learner come back. With `weights_follow` the engines get all weights, or an
+        adapter, before they wake. Raises NotDelivered if they do not sleep within `engine.mending_deadline_s`."""
+        started = time.monotonic()
+        deadline = started + self._settings.mending_deadline_s
+        while True:
+            self._held = self._hold()
+            self._began = time.monotonic()
+            try:
+                level = self._level if weights_follow else 1
+                trio.run(self._each, urls(), partial(sleep.sleep, level=level))
+                break
+            except EngineError as error:
+                self._held.let_go()
+                if time.monotonic() > deadline:
+                    text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"
+                    raise NotDelivered(f"{text}, so the learner has no room: {error}") from error
+            self._waits()
+            time.sleep(_RETRY_S)
+        slept = time.monotonic()
+        if self.parking is not None:
+            self.parking.back()
+        self._cost = {"turn_wait_s": self._began - started, "sleep_s": slept - self._began}
+        self._cost["restore_s"] = time.monotonic() - slept
+
+    def end(self) -> Held:
+        """Have the learner leave. Whoever has the lock that is returned may wake the engines."""
+        assert self._held is not None and self.parking is not None
+        started = time.monotonic()
+        self.parking.leave()
+        self._cost |= {"park_s": time.monotonic() - started, "swap_bytes": self.parking.bytes}
+        return self._held
+
+    def cost(self) -> dict[str, float]:
+        """Of the last turn, once the engines are awake: seconds until the lock was free, until the engines slept, the
+        learner had come and had left; the bytes that it took with it; and how long the engines slept, in all."""
+        return self._cost | {"asleep_s": time.monotonic() - self._began}
+
+    def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
+        """End a turn after which the engines go on with the weights they have. An engine that does not wake is left to
+        the supervisor's watch."""
+        held = self.end()
+        try:
+            with suppress(EngineError):
+                trio.run(self._each, urls(), sleep.wake)
+        finally:
+            held.let_go()
+
+    def give_up(self) -> None:
+        """Have the learner leave, wherever its turn was: it is saved, and ends."""
+        if self.parking is not None:
+            self.parking.leave()
+
+    def _hold(self) -> Held:
+        settings = self._settings
+        deadline_s = settings.start_deadline_s + settings.admin_deadline_s  # of an engine that starts, or is fitted
+        return hold(self._locks, name_of("", colocated=True), deadline_s=deadline_s, waits=self._waits)
+
+    async def _each(self, urls: Sequence[str], call: _Call) -> None:
+        for url in urls:
+            async with aclosing(EngineClient(url, api_key=self._settings.key_of(url))) as client:
+                await call(client, deadline_s=self._settings.admin_deadline_s)

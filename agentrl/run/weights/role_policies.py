@@ -1,0 +1,95 @@
+"""Where the weights of each policy go: a role with a model of its own has engines of its own.
+
+Owns the publishers of all policies, and the places of their weight files. Policy `None` is that of all roles without a
+model of their own. All policies of a step have one version number: it counts as sent when engines of each have it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.weight_sync.gpu_transport import Sender
+from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.weight_lock import Held
+from agentrl.errors import matters
+from agentrl.run.weights.publisher import MemoryParcel, Parcel, WeightPublisher
+
+ENGINE_URLS = "engine_urls"
+"""What the store calls the URLs of engines that serve; empty until all of a run's first ones do."""
+
+ROLE_URLS = "role_urls"
+"""What the store calls the URLs of engines by role, for roles with a model of their own."""
+
+_SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all other costs the worst counts
+
+
+def urls_of(meta: Callable[[str], str | None], role: str | None) -> list[str]:
+    """The engines of a role with a model of its own (None: of all others), as the store names them."""
+    if role is None:
+        return json.loads(meta(ENGINE_URLS) or "[]")
+    return json.loads(meta(ROLE_URLS) or "{}").get(role, [])
+
+
+def file_of(path: Path, role: str | None) -> Path:
+    """The weight file of a role with a model of its own (None: of all others) in the version whose file is `path`."""
+    return path if role is None else path.parent.with_name(f"{path.parent.name}-{role}") / path.name
+
+
+def objects_of(config: RunConfig, meta: Callable[[str], str | None], role: str | None) -> Folder | None:
+    """Where in the object store the weights of a policy of this run go; None if they go by files."""
+    if config.engine.weights_url is None:
+        return None
+    own = f"{config.name}-{meta('created_s')}"  # another run at the same URL was made at another time
+    url = "/".join(filter(None, [config.engine.weights_url.rstrip("/"), own, role]))
+    return Folder(url, deadline_s=config.engine.admin_deadline_s)
+
+
+class Publishers:
+    """Delivers a version to the engines of all policies. `meta` says where they are: it reads the store. The rest is as
+    for `WeightPublisher`."""
+
+    def __init__(
+        self, config: RunConfig, meta: Callable[[str], str | None], sender: Sender | None = None, *, locks: Path
+    ) -> None:
+        self._meta = meta
+
+        def publisher(role: str | None, sender: Sender | None) -> WeightPublisher:
+            return WeightPublisher(config, sender, locks=locks, store=objects_of(config, meta, role))
+
+        self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in config.role_models}
+
+    def urls(self, role: str | None = None) -> list[str]:
+        """Where the engines of a policy serve now."""
+        return urls_of(self._meta, role)
+
+    async def behind(self, version: int) -> bool:
+        """Whether some engine of any policy serves another version: see `WeightPublisher.behind`."""
+        return any([await publisher.behind(self.urls(role), version) for role, publisher in self._of.items()])
+
+    async def deliver(
+        self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: Held | None = None
+    ) -> dict[str, float]:
+        """Have the engines of each policy serve its parcel, all at once. Returns the cost as metrics. `held`, and what
+        is raised, are as for `WeightPublisher.deliver`."""
+        costs: list[dict[str, float]] = []
+
+        async def one(role: str | None, parcel: Parcel | MemoryParcel) -> None:
+            costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel, held))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for role, parcel in parcels.items():
+                    nursery.start_soon(one, role, parcel)
+        except BaseExceptionGroup as group:
+            raise matters(group) from None
+        return {name: (sum if name in _SUMS else max)(cost[name] for cost in costs) for name in costs[0]}
+
+    async def tidy(self) -> None:
+        """See `WeightPublisher.tidy`."""
+        for role, publisher in self._of.items():
+            await publisher.tidy(self.urls(role))

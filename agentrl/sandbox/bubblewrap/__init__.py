@@ -1,0 +1,1 @@
+"""Boxes made with bubblewrap, the default backend."""

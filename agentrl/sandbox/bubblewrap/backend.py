@@ -1,0 +1,307 @@
+"""Boxes made with bubblewrap: one `bwrap` process per command over a private work folder. The default backend.
+
+What bounds what (closed by default; only `SandboxSpec.network` opens):
+
+    view           own mount namespace: /usr and libraries read-only, a made-up /etc, private /tmp, /proc, /dev
+    rights         own user namespace without further ones, no capabilities, no new privileges, own pid, ipc, uts, net
+                   and cgroup namespaces, a system call filter; as root every box runs under a user id of its own
+    wall time      SIGKILL to process 1 of the box's pid namespace: the whole tree is gone before `exec` returns
+    cpu, files     rlimits of each process (cpu, nofile, fsize, core, nproc)
+    box as a whole control groups where this process may make them: memory, pids, cpu share; otherwise only the
+                   address space of each process is bounded (rlimit)
+    disk           a tmpfs of bounded size: mounted as root, else in a user namespace; if neither is allowed, the
+                   folder is measured while a command runs, which a fast writer outruns
+
+The box dies with its owner: `--die-with-parent` for processes, a janitor for the rest (`agentrl.host.janitor`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
+from agentrl.host.clocks import policy_time
+from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
+from agentrl.sandbox.background_process import Background, NeverStarted
+from agentrl.sandbox.bubblewrap.bwrap_process import Run
+from agentrl.sandbox.bubblewrap.shared_host import Host, Place
+from agentrl.sandbox.check_command import REFUSED, Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.folder_box import WorkBox
+from agentrl.sandbox.work_folder import WORKSPACE, Folder
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_ENV = {"PATH": _PATH, "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "agent"}
+_POLL_S = 0.25  # how often an unbounded work folder is measured
+_REAP_S = 10.0
+
+
+class Bubblewrap:
+    """Boxes of bubblewrap on this machine, closed by default. `image` of a spec is a folder with a root file
+    system; None is the host's /usr.
+
+    `readonly` maps further host paths to paths in every box. `control_groups`: None uses them where they can be made,
+    True insists on them, False never does."""
+
+    name = "bubblewrap"
+
+    def __init__(self, *, readonly: Mapping[str, str] | None = None, control_groups: bool | None = None) -> None:
+        self._readonly = dict(readonly or {})
+        self._want_groups = control_groups
+        self._host: Host | None = None
+        self._boxes: set[BubblewrapBox] = set()
+        self._opening = trio.Lock()
+
+    async def create(self, spec: SandboxSpec | None = None) -> BubblewrapBox:
+        """A new box. Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
+        async with self._opening:
+            if self._host is None:
+                self._host = await self._open_host()
+        box = await BubblewrapBox.open(self._host, spec or SandboxSpec(), self._boxes)
+        try:
+            for path, data in box.spec.files.items():
+                await box.write(path, data)
+        except BaseException:
+            await box.close()
+            raise
+        return box
+
+    async def _open_host(self) -> Host:
+        host = Host(self._readonly, self._want_groups)
+        try:
+            problem = await self._probe(host)
+            if problem and host.drops_user:  # an unprivileged user may be forbidden what root is allowed
+                host.drops_user = False
+                problem = await self._probe(host)
+            if problem:
+                raise SandboxUnavailable(
+                    f"bubblewrap cannot make a box here ({problem}); allow user namespaces, or use the backend docker"
+                )
+        except BaseException:
+            host.close()
+            raise
+        return host
+
+    async def _probe(self, host: Host) -> str:
+        """Run `true` in a box: what is wrong, or nothing."""
+        box = await BubblewrapBox.open(host, SandboxSpec(), self._boxes)
+        try:
+            result = await box.exec(["true"])
+            return "" if result.exit_code == 0 else result.stderr.decode(errors="replace").strip()
+        except SandboxError as error:
+            return str(error)
+        finally:
+            await box.close()
+
+    async def aclose(self) -> None:
+        """Close all boxes and leave nothing behind. Idempotent."""
+        with trio.CancelScope(shield=True):
+            for box in list(self._boxes):
+                await box.close()
+            if self._host is not None:
+                host, self._host = self._host, None
+                await trio.to_thread.run_sync(host.close)
+
+
+class BubblewrapBox(WorkBox):
+    """One box. Invariant: every process of a command is gone when its `exec` returns."""
+
+    @classmethod
+    async def open(cls, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox]) -> BubblewrapBox:
+        """Make the work folder and, if possible, the control group. Raises SandboxError."""
+        place = await trio.to_thread.run_sync(host.place, spec.limits)
+        try:
+            return cls(host, spec, siblings, place)
+        except BaseException:
+            place.close()
+            raise
+
+    def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: Place) -> None:
+        self.spec = spec
+        self._host, self._siblings, self._place = host, siblings, place
+        owner = place.owner if host.drops_user else None
+        work = Folder(place.work, limit=spec.limits.disk_bytes, owner=owner, bounded=place.bounded)
+        super().__init__(work, host.snapshots)
+        self._bwrap = host.bwrap(spec, self._place)
+        self._limited = host.limited(spec.limits, as_group=self._place.group is not None)
+        self._running: set[Run] = set()
+        siblings.add(self)
+
+    # --- commands -----------------------------------------------------------------------------------------------
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
+        try:
+            wall_s = checked_wall_s(timeout_s, self.spec.limits)
+            run = self._spawn(argv, cwd, env)
+        except Refused as refused:
+            return refused.result
+        kills = self._place.oom_kills()
+        with policy_time():
+            timed_out = await self._drive(run, stdin, wall_s)
+        return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
+
+    async def start(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> BoxProcess:
+        """Start a background process; it lives until it ends, is killed, or the box closes.
+
+        A command that cannot be run (NUL bytes, missing folder) gives a process that has ended with code 126."""
+        try:
+            run = self._spawn(argv, cwd, env)
+        except Refused as refused:
+            return NeverStarted(refused.result)
+        process = Background(
+            run.child,
+            drive=lambda: self._drive(run, None, math.inf),
+            result=lambda: self._result(run, timed_out=False, oom=False),
+            kill=run.kill,
+        )
+        await run.admitted.wait()
+        return process
+
+    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Run:
+        self._must_be_open()
+        command = checked_argv(argv)
+        variables = checked_env({**_ENV, **self.spec.env, **(env or {})})
+        folder = WORKSPACE
+        if cwd not in (None, "", "."):
+            if not self._work.is_directory(cwd):
+                raise Refused(f"no folder {cwd!r} in the work folder")
+            folder = cwd if cwd.startswith("/") else f"{WORKSPACE}/{cwd}"
+        rest = [b"--chdir", os.fsencode(folder)]
+        for key, value in variables.items():
+            rest += [b"--setenv", key, value]
+        rest += [b"--", *self._limited, *command]
+        limits = self.spec.limits
+        run = Run(
+            self._bwrap,
+            rest,
+            filter_file=self._host.filter_file,
+            mark=self._host.folder.mark,
+            output_bytes=limits.output_bytes,
+        )
+        self._running.add(run)
+        return run
+
+    async def _drive(self, run: Run, stdin: bytes | None, timeout_s: float) -> bool:
+        watch = None if self._place.bounded else self._watch_disk
+        try:
+            timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=self._place.group, watch=watch)
+        finally:
+            self._running.discard(run)
+        if self._closed:
+            raise SandboxError("the box was closed while a command ran in it")
+        return timed_out
+
+    async def _watch_disk(self) -> str:
+        """Why a command must be killed: the work folder, which no file system bounds, grew too large. A command that
+        finds it too large already may run, and delete, but not add."""
+        limit = self.spec.limits.disk_bytes
+        found = await trio.to_thread.run_sync(self._place.usage)
+        allowed = max(limit, found) if found < math.inf else limit
+        while True:
+            if await trio.to_thread.run_sync(self._place.usage) > allowed:
+                return f"the work folder exceeds {limit} bytes"
+            await trio.sleep(_POLL_S)
+
+    def _result(self, run: Run, *, timed_out: bool, oom: bool) -> ExecResult:
+        child = run.child
+        stdout, stderr = child.stdout.take(), child.stderr.take()
+        code = run.exit_code
+        if code is None and not (run.killed or oom):
+            message = stderr.decode(errors="replace").strip() or "bwrap ended without a word"
+            if not self._running and "Can't chdir" not in message:
+                raise SandboxError(f"bubblewrap could not set up the box: {message}")
+            code = REFUSED  # the box's own doing: its other processes took all there was, or the folder vanished
+        if run.killed_because:
+            stderr += f"\nsandbox: killed: {run.killed_because}\n".encode()
+        return ExecResult(
+            exit_code=137 if code is None else code,
+            stdout=stdout,
+            stderr=stderr,
+            timed_out=timed_out,
+            oom=oom,
+            truncated=child.stdout.truncated or child.stderr.truncated,
+            duration_s=child.duration_s,
+        )
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._must_be_open()
+        if not self._place.bounded:
+            used = await trio.to_thread.run_sync(self._place.usage)
+            if used + len(data) > self.spec.limits.disk_bytes:
+                raise SandboxPathError(f"{path!r} does not fit: {used} of {self.spec.limits.disk_bytes} bytes are used")
+        await super().write(path, data)
+
+    # --- copies of the box --------------------------------------------------------------------------------------
+
+    async def restore(self, snapshot: str) -> None:
+        """Put the work folder back as it was; processes of the box are ended and /tmp is emptied."""
+        self._must_be_open()
+        await self._end_processes()
+        await self._snapshots.put_back(snapshot, self._work)
+        await trio.to_thread.run_sync(self._place.clear_tmp)
+
+    def _roots(self) -> dict[str, Path]:
+        return {"work": self._place.work, "tmp": self._place.tmp, "shm": self._place.shm}
+
+    def _processes(self) -> int:
+        return len(self._running)
+
+    async def fork(self) -> BubblewrapBox:
+        """A new box with a copy of the work folder; processes are not copied."""
+        self._must_be_open()
+        twin = await BubblewrapBox.open(self._host, dataclasses.replace(self.spec, files={}), self._siblings)
+        try:
+            await trio.to_thread.run_sync(twin._work.load, self._place.work)
+        except BaseException:
+            await twin.close()
+            raise
+        return twin
+
+    async def alive(self) -> bool:
+        """Whether the box can still be used; asks no process."""
+        return not self._closed and self._place.work.is_dir()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End all processes, remove all files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with trio.CancelScope(shield=True):
+            await self._end_processes()
+            self._work.close()
+            await trio.to_thread.run_sync(self._remove)
+        self._siblings.discard(self)
+
+    async def _end_processes(self) -> None:
+        runs = list(self._running)
+        for run in runs:
+            run.kill()
+        with trio.move_on_after(_REAP_S) as deadline:
+            for run in runs:
+                await run.closed.wait()
+        if deadline.cancelled_caught:
+            raise SandboxError("processes of the box survive SIGKILL; the host is in trouble")
+
+    def _remove(self) -> None:
+        self._snapshots.drop(self._taken)
+        self._place.close()

@@ -1,0 +1,230 @@
+"""One bubblewrap process: admitted into its bounds, driven to its end, its whole process tree gone afterwards.
+
+How an admission goes: `bwrap` reports the host's process id of process 1 in the box and waits on a pipe; we open a
+descriptor of that process (so that a kill can never hit another), put it into the control group, and let go. When
+process 1 of a pid namespace has ended, the kernel has ended every process in it, whatever forked how often.
+
+bwrap ends with the command and leaves process 1 to its own parent's reaper. So this process is a *child subreaper*
+while a backend is open: the orphan comes to us and is reaped at once, instead of staying a zombie, which counts
+against the box's bound of processes, for as long as the host's init pleases (for ever, where that is no real init).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.bubblewrap.cgroup import ControlGroup
+from agentrl.sandbox.host_process import Child
+
+_START_S = 30.0  # from the spawn to the report of process 1
+_REAP_S = 10.0
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_ENV = {b"PATH": b"/usr/sbin:/usr/bin:/sbin:/bin"}  # of bwrap itself; the command gets its own
+
+
+class Subreaper:
+    """Makes this process the reaper of its orphaned descendants while at least one user holds it."""
+
+    _users = 0
+    _before = 0
+
+    @classmethod
+    def hold(cls) -> None:
+        cls._users += 1
+        if cls._users == 1:
+            before = ctypes.c_int()
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            cls._before = before.value
+
+    @classmethod
+    def release(cls) -> None:
+        cls._users -= 1
+        if cls._users == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, cls._before, 0, 0, 0)
+
+
+class Run:
+    """A command in a box. Invariant: after `drive` nothing of it runs and no descriptor is open."""
+
+    def __init__(
+        self,
+        bwrap: Sequence[bytes],
+        rest: Sequence[bytes],
+        *,
+        filter_file: Path,
+        mark: Mapping[str, str],
+        output_bytes: int,
+    ) -> None:
+        """Spawn `bwrap ... rest`; `filter_file` holds a compiled system call filter, `mark` names the owner to its
+        janitor. Raises SandboxError."""
+        status_read, status_write = os.pipe()
+        gate_read, gate_write = os.pipe()
+        theirs = [status_write, gate_read]
+        try:
+            argv = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
+            theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
+            argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
+            env = {**_ENV, **{os.fsencode(key): os.fsencode(value) for key, value in mark.items()}}
+            self.child = Child(argv, env=env, pass_fds=theirs, output_bytes=output_bytes)
+        except BaseException:
+            os.close(status_read)
+            os.close(gate_write)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self._status, self._gate = trio.lowlevel.FdStream(status_read), gate_write
+        self._report = b""
+        self._pid = 0  # of process 1 of the box
+        self._tree: int | None = None  # a descriptor of it, so that a kill can never hit another
+        self._reported = self._over = False
+        self.exit_code: int | None = None  # of the command; None if it never began or was killed from here
+        self.killed = False  # from here: by a deadline, a bound, or the box's end
+        self.killed_because: str | None = None
+        self.admitted, self.closed = trio.Event(), trio.Event()
+
+    async def drive(
+        self,
+        *,
+        stdin: bytes | None,
+        timeout_s: float,
+        group: ControlGroup | None,
+        watch: Callable[[], Awaitable[str]] | None = None,
+    ) -> bool:
+        """Run to the end; True if that was the deadline. `stdin` None leaves the pipe open; `watch` returns, if ever,
+        why the command must be killed. Raises SandboxError; under cancellation the tree is ended first."""
+        failure: SandboxError | None = None
+        timed_out = False
+        try:
+            async with trio.open_nursery() as pipes:
+                pipes.start_soon(self.child.drain)
+                if stdin is not None:
+                    pipes.start_soon(self.child.feed, stdin)
+                try:
+                    with trio.move_on_after(timeout_s) as deadline:
+                        await self._admit(group)
+                        await (self.child.ended() if watch is None else self._until_ended(watch))
+                    timed_out = deadline.cancelled_caught
+                    await self._end()
+                except SandboxError as error:  # raised outside the nursery, so that it is no group
+                    failure = error
+                    pipes.cancel_scope.cancel()
+        finally:
+            await self._close()
+        if failure is not None:
+            raise failure
+        return timed_out
+
+    def kill(self) -> None:
+        """SIGKILL to the whole tree; to one that bwrap has not reported yet, as soon as it has."""
+        self.killed = True
+        if self._tree is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._tree, signal.SIGKILL)
+        elif self._reported:
+            self.child.kill_group()
+
+    async def _admit(self, group: ControlGroup | None) -> None:
+        await self._meet_tree()
+        if self._tree is not None and not self.killed:
+            try:
+                if group is not None:
+                    group.enter(self._pid)
+            except ProcessLookupError:
+                pass  # it died in its setup; bwrap says why
+            except OSError as error:
+                raise SandboxError(f"cannot bound a new process: {error}") from error
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._gate, b"x")
+        self.admitted.set()
+
+    async def _meet_tree(self) -> None:
+        """Learn process 1 of the box, and kill it if that was asked for meanwhile. Not to be cancelled: were bwrap
+        killed before, the process that it had made already would become our orphan, and nobody would know its id."""
+        if self._reported:
+            return
+        with trio.CancelScope(shield=True), trio.move_on_after(_START_S):
+            self._pid = int((await self._next_report()).get("child-pid", 0))
+            self._reported = True
+        if not self._reported:
+            self._reported = True
+            raise SandboxError(f"bubblewrap did not start a box within {_START_S} s")
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                self._tree = os.pidfd_open(self._pid)
+        if self.killed:
+            self.kill()
+
+    async def _next_report(self) -> dict[str, Any]:
+        """The next line of bwrap's status; empty at its end."""
+        while b"\n" not in self._report:
+            chunk = await self._status.receive_some(4096)
+            if not chunk:
+                return {}
+            self._report += chunk
+        line, _, self._report = self._report.partition(b"\n")
+        return json.loads(line)
+
+    async def _until_ended(self, watch: Callable[[], Awaitable[str]]) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def guard() -> None:
+                self.killed_because = await watch()
+                self.kill()
+
+            nursery.start_soon(guard)
+            await self.child.ended()
+            nursery.cancel_scope.cancel()
+
+    async def _end(self) -> None:
+        """Kill what still runs, see the whole tree gone, learn how the command ended. Once is enough."""
+        if self._over:
+            return
+        with trio.CancelScope(shield=True):
+            await self._meet_tree()
+            if self.child.running:
+                self.kill()
+            with trio.move_on_after(_REAP_S):
+                await self.child.ended()
+                if self._tree is not None:
+                    await trio.lowlevel.wait_readable(self._tree)
+                    _collect(self._tree)
+                while report := await self._next_report():
+                    self.exit_code = report.get("exit-code", self.exit_code)
+                self._over = True
+            if not self._over:
+                raise SandboxError(f"a killed box is not gone after {_REAP_S} s; the host is in trouble")
+
+    async def _close(self) -> None:
+        try:
+            try:
+                await self._end()
+            finally:
+                await self.child.close(self.child.kill_group)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._status.aclose()
+            os.close(self._gate)
+            if self._tree is not None:
+                os.close(self._tree)
+                self._tree = None
+            self.admitted.set()
+            self.closed.set()
+
+
+def _collect(ended: int) -> None:
+    """Reap an orphan that has ended, unless its parent did."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, ended, os.WEXITED)

@@ -1,0 +1,205 @@
+"""The system calls that a command of a bubblewrap box may make: a list of allowed ones, compiled by libseccomp.
+
+The compiled programs lie beside this file (`seccomp-<machine>.bpf`), so that nothing but the kernel is needed to use
+them; `python -m agentrl.sandbox.bubblewrap.seccomp` compiles them again (extra `seccomp`), and a test compares. Other
+calls answer ENOSYS, as on a kernel that lacks it, or EPERM where programs expect a refusal. Like docker's default
+profile, but stricter: neither `ptrace` nor `process_vm_*`, no name spaces, no keyrings, no io_uring, and sockets of
+four families only. Other instruction sets (32-bit, x32) are killed.
+
+A second, far shorter list is that of code which only computes (`agentrl.sandbox.warm_python`): it may use its own
+memory and read and write what it was given open. Any other call ends it by SIGSYS.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import platform
+import socket
+from pathlib import Path
+from typing import IO, Any
+
+from agentrl.errors import SandboxUnavailable
+
+MACHINES = ("x86_64", "aarch64")
+
+_FILES = """
+access chdir chmod chown chown32 close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64
+fallocate fchdir fchmod fchmodat fchown fchownat fcntl fdatasync fgetxattr flistxattr flock fremovexattr fsetxattr
+fstat fstatfs fsync ftruncate getcwd getdents getdents64 getxattr lchown lgetxattr link linkat listxattr llistxattr
+lremovexattr lseek lsetxattr lstat mkdir mkdirat mknod mknodat name_to_handle_at newfstatat open openat openat2
+pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv removexattr rename renameat
+renameat2 rmdir sendfile setxattr splice stat statfs statx symlink symlinkat sync_file_range syncfs tee truncate umask
+unlink unlinkat utime utimensat utimes futimesat vmsplice write writev
+"""
+_MEMORY = """
+brk get_mempolicy madvise membarrier memfd_create mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock
+munlockall munmap pkey_alloc pkey_free pkey_mprotect remap_file_pages
+"""
+_PROCESSES = """
+arch_prctl capget execve execveat exit exit_group fork futex get_robust_list get_thread_area getcpu getegid geteuid
+getgid getgroups getpgid getpgrp getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid
+getuid ioprio_get ioprio_set kill landlock_add_rule landlock_create_ruleset landlock_restrict_self pidfd_open
+pidfd_send_signal prctl prlimit64 restart_syscall rseq sched_get_priority_max sched_get_priority_min sched_getaffinity
+sched_getattr sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity sched_setattr sched_setparam
+sched_setscheduler sched_yield seccomp set_robust_list set_thread_area set_tid_address setfsgid setfsuid setgid
+setgroups setpgid setpriority setregid setresgid setresuid setreuid setrlimit setsid setuid tgkill tkill vfork wait4
+waitid
+"""
+_SIGNALS = """
+pause rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait
+rt_tgsigqueueinfo sigaltstack signalfd signalfd4
+"""
+_TIME = """
+alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timer_create
+timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime times
+"""
+_EVENTS = """
+epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 inotify_add_watch
+inotify_init inotify_init1 inotify_rm_watch pipe pipe2 poll ppoll pselect6 select
+"""
+_SOCKETS = """
+accept accept4 bind connect getpeername getsockname getsockopt listen recvfrom recvmmsg recvmsg sendmmsg sendmsg
+sendto setsockopt shutdown socketpair
+"""
+_IPC = """
+mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv msgsnd semctl semget semop
+semtimedop shmat shmctl shmdt shmget
+"""
+_SYSTEM = "getrandom io_cancel io_destroy io_getevents io_setup io_submit sysinfo uname"
+
+_REFUSED = """
+acct add_key adjtimex bpf chroot clock_adjtime clock_settime delete_module fanotify_init finit_module fsconfig fsmount
+fsopen fspick init_module ioperm iopl kcmp kexec_file_load kexec_load keyctl lookup_dcookie mbind migrate_pages mount
+mount_setattr move_mount move_pages nfsservctl open_by_handle_at open_tree perf_event_open pidfd_getfd pivot_root
+process_madvise process_vm_readv process_vm_writev ptrace quotactl quotactl_fd reboot request_key setdomainname
+sethostname set_mempolicy setns settimeofday swapoff swapon sync syslog umount2 unshare userfaultfd vhangup
+"""
+_COMPUTING = "brk exit exit_group madvise mmap mprotect mremap munmap read write"
+_NEW_NAMESPACES = 0x7E020080  # every CLONE_NEW* flag
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: netlink, which name look-ups ask
+_REFUSED_IOCTLS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: put keys into the terminal of whoever watches
+_STOPS = (
+    ("kill tkill pidfd_send_signal rt_sigqueueinfo", 1, 19),  # SIGSTOP
+    ("tgkill rt_tgsigqueueinfo", 2, 19),
+    ("fcntl", 1, 10),  # F_SETSIG, after which the kernel sends it
+)
+"""Calls that stop another process: names, which argument, and its value. An engine starts each command, and ours too,
+as the box's user: what is stopped before it runs hangs the engine's calls for that container, its removal among them.
+Bubblewrap starts commands where the box's processes see none of them."""
+_PERSONALITIES = (0, 0xFFFFFFFF)  # Linux's own, and the question which one it is
+
+
+def program(kind: str = "seccomp") -> bytes:
+    """The compiled filter for this machine, of a box (`seccomp`) or of code that only computes (`computing`). Raises
+    SandboxUnavailable for an instruction set we have none for."""
+    return shipped({"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine()), kind)
+
+
+def shipped(machine: str, kind: str = "seccomp") -> bytes:
+    """The compiled filter that lies beside this file."""
+    path = _path(machine, kind)
+    if not path.is_file():
+        raise SandboxUnavailable(f"no system call filter for {machine!r}; there is one for {', '.join(MACHINES)}")
+    return path.read_bytes()
+
+
+def compile_filter(machine: str, file: IO[bytes]) -> None:
+    """Write the filter for `machine` to an open binary file. Needs libseccomp and its Python binding."""
+    import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
+
+    rules, arch = _filter(machine, pyseccomp.ERRNO(errno.ENOSYS))
+
+    def add(action: int, names: str, *conditions: pyseccomp.Arg) -> None:
+        for name in names.split():
+            if pyseccomp.resolve_syscall(arch, name) >= 0:
+                rules.add_rule(action, name, *conditions)
+
+    for names in (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM):
+        add(pyseccomp.ALLOW, names)
+    add(pyseccomp.ERRNO(errno.EPERM), _REFUSED)
+    add(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+    for family in _FAMILIES:
+        add(pyseccomp.ALLOW, "socket", pyseccomp.Arg(0, pyseccomp.EQ, int(family)))
+    for persona in _PERSONALITIES:
+        add(pyseccomp.ALLOW, "personality", pyseccomp.Arg(0, pyseccomp.EQ, persona))
+    for mask, value in all_but(_REFUSED_IOCTLS):
+        add(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, mask, value))
+    rules.export_bpf(file)
+
+
+def compile_computing(machine: str, file: IO[bytes]) -> None:
+    """The same for code that only computes."""
+    import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
+
+    rules, _ = _filter(machine, pyseccomp.TRAP)  # not KILL, which the kernel writes to its log each time
+    for name in _COMPUTING.split():
+        rules.add_rule(pyseccomp.ALLOW, name)
+    rules.export_bpf(file)
+
+
+def _filter(machine: str, otherwise: int) -> tuple[Any, int]:
+    """A filter without rules for one instruction set, and libseccomp's number of that."""
+    import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
+
+    arch = {"x86_64": pyseccomp.Arch.X86_64, "aarch64": pyseccomp.Arch.AARCH64}[machine]
+    rules = pyseccomp.SyscallFilter(otherwise)
+    if arch != pyseccomp.system_arch():
+        rules.add_arch(arch)
+        rules.remove_arch(pyseccomp.system_arch())
+    return rules, arch
+
+
+def docker_profile() -> str:
+    """The same list as a profile for a Docker engine (JSON, format of moby's `profiles/seccomp/default.json`).
+
+    Engines older than the field `defaultErrnoRet` answer EPERM to calls that are not on the list."""
+
+    def rule(names: str, action: str, *conditions: tuple[int, str, int, int], error: int | None = None) -> object:
+        arguments = [{"index": i, "op": op, "value": a, "valueTwo": b} for i, op, a, b in conditions]
+        said = {"names": names.split(), "action": action, "args": arguments}
+        return said if error is None else {**said, "errnoRet": error}
+
+    allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
+    lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
+    stopping = {name for names, _, _ in _STOPS for name in names.split()}
+    allowed = [name for name in " ".join(lists).split() if name not in stopping]
+    rules = [rule(" ".join(allowed), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
+    for names, index, stop in _STOPS:
+        rules += [rule(names, allow, (index, masked, mask, value)) for mask, value in all_but((stop,))]
+        rules.append(rule(names, "SCMP_ACT_ERRNO", (index, masked, 0xFFFFFFFF, stop), error=errno.EPERM))
+    rules += [
+        rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
+        rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),
+    ]
+    rules += [rule("socket", allow, (0, "SCMP_CMP_EQ", int(family), 0)) for family in _FAMILIES]
+    rules += [rule("personality", allow, (0, "SCMP_CMP_EQ", persona, 0)) for persona in _PERSONALITIES]
+    rules += [rule("ioctl", allow, (1, masked, mask, value)) for mask, value in all_but(_REFUSED_IOCTLS)]
+    profile = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": errno.ENOSYS, "syscalls": rules}
+    return json.dumps(profile)
+
+
+def all_but(refused: tuple[int, ...], bits: int = 32) -> list[tuple[int, int]]:
+    """Pairs (mask, value) such that a number's low `bits` match one of them exactly if it is none of `refused`.
+
+    The kernel looks at the low word only, libseccomp compares all 64 bits: `!=` could be passed by setting a high bit.
+    So the complement is spelled out: at each bit, the branches of the binary tree that hold no refused number."""
+    pairs: list[tuple[int, int]] = []
+    prefixes = {0}
+    for bit in reversed(range(bits)):
+        mask = ((1 << bits) - 1) >> bit << bit
+        inside = {number & mask for number in refused}
+        pairs += [(mask, p | b << bit) for p in sorted(prefixes) for b in (0, 1) if p | b << bit not in inside]
+        prefixes = inside
+    return pairs
+
+
+def _path(machine: str, kind: str) -> Path:
+    return Path(__file__).with_name(f"{kind}-{machine}.bpf")
+
+
+if __name__ == "__main__":
+    for name in MACHINES:
+        for kind, compiled in (("seccomp", compile_filter), ("computing", compile_computing)):
+            with _path(name, kind).open("wb") as target:
+                compiled(name, target)

@@ -1,0 +1,294 @@
+"""The boxes of one bubblewrap backend share this on the host: folder, user ids, /etc, filter, control groups, view."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.host.janitor import OwnedFolder, control_group, make_readable, remove_tree
+from agentrl.protocols import Limits, SandboxSpec
+from agentrl.sandbox.bubblewrap import seccomp
+from agentrl.sandbox.bubblewrap.bwrap_process import Subreaper
+from agentrl.sandbox.bubblewrap.cgroup import ControlGroup, ControlGroups
+from agentrl.sandbox.bubblewrap.tmpfs import Enclosure
+from agentrl.sandbox.bubblewrap.visible_programs import USR, Overlay, hidden
+from agentrl.sandbox.folder_snapshots import Snapshots
+from agentrl.sandbox.work_folder import WORKSPACE, usage
+
+_LIMITER = "usr/bin/prlimit"
+_BOX_UID = 1000  # inside the box
+_FIRST_UID, _UIDS = 1_880_000_000, 200_000_000  # outside, as root: a range that no distribution hands out
+_NOT_SHOWN = frozenset({"dev", "proc", "sys", "tmp", "workspace", "run"})  # of an image
+_SHOWN_OF_HOST = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"})
+_ACCOUNTS = """root:x:0:0::/nonexistent:/bin/false
+agent:x:1000:1000::/tmp:/bin/sh
+nobody:x:65534:65534::/nonexistent:/bin/false
+"""
+_GROUPS = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """The place of one box on the host."""
+
+    root: Path  # as this process sees it
+    mountpoint: Path  # as bwrap sees it
+    folder: OwnedFolder
+    owner: tuple[int, int]
+    bounded: bool  # a file system of its own size
+    enclosure: Enclosure | None = None
+    group: ControlGroup | None = None
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def shm(self) -> Path:
+        return self.root / "shm"
+
+    @property
+    def usr(self) -> Path:
+        """/usr as the box sees it, if it has an overlay of its own."""
+        return self.root / "usr"
+
+    def oom_kills(self) -> int:
+        return self.group.out_of_memory_kills() if self.group else 0
+
+    def usage(self) -> float:
+        """Bytes on disk; endless where that cannot be measured."""
+        used = usage(self.work, self.tmp, self.shm)
+        if used == math.inf:
+            make_readable(self.work, self.tmp, self.shm)
+            used = usage(self.work, self.tmp, self.shm)
+        return used
+
+    def clear_tmp(self) -> None:
+        for entry in (*self.tmp.iterdir(), *self.shm.iterdir()):
+            remove_tree(entry)
+
+    def close(self) -> None:
+        if self.enclosure is not None:
+            self.enclosure.close()
+        self.folder.remove(self.mountpoint)
+        if self.group is not None:
+            self.group.close()
+
+
+class Host:
+    """One backend's share of this machine. Invariant: all of it is gone after `close`, or after this process died."""
+
+    def __init__(self, readonly: Mapping[str, str], want_groups: bool | None) -> None:
+        """Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
+        found = shutil.which("bwrap")
+        if sys.platform != "linux" or found is None:
+            raise SandboxUnavailable("bubblewrap is not installed: apt-get install bubblewrap (or dnf, pacman, apk)")
+        self._bwrap = found
+        self._setpriv = shutil.which("setpriv")
+        self._readonly = dict(readonly)
+        self.drops_user = os.geteuid() == 0 and _all_ids_mapped() and self._setpriv is not None
+        self._encloses = True
+        self._count = itertools.count()
+        self._first_uid = secrets.randbelow(_UIDS)
+        self._groups: ControlGroups | None = None
+        self.folder = OwnedFolder()
+        try:
+            self.folder.path.chmod(0o711)  # each box has a user of its own
+            self._groups = _control_groups(control_group(self.folder.path.name), want_groups)
+            self.snapshots = Snapshots(self.folder.path / "snapshots")
+            self._etc = self.folder.path / "etc"
+            _make_etc(self._etc)
+            self._hidden = hidden()
+            self._nothing = self.folder.path / "nothing"
+            self._nothing.mkdir(mode=0o755)
+            self._overlay = Overlay(self.folder.path / "mask", self._hidden)
+            self._filter = self.folder.path / "filter.bpf"
+            self._filter.write_bytes(seccomp.program())
+        except BaseException:
+            self.folder.close()
+            raise
+        Subreaper.hold()
+
+    def place(self, limits: Limits) -> Place:
+        """Make the folders and the control group of a new box. Raises SandboxError."""
+        name = f"box{next(self._count)}"
+        try:
+            place = self._folders(name, limits)
+        except OSError as error:
+            raise SandboxError(f"cannot make the folders of a box: {error}") from error
+        try:
+            if self._groups is not None:
+                files = limits.disk_bytes if place.bounded else 0
+                place.group = self._groups.group(name, limits, extra_memory=files)
+        except OSError as error:
+            place.close()
+            raise SandboxError(f"cannot make the control group of a box: {error}") from error
+        return place
+
+    def _folders(self, name: str, limits: Limits) -> Place:
+        """A file system of bounded size: mounted as root, else in a namespace; else a plain folder to be measured."""
+        options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
+        target = self.folder.path / name
+        target.mkdir(mode=0o711)
+        owner = os.geteuid(), os.getegid()
+        if self.drops_user:
+            uid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
+            owner = uid, uid
+        place = Place(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
+        try:
+            if os.geteuid() == 0 and self.folder.mount_tmpfs(target, f"{options},uid={owner[0]},gid={owner[1]}"):
+                for folder in (place.work, place.tmp, place.shm):
+                    folder.mkdir(mode=0o755)
+                    os.chown(folder, *owner)
+                place.usr.mkdir()
+                if not self._overlay.mount(place.usr):
+                    place.usr.rmdir()
+                return place
+            if self._encloses:
+                try:
+                    place.enclosure = Enclosure(target, options=options, overlay=self._overlay.lower)
+                    place.root = place.enclosure.root
+                    return place
+                except OSError:
+                    self._encloses = False  # not allowed here; do not try again
+            place.bounded = False
+            for folder in (place.work, place.tmp, place.shm):
+                folder.mkdir(mode=0o755)
+            return place
+        except BaseException:
+            place.close()
+            raise
+
+    def bwrap(self, spec: SandboxSpec, place: Place) -> list[bytes]:
+        """The bwrap command of a box, up to what differs from one of its commands to the next."""
+        argv: list[str] = place.enclosure.entrance if place.enclosure else []
+        if self.drops_user:
+            uid, gid = place.owner
+            argv += [str(self._setpriv), f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
+        argv += [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        argv += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
+        argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
+        inside = place.mountpoint
+        argv += self._root_of(spec.image, inside / "usr" if place.usr.is_dir() else None)
+        for path in spec.covered:
+            if spec.image is not None and Path(spec.image, path.lstrip("/")).is_dir():
+                argv += ["--ro-bind", str(self._nothing), path]
+        argv += ["--proc", "/proc", "--dev", "/dev"]
+        for folder, target in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("work", WORKSPACE)):
+            argv += ["--bind", str(inside / folder), target]  # one file system, whose bytes and files are bounded
+        for source, target in self._readonly.items():
+            argv += ["--ro-bind", source, target]
+        if spec.network:
+            for path in ("/etc/resolv.conf", "/etc/ssl/certs"):
+                argv += ["--ro-bind-try", path, path]
+        else:
+            argv += ["--unshare-net"]
+        argv += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        return [os.fsencode(argument) for argument in argv]
+
+    def limited(self, limits: Limits, *, as_group: bool) -> list[bytes]:
+        """The words before the command: `prlimit` with the bounds of each process."""
+        bounds = {
+            "cpu": math.ceil(limits.cpu_s),
+            "nproc": limits.pids,
+            "nofile": limits.open_files,
+            "fsize": limits.file_bytes,
+            "core": 0,
+        }
+        if not as_group:
+            bounds["as"] = limits.memory_bytes
+        return [f"/{_LIMITER}".encode(), *(f"--{name}={value}".encode() for name, value in bounds.items()), b"--"]
+
+    @property
+    def filter_file(self) -> Path:
+        return self._filter
+
+    def close(self) -> None:
+        Subreaper.release()
+        self.folder.close()
+
+    def _root_of(self, image: str | None, usr: Path | None) -> list[str]:
+        """What makes up `/`: of the host only /usr, libraries and a made-up /etc; of an image all but the volatile.
+        `usr` is the box's own overlay of the host's."""
+        root = Path("/") if image is None else Path(image)
+        if not (root / _LIMITER).exists():
+            raise SandboxUnavailable(f"{root / _LIMITER} is missing: the root file system needs util-linux")
+        argv: list[str] = []
+        for entry in sorted(root.iterdir()):
+            if image is None and entry.name not in _SHOWN_OF_HOST:
+                continue
+            if entry.name in _NOT_SHOWN or (image is not None and entry.name == "etc" and not entry.is_dir()):
+                continue
+            if image is None and entry == USR:
+                argv += ["--ro-bind", str(usr), "/usr"] if usr else self._plain_usr()
+            elif entry.is_symlink():
+                argv += ["--symlink", str(entry.readlink()), f"/{entry.name}"]
+            else:
+                argv += ["--ro-bind", str(entry), f"/{entry.name}"]
+        if image is None:
+            argv += ["--ro-bind", str(self._etc), "/etc"]
+        return argv
+
+    def _plain_usr(self) -> list[str]:
+        """/usr where no overlay can be mounted: what is hidden lies below an empty folder."""
+        argv = ["--ro-bind", str(USR), "/usr"]
+        for path in self._hidden:
+            argv += ["--ro-bind", str(self._nothing) if path.is_dir() else "/dev/null", str(path)]
+        return argv
+
+
+def _control_groups(name: str, wanted: bool | None) -> ControlGroups | None:
+    if wanted is False:
+        return None
+    try:
+        return ControlGroups(name)
+    except OSError as error:
+        if wanted:
+            raise SandboxUnavailable(f"control groups cannot be made here: {error}") from error
+        return None
+
+
+def _all_ids_mapped() -> bool:
+    """Whether this is the host's own root, or a container's with ids enough to give each box one."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/uid_map").read_text().splitlines():
+            inside, _, count = map(int, line.split())
+            if inside <= _FIRST_UID and inside + count >= _FIRST_UID + _UIDS:
+                return True
+    return False
+
+
+def _make_etc(folder: Path) -> None:
+    """An /etc that says nothing about the host: accounts, the linker's cache, Debian's alternatives."""
+    folder.mkdir()
+    for name, text in {
+        "passwd": _ACCOUNTS,
+        "group": _GROUPS,
+        "hosts": "127.0.0.1 localhost box\n::1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "resolv.conf": "",  # mount points where the network is open
+    }.items():
+        (folder / name).write_text(text)
+    (folder / "ssl" / "certs").mkdir(parents=True)
+    cache = Path("/etc/ld.so.cache")
+    if cache.exists():
+        shutil.copyfile(cache, folder / cache.name)
+    alternatives = Path("/etc/alternatives")
+    if alternatives.is_dir():
+        shutil.copytree(alternatives, folder / alternatives.name, symlinks=True)
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)

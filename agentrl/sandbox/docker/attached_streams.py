@@ -1,0 +1,134 @@
+"""The attached streams of a command in a container: docker's multiplexed frames over a hijacked HTTP connection.
+
+Knows nothing of the docker SDK, whose own sockets lose what was read together with the headers. A frame is
+`[kind, 0, 0, 0, size (4 bytes, big endian)]` and `size` bytes; kind 1 is stdout, 2 stderr (Docker Engine API, "Attach
+to a container", hijacking and stream format)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Mapping
+
+import h11
+import trio
+
+from agentrl.errors import SandboxError, SandboxLost
+from agentrl.sandbox.docker.engine_address import EngineAddress
+from agentrl.sandbox.host_process import Output
+
+_CHUNK = 1 << 16
+_HEADER = 8
+_PAUSE_S = 0.001  # between chunks that are thrown away
+_ANSWER_S = 60.0
+
+
+async def hijack(
+    address: EngineAddress, path: str, body: Mapping[str, object], *, output_bytes: int = 0
+) -> AttachedStreams:
+    """POST `body` to an engine and take the connection over.
+
+    Raises SandboxError if the engine refuses, SandboxLost if it does not answer."""
+    try:
+        with trio.fail_after(_ANSWER_S):
+            stream = await address.connect()
+            try:
+                said = await _upgrade(stream, path, json.dumps(body).encode())
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await stream.aclose()
+                raise
+    except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
+        what = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, trio.TooSlowError) else str(error)
+        raise SandboxLost(address.lost(what)) from error
+    return AttachedStreams(stream, said, output_bytes=output_bytes)
+
+
+async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes) -> bytes:
+    """Ask for the connection; the bytes that came right after the answer."""
+    http = h11.Connection(h11.CLIENT)
+    headers = {"Host": "docker", "Connection": "Upgrade", "Upgrade": "tcp", "Content-Type": "application/json"}
+    headers["Content-Length"] = str(len(body))
+    request = h11.Request(method="POST", target=path, headers=list(headers.items()))
+    await stream.send_all(b"".join(filter(None, (http.send(e) for e in (request, h11.Data(body), h11.EndOfMessage())))))
+    refusal, words = 0, b""
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(bytes(await stream.receive_some(_CHUNK)))
+        elif isinstance(event, h11.InformationalResponse) and event.status_code == 101:
+            return http.trailing_data[0]
+        elif isinstance(event, h11.Response):
+            refusal = event.status_code
+        elif isinstance(event, h11.Data):
+            words += event.data
+        else:
+            raise SandboxError(f"docker: {path} was refused ({refusal}): {words.decode(errors='replace').strip()}")
+
+
+class AttachedStreams:
+    """Both directions of one command. Has the parts that `Background` uses of a `Child`."""
+
+    def __init__(self, stream: trio.abc.HalfCloseableStream, said: bytes, *, output_bytes: int) -> None:
+        """Takes over a connection; `said` was read from it before."""
+        self._stream, self._said = stream, said
+        self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
+        self.changed = trio.Event()
+        self.drained = False
+        self.broken = self.fed = False  # the connection broke off; something was sent
+        self.ended = trio.Event()
+
+    async def send(self, data: bytes) -> None:
+        """Write to stdin; nothing happens if the command has ended."""
+        self.fed = self.fed or bool(data)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._stream.send_all(data)
+
+    async def feed(self, data: bytes) -> None:
+        """Write all of `data` to stdin and end it."""
+        await self.send(data)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            await self._stream.send_eof()
+
+    async def drain(self) -> None:
+        """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
+        waiting, self._said = bytearray(self._said), b""
+        left, output = 0, self.stdout
+        with self._until_broken():
+            while True:
+                while len(waiting) >= (1 if left else _HEADER):
+                    if left == 0:
+                        output = self.stderr if waiting[0] == 2 else self.stdout
+                        left = int.from_bytes(waiting[4:_HEADER])
+                        del waiting[:_HEADER]
+                    part = waiting[:left]
+                    output.add(part)
+                    left -= len(part)
+                    del waiting[: len(part)]
+                self._tell()
+                if output.truncated:
+                    await trio.sleep(_PAUSE_S)
+                chunk = await self._stream.receive_some(_CHUNK)
+                if not chunk:
+                    break
+                waiting += chunk
+        self.drained = True
+        self.ended.set()
+        self._tell()
+
+    @contextlib.contextmanager
+    def _until_broken(self) -> Generator[None]:
+        try:
+            yield
+        except trio.BrokenResourceError:
+            self.broken = True
+        except trio.ClosedResourceError:
+            pass
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self._stream.aclose()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()

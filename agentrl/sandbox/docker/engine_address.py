@@ -1,0 +1,179 @@
+"""Where a Docker engine is, and how to speak with it: a unix socket, plain TCP, or TLS in which both sides show a
+certificate. Owns docker's own variables (DOCKER_HOST, DOCKER_TLS_VERIFY, DOCKER_CERT_PATH) and what the user reads
+when they are wrong. Knows nothing of the docker SDK and of boxes.
+
+TLS always verifies the engine: there is no setting that turns this off.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shlex
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import trio
+
+from agentrl.errors import SandboxUnavailable
+from agentrl.sandbox.docker.tls import TlsStream
+
+CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"  # docker's names
+_DEFAULT = "unix:///var/run/docker.sock"
+_ANSWER_S = 30.0
+_WRONG_NAME = {62, 64}  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
+_NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddress:
+    """`url` is `unix:///path` or `tcp://host:port`. With TLS, `certificates` is the folder and `tls` made of it."""
+
+    url: str
+    setting: str
+    certificates: Path | None = None
+    certificates_setting: str = "DOCKER_CERT_PATH"
+    tls: ssl.SSLContext | None = None
+
+    @classmethod
+    def find(cls, base_url: str | None, cert_path: str | os.PathLike[str] | None) -> EngineAddress:
+        """The address of the settings, or else of docker's variables. Raises SandboxUnavailable."""
+        setting = "base_url" if base_url else "DOCKER_HOST"
+        url = base_url or os.environ.get("DOCKER_HOST") or _DEFAULT
+        if cert_path is not None:
+            folder, named = Path(cert_path), "cert_path"
+        else:
+            folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
+            named = "DOCKER_CERT_PATH" if os.environ.get("DOCKER_TLS_VERIFY") else ""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise SandboxUnavailable(f"{setting} = {url!r}: {error}; give tcp://host:port") from None
+        if parts.scheme == "unix":
+            if cert_path is not None:
+                raise SandboxUnavailable(f"cert_path = {str(folder)!r}: {url} is no tcp:// address, so leave it out")
+            return cls(url=url, setting=setting)
+        if parts.scheme != "tcp":
+            raise SandboxUnavailable(f"{setting} = {url!r}: only unix:// and tcp:// addresses are supported")
+        host = f"[{host}]" if host and ":" in host else host or "localhost"
+        if not named:
+            return cls(url=f"tcp://{host}:{port or 2375}", setting=setting)
+        tls, url = _context(folder, named), f"tcp://{host}:{port or 2376}"
+        return cls(url=url, setting=setting, certificates=folder, certificates_setting=named, tls=tls)
+
+    def lost(self, why: str) -> str:
+        """That the engine does not answer, in one line, with the command that looks for it."""
+        return f"no docker engine answers at {self.url} ({' '.join(why.split())}); look: {self.command('version')}"
+
+    def command(self, *words: str) -> str:
+        """What to type to have docker's own command line speak with this engine."""
+        flags = ["--host", self.url]
+        if folder := self.certificates:
+            flags += ["--tlsverify", "--tlscacert", f"{folder / CA}"]
+            flags += ["--tlscert", f"{folder / CERTIFICATE}", "--tlskey", f"{folder / KEY}"]
+        return shlex.join(["docker", *flags, *words])
+
+    async def connect(self) -> trio.abc.HalfCloseableStream:
+        """A connection to the engine. Raises OSError, trio.BrokenResourceError."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            return await trio.open_unix_socket(parts.path)
+        host = parts.hostname or ""
+        tcp = await trio.open_tcp_stream(host, parts.port or 0)
+        if self.tls is None:
+            return tcp
+        stream = TlsStream(tcp, self.tls, host)
+        try:
+            await stream.handshake()
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+        return stream
+
+    def api_version(self) -> str:
+        """Ask the engine for the version of its API. Blocks. Raises SandboxUnavailable with what to do."""
+        nobody = f"no docker engine answers at {self.url}"
+        engine = http.client.HTTPConnection("docker", timeout=_ANSWER_S)
+        try:
+            engine.sock = self._socket()
+            engine.request("GET", "/_ping")
+            answer = engine.getresponse()
+            words = answer.read(1 << 12).decode(errors="replace").strip()
+        except (OSError, http.client.HTTPException) as error:
+            silent = isinstance(error, TimeoutError)
+            said = f"nothing within {_ANSWER_S:.0f} s" if silent else f"{type(error).__name__}: {error}"
+            said = self._hint(error) or f"{said}; start it, or correct {self.setting}; look: {self.command('version')}"
+            raise SandboxUnavailable(f"{nobody}: {' '.join(said.split())}") from error
+        finally:
+            engine.close()
+        version = answer.getheader("Api-Version")
+        if answer.status == 400 and "HTTPS" in words:
+            raise SandboxUnavailable(
+                f"{nobody} in plain HTTP, it speaks TLS: set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH (or cert_path) "
+                f"to the folder of {CA}, {CERTIFICATE} and {KEY}"
+            )
+        if answer.status != 200 or not version:
+            said = f"{answer.status} {' '.join(words.split())[:200]!r}"
+            raise SandboxUnavailable(f"{nobody}: what is there says {said}; correct {self.setting}")
+        return version
+
+    def _socket(self) -> socket.socket:
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            plain = socket.socket(socket.AF_UNIX)
+            plain.settimeout(_ANSWER_S)
+            try:
+                plain.connect(parts.path)
+            except OSError:
+                plain.close()
+                raise
+            return plain
+        plain = socket.create_connection((parts.hostname, parts.port), timeout=_ANSWER_S)
+        return self.tls.wrap_socket(plain, server_hostname=parts.hostname) if self.tls else plain
+
+    def _hint(self, error: Exception) -> str:
+        """What went wrong with TLS and what to do; empty if it is not about TLS."""
+        if self.tls is None:
+            return ""
+        folder = f"{self.certificates_setting} = {str(self.certificates)!r}"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            if error.verify_code in _WRONG_NAME:
+                return (
+                    f"its certificate is for another name ({error.verify_message}); name the host in {self.setting} as "
+                    "the certificate does, or make one whose subjectAltName has this name"
+                )
+            return f"its certificate is not trusted ({error.verify_message}); {CA} of {folder} must be the engine's CA"
+        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            return (
+                f"no TLS is spoken there; give the engine's TLS port (usually 2376) in {self.setting}, or leave "
+                f"{'cert_path' if self.certificates_setting == 'cert_path' else 'DOCKER_TLS_VERIFY'} out"
+            )
+        if isinstance(error, ssl.SSLError | ConnectionResetError | BrokenPipeError | http.client.RemoteDisconnected):
+            why = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
+            return (
+                f"it ends the connection ({why}); {CERTIFICATE} of {folder} must be signed by the CA that the engine "
+                "was given (--tlscacert) and not be out of date"
+            )
+        return ""
+
+
+def _context(folder: Path, setting: str) -> ssl.SSLContext:
+    """Trusts the folder's CA alone, checks names, and shows the folder's certificate."""
+    for name in (CA, CERTIFICATE, KEY):
+        if not (folder / name).is_file():
+            raise SandboxUnavailable(
+                f"{setting} = {str(folder)!r}: there is no {name}; TLS needs {CA}, {CERTIFICATE} and {KEY} there"
+            )
+    try:
+        context = ssl.create_default_context(cafile=folder / CA)
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")  # never asks on the terminal
+    except (OSError, ValueError) as error:
+        raise SandboxUnavailable(
+            f"{setting} = {str(folder)!r}: {CA}, {CERTIFICATE} or {KEY} cannot be used ({error}); give PEM files, "
+            "the key of this certificate and without a password"
+        ) from error
+    return context

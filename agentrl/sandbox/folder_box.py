@@ -1,0 +1,96 @@
+"""The common part of boxes over a work folder of the host: files, copies, and that a closed box is closed.
+
+Owns no process: a class that derives from it runs the commands and makes the walls.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import BoxBusy, SandboxError
+from agentrl.sandbox.folder_snapshots import Snapshots
+from agentrl.sandbox.pack_files import pack, unpack
+from agentrl.sandbox.work_folder import Folder
+
+
+class WorkBox:
+    """A box whose files lie in `_work`. The `close` of a subclass sets `_closed` and drops the
+    snapshots in `_taken`."""
+
+    def __init__(self, work: Folder, snapshots: Snapshots) -> None:
+        self._work, self._snapshots = work, snapshots
+        self._taken: set[str] = set()
+        self._closed = False
+
+    async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
+        self._must_be_open()
+        return self._work.read(path, most_bytes=most_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file of the work folder, making parent folders as needed."""
+        self._must_be_open()
+        self._work.write(path, data)
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or tree into the work folder."""
+        self._must_be_open()
+        await trio.to_thread.run_sync(self._work.upload, source, target)
+
+    async def download(self, source: str, target: Path) -> None:
+        """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
+        self._must_be_open()
+        await trio.to_thread.run_sync(self._work.download, source, target)
+
+    async def pack(self, most_bytes: int) -> bytes:
+        """The files of the box as bytes (see `packing`), for `unpack` of another box, maybe on another host."""
+        self._must_be_still()
+        return await trio.to_thread.run_sync(
+            lambda: pack(
+                self._roots(),
+                most_bytes=most_bytes,
+                limit=self._work.limit,
+                still=trio.from_thread.check_cancelled,
+            )
+        )
+
+    async def unpack(self, data: bytes) -> None:
+        """Replace the files of the box by those of a box that was packed."""
+        self._must_be_still()
+        work = self._work
+        await trio.to_thread.run_sync(
+            lambda: unpack(
+                data,
+                self._roots(),
+                limit=work.limit,
+                owner=work.owner,
+                bounded=work.bounded,
+                still=trio.from_thread.check_cancelled,
+            )
+        )
+
+    def _roots(self) -> dict[str, Path]:
+        """The folders that the box's processes may write to, by name."""
+        return {"work": self._work.root}
+
+    def _processes(self) -> int:
+        """How many commands run in the box."""
+        raise NotImplementedError
+
+    def _must_be_still(self) -> None:
+        self._must_be_open()
+        if running := self._processes():
+            raise BoxBusy(running)
+
+    async def snapshot(self) -> str:
+        """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
+        self._must_be_open()
+        name = await self._snapshots.take(self._work)
+        self._taken.add(name)
+        return name
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise SandboxError("the box is closed")

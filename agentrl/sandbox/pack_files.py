@@ -1,0 +1,294 @@
+"""The files of a box as bytes, for a box that goes on elsewhere. Both the tree and the bytes may be hostile.
+
+Kept are regular files with their holes and second names, folders, links as they are, pipes; modes and times of change.
+Left out are device nodes, sockets and setuid bits. Everything is reached by descriptor, one name at a time and without
+following links: names of a path never meet. Time and memory are bounded by `limit` and by `most_bytes`. The bytes are
+`agentrl1` and a zstandard stream of entries; an entry is little-endian::
+
+    u8 kind · u32 mode · u16 length of the name · u64 size · i64 time of change (ns) · name · content
+
+    R a folder of the box, by name     D a folder, entered      U leave the folder      E the end
+    F a file, of `size` bytes          L a link, to `size` bytes                        P a pipe
+    H a second name of the `size`-th file
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import zstandard
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.host.janitor import remove_tree
+from agentrl.sandbox.work_folder import DIRECTORY, MAX_DEPTH, Budget, faults_of
+
+_MAGIC: Final = b"agentrl1"
+_ENTRY: Final = struct.Struct("<cIHQq")
+_LEVEL: Final = 1
+_CHUNK: Final = 64 << 10
+_ZEROS: Final = bytes(_CHUNK)
+_NAME: Final = 255  # bytes that a name may have
+_TARGET: Final = 4096  # bytes that a link may have
+_LATEST_NS: Final = (1 << 63) - 1  # a file may say that it is of a later time still
+_WINDOW: Final = 8 << 20  # memory that reading a stream may take
+
+
+def pack(roots: Mapping[str, Path], *, most_bytes: int, limit: int, still: Callable[[], None] = lambda: None) -> bytes:
+    """The trees of `roots`, by name. `still` is called between chunks, and ends the work if it raises.
+
+    Raises SandboxPathError if they hold more than `limit` bytes or come to more than `most_bytes`, SandboxError if the
+    host fails."""
+    out = _Bounded(most_bytes)
+    out.write(_MAGIC)
+    with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(out, closefd=False) as stream:
+        packer = _Packer(stream, Budget(limit), still)
+        for name, root in roots.items():
+            with faults_of(name, bounded=True):
+                fd = os.open(root, DIRECTORY)
+                try:
+                    packer.folder(b"R", os.fsencode(name), fd)
+                finally:
+                    os.close(fd)
+        stream.write(_ENTRY.pack(b"E", 0, 0, 0, 0))
+    return out.getvalue()
+
+
+def unpack(
+    data: bytes,
+    roots: Mapping[str, Path],
+    *,
+    limit: int,
+    owner: tuple[int, int] | None = None,
+    bounded: bool = False,
+    still: Callable[[], None] = lambda: None,
+) -> None:
+    """Replace what is in the folders `roots` by the trees of `data`. `owner` (uid, gid) gets what is made. If it fails,
+    they hold a part.
+
+    Raises SandboxError if the bytes are no packed box, or another kind of box's; SandboxPathError if they hold more
+    than `limit` bytes, or find no room (`bounded`: that is not the host's fault)."""
+    for root in roots.values():
+        for each in root.iterdir():
+            remove_tree(each)
+    if not data.startswith(_MAGIC):
+        raise SandboxError("these bytes are no packed box")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    try:
+        with decompressor.stream_reader(io.BytesIO(data[len(_MAGIC) :])) as stream, ExitStack() as open_folders:
+            unpacker = _Unpacker(stream.read, roots, Budget(limit), owner, still)
+            open_folders.callback(unpacker.close)
+            with faults_of("the packed box", bounded=bounded):
+                unpacker.run()
+    except zstandard.ZstdError as error:
+        raise SandboxError(f"the packed box is damaged: {error}") from error
+
+
+class _Bounded(io.BytesIO):
+    """Bytes that may not become more than `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.tell() + len(data) > self._most:
+            raise SandboxPathError(f"the files of the box come to more than {self._most} bytes, packed")
+        return super().write(data)
+
+
+class _Packer:
+    """Writes entries to `stream`."""
+
+    def __init__(self, stream: zstandard.ZstdCompressionWriter, budget: Budget, still: Callable[[], None]) -> None:
+        self._stream, self._budget, self._still = stream, budget, still
+        self._names: dict[tuple[int, int], int] = {}  # of files with several names: device and inode -> number
+        self._files = 0
+
+    def folder(self, kind: bytes, name: bytes, fd: int, depth: int = 0) -> None:
+        """A folder and all in it."""
+        if depth > MAX_DEPTH:
+            raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
+        self._write(kind, name, os.fstat(fd))
+        with os.scandir(fd) as entries:
+            for each in entries:
+                self._entry(os.fsencode(each.name), fd, depth)
+        self._stream.write(_ENTRY.pack(b"U", 0, 0, 0, 0))
+
+    def _entry(self, name: bytes, parent: int, depth: int) -> None:
+        self._still()
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        self._budget.spend(status.st_size)
+        if stat.S_ISDIR(status.st_mode):
+            with _opened(name, DIRECTORY, parent) as fd:
+                self.folder(b"D", name, fd, depth + 1)
+        elif stat.S_ISLNK(status.st_mode):
+            target = os.readlink(name, dir_fd=parent)
+            self._write(b"L", name, status, len(target))
+            self._stream.write(target)
+        elif stat.S_ISFIFO(status.st_mode):
+            self._write(b"P", name, status)
+        elif stat.S_ISREG(status.st_mode):
+            inode = status.st_dev, status.st_ino
+            if inode in self._names:
+                self._write(b"H", name, status, self._names[inode])
+                return
+            if status.st_nlink > 1:
+                self._names[inode] = self._files
+            self._files += 1
+            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as fd:
+                self._write(b"F", name, status, status.st_size)
+                self._content(fd, status.st_size)
+
+    def _content(self, fd: int, size: int) -> None:
+        while size > 0:
+            self._still()
+            chunk = os.read(fd, min(_CHUNK, size)) or _ZEROS[: min(_CHUNK, size)]  # it shrank meanwhile
+            self._stream.write(chunk)
+            size -= len(chunk)
+
+    def _write(self, kind: bytes, name: bytes, status: os.stat_result, size: int = 0) -> None:
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        time_ns = max(-_LATEST_NS, min(status.st_mtime_ns, _LATEST_NS))
+        self._stream.write(_ENTRY.pack(kind, mode, len(name), size, time_ns) + name)
+
+
+class _Unpacker:
+    """Makes what the entries of `read` say, in `roots`."""
+
+    def __init__(
+        self,
+        read: Callable[[int], bytes],
+        roots: Mapping[str, Path],
+        budget: Budget,
+        owner: tuple[int, int] | None,
+        still: Callable[[], None],
+    ) -> None:
+        self._read, self._roots, self._budget, self._owner, self._still = read, roots, budget, owner, still
+        self._inside: list[tuple[int, int, int, bytes]] = []  # the folders entered: descriptor, mode, time, name
+        self._files: list[tuple[str, tuple[bytes, ...]]] = []  # where each file lies: root, names
+        self._root = ""
+        self._seen: set[str] = set()
+
+    def run(self) -> None:
+        while (entry := self._next())[0] != b"E":
+            kind, mode, name, size, time_ns = entry
+            if kind == b"R" and not self._inside:
+                self._enter_root(os.fsdecode(name), mode, time_ns)
+            elif kind == b"U" and self._inside:
+                self._leave()
+            elif kind in (b"F", b"H", b"D", b"L", b"P") and self._inside:
+                self._make(kind, mode, _checked(name), size, time_ns)
+            else:
+                raise SandboxError(f"the packed box is damaged: an entry {kind!r} where none can be")
+        if self._inside:
+            raise SandboxError("the packed box is damaged: it ends within a folder")
+
+    def close(self) -> None:
+        for fd, *_ in self._inside:
+            os.close(fd)
+        self._inside.clear()
+
+    def _next(self) -> tuple[bytes, int, bytes, int, int]:
+        self._still()
+        kind, mode, length, size, time_ns = _ENTRY.unpack(self._exactly(_ENTRY.size))
+        return kind, mode & 0o777, self._exactly(length), size, time_ns
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._read(size) if size else b""
+        while len(data) < size and (more := self._read(size - len(data))):
+            data += more
+        if len(data) < size:
+            raise SandboxError("the packed box is damaged: it ends too early")
+        return data
+
+    def _enter_root(self, name: str, mode: int, time_ns: int) -> None:
+        if name not in self._roots or name in self._seen:
+            raise SandboxError(f"the packed box has a folder {name[:40]!r} too many: it is another kind of box's")
+        self._seen.add(name)
+        self._root = name
+        self._inside.append((os.open(self._roots[name], DIRECTORY), mode, time_ns, b""))
+
+    def _leave(self) -> None:
+        fd, mode, time_ns, _ = self._inside.pop()
+        try:
+            _finish(fd, mode, time_ns, self._owner)
+        finally:
+            os.close(fd)
+
+    def _make(self, kind: bytes, mode: int, name: bytes, size: int, time_ns: int) -> None:
+        parent = self._inside[-1][0]
+        self._budget.spend(size if kind in (b"F", b"L") else 0)
+        if kind == b"D":
+            if len(self._inside) > MAX_DEPTH:
+                raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
+            os.mkdir(name, 0o700, dir_fd=parent)
+            self._inside.append((os.open(name, DIRECTORY, dir_fd=parent), mode, time_ns, name))
+        elif kind == b"F":
+            self._files.append((self._root, (*(each for *_, each in self._inside[1:]), name)))
+            with _opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, parent) as fd:
+                self._fill(fd, size)
+                _finish(fd, mode, time_ns, self._owner)
+        elif kind == b"H":
+            self._link(size, name, parent)
+        elif kind == b"L":
+            if size > _TARGET:
+                raise SandboxError(f"the packed box is damaged: a link of {size} bytes")
+            os.symlink(self._exactly(size), name, dir_fd=parent)
+            if self._owner:
+                os.chown(name, *self._owner, dir_fd=parent, follow_symlinks=False)
+        else:
+            os.mkfifo(name, 0o600, dir_fd=parent)
+            with _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, parent) as fd:
+                _finish(fd, mode, time_ns, self._owner)
+
+    def _fill(self, fd: int, size: int) -> None:
+        left = size
+        while left:
+            self._still()
+            chunk = self._exactly(min(_CHUNK, left))
+            left -= len(chunk)
+            if chunk == _ZEROS[: len(chunk)]:
+                os.lseek(fd, len(chunk), os.SEEK_CUR)
+                continue
+            while chunk:
+                chunk = chunk[os.write(fd, chunk) :]
+        os.ftruncate(fd, size)
+
+    def _link(self, number: int, name: bytes, parent: int) -> None:
+        if number >= len(self._files):
+            raise SandboxError(f"the packed box is damaged: a name of file {number}, which did not come before it")
+        root, (*folders, original) = self._files[number]
+        with ExitStack() as walked:
+            at = walked.enter_context(_opened(os.fsencode(self._roots[root]), DIRECTORY, None))
+            for each in folders:
+                at = walked.enter_context(_opened(each, DIRECTORY, at))
+            os.link(original, name, src_dir_fd=at, dst_dir_fd=parent, follow_symlinks=False)
+
+
+def _checked(name: bytes) -> bytes:
+    if name in (b"", b".", b"..") or b"/" in name or b"\0" in name or len(name) > _NAME:
+        raise SandboxError(f"the packed box is damaged: {name[:40]!r} is no name")
+    return name
+
+
+def _finish(fd: int, mode: int, time_ns: int, owner: tuple[int, int] | None) -> None:
+    if owner:
+        os.fchown(fd, *owner)
+    os.fchmod(fd, mode)
+    os.utime(fd, ns=(time_ns, time_ns))
+
+
+@contextmanager
+def _opened(name: bytes, flags: int, parent: int | None) -> Generator[int]:
+    fd = os.open(name, flags, 0o600, dir_fd=parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

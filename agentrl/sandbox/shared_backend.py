@@ -1,0 +1,134 @@
+"""A backend that the episodes of a trio loop share, with boxes made ahead if asked. Knows nothing of their use.
+
+boxes = shared("docker", ready=4)       # the same for all who ask for the same in this loop
+await boxes.enter()
+box = await boxes.create(spec)
+...
+await box.close()
+await boxes.leave()                     # the last to leave closes the backend
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+import trio
+from trio.lowlevel import RunVar
+
+from agentrl.errors import ConfigError, SandboxError
+from agentrl.host.clocks import host_time
+from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
+from agentrl.sandbox import backend
+from agentrl.sandbox.backend_pool import Pool
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_arguments: RunVar[Mapping[str, Mapping[str, Any]]] = RunVar("agentrl.sandbox.arguments", default={})
+
+
+def configure(arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """From now on, what the backends of this trio loop are opened with, by registry id."""
+    _arguments.set(arguments)
+
+
+class SharedBackend:
+    """Opened for the first box that anyone asks for, closed when the last user has left; then it may be used again.
+    Satisfies `SandboxBackend`."""
+
+    def __init__(self, name: str, *, ready: int = 0) -> None:
+        """`name` is the registry id of the backend; `ready` boxes of each kind are kept made ahead."""
+        if not isinstance(ready, int) or ready < 0:  # pyright: ignore[reportUnnecessaryIsInstance] - from a run file
+            raise ConfigError("ready", ready, "give how many boxes are made ahead, 0 for none")
+        self.name = name
+        self._ready = ready
+        self._users = 0
+        self._backend: SandboxBackend | None = None
+        self._closing = trio.Lock()
+        self._done, self._gone = trio.Event(), trio.Event()
+
+    async def enter(self) -> None:
+        """One more user, who will `leave`."""
+        async with self._closing:
+            self._users += 1
+
+    async def leave(self) -> None:
+        """One user less; the last one closes the backend."""
+        with trio.CancelScope(shield=True):
+            async with self._closing:
+                self._users -= 1
+                if not self._users:
+                    await self.aclose()
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """A new box. Raises SandboxError, also where nobody has entered, and HostBusy."""
+        if not self._users:
+            raise SandboxError(f"the shared backend {self.name} has no user: enter it first")
+        with host_time(f"a box of {self.name}"):
+            async with self._closing:
+                opened = self._backend = self._backend or await self._opened()
+            return await opened.create(spec)
+
+    async def aclose(self) -> None:
+        """Close the backend, even if somebody still uses it. Idempotent."""
+        opened, self._backend = self._backend, None
+        if isinstance(opened, Pool):
+            self._done.set()
+            await self._gone.wait()
+        elif opened is not None:
+            await opened.aclose()
+
+    async def _opened(self) -> SandboxBackend:
+        plain = backend(self.name, **_arguments.get().get(self.name, {}))
+        if not self._ready:
+            return plain
+        pool = Pool(plain, ready=self._ready)
+        self._done, self._gone = trio.Event(), trio.Event()
+        opened = trio.Event()
+        trio.lowlevel.spawn_system_task(self._hold, pool, opened, self._done, self._gone)
+        await opened.wait()
+        return pool
+
+    async def _hold(self, pool: Pool, opened: trio.Event, done: trio.Event, gone: trio.Event) -> None:
+        """Body of a system task, so it never raises: the pool outlives the episode that opened it and ends in none that
+        uses it."""
+        try:
+            async with pool:
+                opened.set()
+                await done.wait()
+        except Exception:
+            log.exception("the pool of the backend %r failed", self.name)
+        finally:
+            gone.set()
+
+
+def once_a_loop(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache`, anew in every trio loop: a result belongs to the loop that asked for it."""
+    caches: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            cached = caches.get()
+        except LookupError:
+            cached = cast("Callable[P, T]", functools.cache(function))
+            caches.set(cached)
+        return cached(*args, **kwargs)
+
+    return call
+
+
+def shared(name: str, *, ready: int = 0) -> SharedBackend:
+    """The shared backend of this trio loop under a registry id."""
+    return _shared(name, ready)
+
+
+@once_a_loop
+def _shared(name: str, ready: int) -> SharedBackend:
+    return SharedBackend(name, ready=ready)

@@ -1,0 +1,408 @@
+"""A host folder that hostile code writes to, reached only through descriptors. Knows nothing of processes.
+
+Every path is walked one component at a time with `O_NOFOLLOW`; symbolic links are read and resolved here, the way the
+box would see them, so a link can point anywhere *inside* the folder and nowhere else, also while the box swaps it.
+A failure that the box could have caused raises `SandboxPathError`; any other (an I/O error, no descriptors) raises
+`SandboxError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.host.janitor import remove_tree
+
+WORKSPACE = "/workspace"
+"""Where every backend shows the work folder inside the box."""
+
+_HOST_FAULTS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBADF, errno.ESTALE, errno.EROFS})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MAX_LINKS = 40
+MAX_DEPTH = 100  # folders in folders, of a path or of a tree that is copied: each takes a descriptor
+_MAX_ENTRIES = 1 << 16
+_CHUNK = 1 << 20
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bounds a copy of a hostile tree: counts its bytes and entries; sparse files count in full."""
+
+    limit: int
+    bytes: int = 0
+    entries: int = 0
+
+    def spend(self, size: int) -> None:
+        self.bytes += size
+        self.entries += 1
+        if self.bytes > self.limit or self.entries > _MAX_ENTRIES:
+            raise SandboxPathError(f"the tree exceeds {self.limit} bytes or {_MAX_ENTRIES} entries")
+
+
+class Folder:
+    """The work folder of a box. `owner` (uid, gid) gets what we create; `aliases` are absolute names of the folder."""
+
+    def __init__(
+        self, root: Path, *, limit: int, owner: tuple[int, int] | None = None, bounded: bool = False, alias: str = ""
+    ) -> None:
+        """`limit` bounds files read and trees copied (bytes); `bounded`: a full disk is the box's own doing."""
+        self.root, self.limit, self.owner, self.bounded = root, limit, owner, bounded
+        self._aliases = (WORKSPACE, alias or str(root))
+        self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # --- single files -------------------------------------------------------------------------------------------
+
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """The bytes of a regular file, if it has at most `most_bytes`."""
+        bound = self.limit if most_bytes is None else min(most_bytes, self.limit)
+        with self._faults(path), self._parent(path) as (parent, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+            with os.fdopen(fd, "rb") as file:
+                self._must_be_regular(path, fd)
+                data = file.read(bound + 1)
+        if len(data) > bound:
+            raise SandboxPathError(f"{path!r} is larger than {bound} bytes")
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a regular file, making parent folders as needed."""
+        with self._faults(path), self._parent(path, make=True) as (parent, name):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o644, dir_fd=parent)
+            with os.fdopen(fd, "wb") as file:
+                self._must_be_regular(path, fd)
+                os.ftruncate(fd, 0)
+                self._own(fd)
+                file.write(data)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and its parents, if they are not there."""
+        with self._faults(path), self._directory(path, make=True):
+            pass
+
+    def link(self, path: str, target: str) -> None:
+        """Make a symbolic link. Raises SandboxPathError if the name is taken."""
+        with self._faults(path), self._parent(path) as (parent, name):
+            os.symlink(target, name, dir_fd=parent)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """Set the permissions of a file or folder; a link is refused."""
+        with self._faults(path), self._parent(path) as (parent, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+            try:
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether `path` is a folder inside; links are followed inside."""
+        try:
+            with self._faults(path), self._directory(path):
+                return True
+        except SandboxPathError:
+            return False
+
+    # --- trees --------------------------------------------------------------------------------------------------
+
+    def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or tree (trusted) to `target`; links are copied as links."""
+        if source.is_file():
+            self.write(target, source.read_bytes())
+            self.set_mode(target, source.stat().st_mode & 0o777)
+            return
+        if not source.is_dir():
+            raise SandboxError(f"nothing to upload at {str(source)!r} on the host")
+        with self._faults(target), self._directory(target, make=True) as into, _opened(source) as origin:
+            _copy_tree(origin, into, Budget(self.limit), owner=self.owner, merge=True)
+
+    def download(self, source: str, target: Path) -> None:
+        """Copy a file or tree of the box to the host path `target`.
+
+        Left out: links that could lead out of the tree, device nodes, sockets, pipes, setuid bits."""
+        if not self.is_directory(source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            data = self.read(source)
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            return
+        target.mkdir(parents=True, exist_ok=True)
+        with self._faults(source), self._directory(source) as origin, _opened(target) as into:
+            _copy_tree(origin, into, Budget(self.limit), inner_links_only=True, merge=True)
+
+    def save(self, target: Path) -> None:
+        """Copy the whole folder to a new host folder, links as they are."""
+        target.mkdir(mode=0o700, parents=True)
+        with self._faults("."), _opened(target) as into:
+            _copy_tree(self._fd, into, Budget(self.limit))
+
+    def load(self, source: Path) -> None:
+        """Replace the folder's contents by what `save` wrote."""
+        self.clear()
+        with self._faults("."), _opened(source) as origin:
+            _copy_tree(origin, self._fd, Budget(self.limit), owner=self.owner)
+
+    def clear(self) -> None:
+        """Remove all contents."""
+        for entry in self.root.iterdir():
+            remove_tree(entry)
+
+    # --- the walk -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _parent(self, path: str, *, make: bool = False) -> Generator[tuple[int, str]]:
+        """Descriptor of the folder that holds the path's last component, and that component's name."""
+        fd, name = self._resolve(path, make=make)
+        try:
+            if name == ".":
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            yield fd, name
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _directory(self, path: str, *, make: bool = False) -> Generator[int]:
+        parent, name = self._resolve(path, make=make)
+        try:
+            fd = self._enter(parent, name, make=make)
+        finally:
+            os.close(parent)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _resolve(self, path: str, *, make: bool) -> tuple[int, str]:
+        """Walk to the last component, following links inside. The caller closes the descriptor."""
+        stack = [os.dup(self._fd)]
+        try:
+            todo = deque(self._inside(path).split("/"))
+            links = 0
+            while todo:
+                part = todo.popleft()
+                if part in ("", "."):
+                    continue
+                if part == "..":
+                    if len(stack) == 1:
+                        raise SandboxPathError(f"{path!r} leads out of the work folder")
+                    os.close(stack.pop())
+                    continue
+                target = _link_target(stack[-1], part)
+                if target is not None:
+                    links += 1
+                    if links > _MAX_LINKS:
+                        raise SandboxPathError(f"{path!r} has too many levels of links")
+                    if target.startswith("/"):
+                        target = self._inside(target)
+                        while len(stack) > 1:
+                            os.close(stack.pop())
+                    todo.extendleft(reversed(target.split("/")))
+                elif any(rest not in ("", ".") for rest in todo):
+                    if len(stack) > MAX_DEPTH:
+                        raise SandboxPathError(f"{path[:100]!r}… is deeper than {MAX_DEPTH} folders")
+                    stack.append(self._enter(stack[-1], part, make=make))
+                else:
+                    return stack.pop(), part
+            return stack.pop(), "."
+        finally:
+            for fd in stack:
+                os.close(fd)
+
+    def _inside(self, path: str) -> str:
+        if not path.startswith("/"):
+            return path
+        for alias in self._aliases:
+            if path == alias or path.startswith(alias + "/"):
+                return path[len(alias) :]
+        raise SandboxPathError(f"{path!r} leads out of the work folder {WORKSPACE}")
+
+    def _enter(self, parent: int, name: str, *, make: bool) -> int:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=parent)
+                if self.owner:
+                    os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
+        return os.open(name, DIRECTORY, dir_fd=parent)
+
+    def _own(self, fd: int) -> None:
+        if self.owner:
+            os.fchown(fd, *self.owner)
+
+    def _must_be_regular(self, path: str, fd: int) -> None:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SandboxPathError(f"{path!r} is not a regular file")
+
+    @contextmanager
+    def _faults(self, path: str) -> Generator[None]:
+        """Name an operating system's error once, as the box's doing or the host's."""
+        if self._fd < 0:
+            raise SandboxError("the box is closed")
+        with faults_of(path, bounded=self.bounded):
+            yield
+
+
+@contextmanager
+def faults_of(path: str, *, bounded: bool) -> Generator[None]:
+    """Name an operating system's error once, as the box's doing or the host's; `bounded`: a full disk is the box's."""
+    try:
+        yield
+    except OSError as error:
+        host = error.errno in _HOST_FAULTS or (error.errno in _NO_SPACE and not bounded)
+        kind = SandboxError if host else SandboxPathError
+        raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:  # NUL bytes, lone surrogates
+        raise SandboxPathError(f"{path!r} is no path: {error}") from error
+
+
+def usage(*roots: Path) -> float:
+    """Bytes that the trees take on disk, each entry at half a kilobyte more. Endless where a folder may not be looked
+    into: hiding must not pay. Files that were deleted but are still open do not show."""
+    total = 0
+    hidden: list[OSError] = []
+
+    def note(error: OSError) -> None:
+        if error.errno != errno.ENOENT:
+            hidden.append(error)
+
+    for root in roots:
+        try:
+            for _, folders, files, fd in os.fwalk(root, onerror=note):
+                for name in (*folders, *files):
+                    with contextlib.suppress(OSError):
+                        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 + 512
+        except (PermissionError, RecursionError):
+            return math.inf
+    return math.inf if hidden else total
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[int]:
+    """Descriptor of a trusted host folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _link_target(parent: int, name: str) -> str | None:
+    try:
+        return os.readlink(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT):
+            return None
+        raise
+
+
+def _copy_tree(
+    origin: int,
+    into: int,
+    budget: Budget,
+    *,
+    owner: tuple[int, int] | None = None,
+    inner_links_only: bool = False,
+    merge: bool = False,
+    depth: int = 0,
+) -> None:
+    """Copy folder to folder by descriptor: regular files, folders, links; modes (no setuid) and times are kept."""
+    if depth > MAX_DEPTH:
+        raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
+    for name in os.listdir(origin):
+        status = os.stat(name, dir_fd=origin, follow_symlinks=False)
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        budget.spend(status.st_size)
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(name, dir_fd=origin)
+            if inner_links_only and not stays_inside(target, depth):
+                continue
+            if merge:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=into)
+            os.symlink(target, name, dir_fd=into)
+            if owner:
+                os.chown(name, *owner, dir_fd=into, follow_symlinks=False)
+        elif stat.S_ISDIR(status.st_mode):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=into)
+            inner_origin = os.open(name, DIRECTORY, dir_fd=origin)
+            try:
+                inner_into = os.open(name, DIRECTORY, dir_fd=into)
+                try:
+                    _copy_tree(
+                        inner_origin,
+                        inner_into,
+                        budget,
+                        owner=owner,
+                        inner_links_only=inner_links_only,
+                        merge=merge,
+                        depth=depth + 1,
+                    )
+                    _finish(inner_into, mode, status, owner)
+                finally:
+                    os.close(inner_into)
+            finally:
+                os.close(inner_origin)
+        elif stat.S_ISREG(status.st_mode):
+            _copy_file(origin, into, name, budget, merge=merge, mode=mode, status=status, owner=owner)
+
+
+def _copy_file(
+    origin: int,
+    into: int,
+    name: str,
+    budget: Budget,
+    *,
+    merge: bool,
+    mode: int,
+    status: os.stat_result,
+    owner: tuple[int, int] | None,
+) -> None:
+    source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=origin)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if merge else os.O_EXCL)
+        target = os.open(name, flags, 0o600, dir_fd=into)
+        try:
+            left = status.st_size  # a file that grows meanwhile is copied as it was counted
+            while left > 0 and (chunk := os.read(source, min(_CHUNK, left))):
+                left -= len(chunk)
+                while chunk:
+                    chunk = chunk[os.write(target, chunk) :]
+            _finish(target, mode, status, owner)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+
+
+def _finish(fd: int, mode: int, status: os.stat_result, owner: tuple[int, int] | None) -> None:
+    if owner:
+        os.fchown(fd, *owner)
+    os.fchmod(fd, mode)
+    os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def stays_inside(target: str, depth: int) -> bool:
+    """Whether a link in a folder `depth` levels down can only lead inside: first `..` up to the tree's root, then
+    names. A `..` after a name is refused: the name may be a link itself."""
+    if target.startswith("/"):
+        return False
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    ups = 0
+    while ups < len(parts) and parts[ups] == "..":
+        ups += 1
+    return ups <= depth and ".." not in parts[ups:]

@@ -1,0 +1,218 @@
+"""Boxes whose commands are processes of this host behind a wrapper of yours (`firejail`, `unshare`, a remote shell).
+
+A backend derives from `ProcessBackend`, says in `wrap` how a command is started, and gets the rest: work folders,
+files, snapshots, forks, deadlines, bounded output, background processes, the end. The wrapper makes
+the walls. At a deadline its process group is ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.host.clocks import policy_time
+from agentrl.host.janitor import OwnedFolder
+from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
+from agentrl.sandbox.background_process import Background, NeverStarted
+from agentrl.sandbox.check_command import Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.folder_box import WorkBox
+from agentrl.sandbox.folder_snapshots import Snapshots
+from agentrl.sandbox.host_process import Child, exit_code
+from agentrl.sandbox.work_folder import WORKSPACE, Folder
+
+_KEPT = ("PATH", "LANG", "LC_ALL")  # of this process's environment; the rest may hold secrets
+_DRAIN_S = 1.0  # for pipes that an escaped process still holds open
+
+
+class ProcessBackend:
+    """Base of backends that start commands by a wrapper. `name` is the registry id."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._home: OwnedFolder | None = None
+        self._snapshots: Snapshots | None = None
+        self._count = itertools.count()
+        self._boxes: set[ProcessBox] = set()
+
+    def wrap(self, command: list[bytes], spec: SandboxSpec, folder: Path) -> list[bytes]:
+        """The words that run `command` in a box whose work folder is `folder`. Exit codes of a shell are expected:
+        127 for a missing program, 126 for one that cannot be run."""
+        raise NotImplementedError
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise SandboxError for a spec that this backend cannot make."""
+
+    async def create(self, spec: SandboxSpec | None = None) -> ProcessBox:
+        """A new work folder. Raises SandboxError if the host fails or cannot make such a box."""
+        spec = spec or SandboxSpec()
+        self.check(spec)
+        if self._home is None:
+            self._home = OwnedFolder()
+            self._snapshots = Snapshots(self._home.path / "snapshots")
+        assert self._snapshots
+        box = ProcessBox(self._home, f"box{next(self._count)}", spec, self._snapshots, self)
+        self._boxes.add(box)
+        try:
+            for path, data in spec.files.items():
+                await box.write(path, data)
+        except BaseException:
+            await box.close()
+            raise
+        return box
+
+    def forget(self, box: ProcessBox) -> None:
+        """A box says that it closed."""
+        self._boxes.discard(box)
+
+    async def aclose(self) -> None:
+        """Close all boxes and leave nothing behind. Idempotent."""
+        with trio.CancelScope(shield=True):
+            for box in list(self._boxes):
+                await box.close()
+            if self._home is not None:
+                home, self._home = self._home, None
+                await trio.to_thread.run_sync(home.close)
+
+
+class ProcessBox(WorkBox):
+    """A work folder and the processes started in it."""
+
+    def __init__(
+        self, home: OwnedFolder, name: str, spec: SandboxSpec, snapshots: Snapshots, backend: ProcessBackend
+    ) -> None:
+        self.spec = spec
+        self._home, self._backend = home, backend
+        self._root = home.path / name
+        self._path = self._root / "work"
+        self._path.mkdir(mode=0o700, parents=True)
+        super().__init__(Folder(self._path, limit=spec.limits.disk_bytes), snapshots)
+        self._running: dict[Child, trio.Event] = {}
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
+        try:
+            wall_s = checked_wall_s(timeout_s, self.spec.limits)
+            child = self._spawn(argv, cwd, env)
+        except Refused as refused:
+            return refused.result
+        with policy_time():
+            timed_out = await self._drive(child, stdin, wall_s)
+        return _result(child, timed_out=timed_out)
+
+    async def start(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> BoxProcess:
+        """Start a background process; it lives until it ends, is killed, or the box closes."""
+        try:
+            child = self._spawn(argv, cwd, env)
+        except Refused as refused:
+            return NeverStarted(refused.result)
+        return Background(
+            child,
+            drive=lambda: self._drive(child, None, math.inf),
+            result=lambda: _result(child, timed_out=False),
+            kill=child.kill_group,
+        )
+
+    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Child:
+        self._must_be_open()
+        command = checked_argv(argv)
+        kept = {key: os.environ[key] for key in _KEPT if key in os.environ}
+        home = {"HOME": str(self._path), "TMPDIR": str(self._path)}
+        variables = checked_env({**kept, **home, **self.spec.env, **(env or {}), **self._home.mark})
+        folder = self._path
+        if cwd not in (None, "", "."):
+            if not self._work.is_directory(cwd):
+                raise Refused(f"no folder {cwd!r} in the work folder")
+            folder = self._path / cwd.removeprefix(WORKSPACE).lstrip("/")
+        wrapped = self._backend.wrap(command, self.spec, self._path)
+        child = Child(wrapped, env=variables, cwd=folder, output_bytes=self.spec.limits.output_bytes)
+        self._running[child] = trio.Event()
+        return child
+
+    async def _drive(self, child: Child, stdin: bytes | None, timeout_s: float) -> bool:
+        timed_out = False
+        try:
+            async with trio.open_nursery() as pipes:
+                pipes.start_soon(child.drain)
+                if stdin is not None:
+                    pipes.start_soon(child.feed, stdin)
+                with trio.move_on_after(timeout_s) as deadline:
+                    await child.ended()
+                timed_out = deadline.cancelled_caught
+                await child.end(child.kill_group)
+                pipes.cancel_scope.deadline = trio.current_time() + _DRAIN_S
+        finally:
+            try:
+                await child.close(child.kill_group)
+            finally:
+                self._running.pop(child).set()
+        if self._closed:
+            raise SandboxError("the box was closed while a command ran in it")
+        return timed_out
+
+    async def restore(self, snapshot: str) -> None:
+        """Put the work folder back as it was; processes of the box are ended."""
+        self._must_be_open()
+        await self._end_processes()
+        await self._snapshots.put_back(snapshot, self._work)
+
+    def _processes(self) -> int:
+        return len(self._running)
+
+    async def fork(self) -> ProcessBox:
+        """A new box with a copy of the work folder; processes are not copied."""
+        self._must_be_open()
+        twin = await self._backend.create(dataclasses.replace(self.spec, files={}))
+        try:
+            await trio.to_thread.run_sync(twin._work.load, self._path)
+        except BaseException:
+            await twin.close()
+            raise
+        return twin
+
+    async def close(self) -> None:
+        """End all processes, remove all files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with trio.CancelScope(shield=True):
+            await self._end_processes()
+            self._work.close()
+            self._snapshots.drop(self._taken)
+            await trio.to_thread.run_sync(self._home.remove, self._root)
+        self._backend.forget(self)
+
+    async def _end_processes(self) -> None:
+        running = dict(self._running)
+        for child in running:
+            child.kill_group()
+        for ended in running.values():
+            await ended.wait()
+
+
+def _result(child: Child, *, timed_out: bool) -> ExecResult:
+    return ExecResult(
+        exit_code=137 if timed_out else exit_code(child.status or 0),
+        stdout=child.stdout.take(),
+        stderr=child.stderr.take(),
+        timed_out=timed_out,
+        truncated=child.stdout.truncated or child.stderr.truncated,
+        duration_s=child.duration_s,
+    )

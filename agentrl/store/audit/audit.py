@@ -1,0 +1,429 @@
+"""Checks the laws on the raw rows of a store: lost data, episodes trained twice, episodes trained against the rules.
+
+Shares no code with the writers of the rows: it has its own SQL, its own reader of token blobs and its own computation
+of lag, so that the checker does not repeat a bug of a writer. Reads everything once, in one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import zstandard
+
+from agentrl.store import RunStore
+from agentrl.store.audit.audit_report import KINDS, AuditReport, Violation, together
+from agentrl.store.databases.database import Database
+
+__all__ = ["KINDS", "AuditReport", "Violation", "audit"]
+
+_NOT_BY_POLICY = {"engine_failed", "sandbox_failed", "env_failed", "expired"}
+_ENV_ENDED = {"done", "truncated"}
+
+
+def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
+    """Check every law that the store's rows can show, and the checkpoint folders that still exist: those that the store
+    knows and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
+    reports = [
+        _audit(shard._db, checkpoints, at, len(store.shards))  # pyright: ignore[reportPrivateUsage]
+        for at, shard in enumerate(store.shards)
+    ]
+    return together(reports)
+
+
+def _audit(db: Database, checkpoints: Path | None, shard: int, n: int) -> AuditReport:
+    """Check the raw rows of one of the `n` databases of a store."""
+    report = AuditReport()
+    checks: Iterable[Callable[[Database, AuditReport], None]] = (
+        _count,
+        _check_owners,
+        _check_turns,
+        _check_ends,
+        _check_forks,
+        _check_lineage,
+        _check_records,
+        _check_skipped,
+        _check_lag,
+        _check_file,
+    )
+    with db.read():
+        for check in checks:
+            check(db, report)
+        _check_checkpoints(db, report, checkpoints, lambda episode: (episode - 1) % n == shard)
+        for table in ("groups", "episodes"):
+            for (id,) in db.rows(f"SELECT id FROM {table} WHERE (id - 1) % ? <> ?", (n, shard)):
+                report.breach("bookkeeping", f"{table}: {id} is in database {shard} of {n}, which has others")
+    return report
+
+
+def _count(db: Database, report: AuditReport) -> None:
+    groups: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, state, n in db.rows("SELECT purpose, state, COUNT(*) FROM groups GROUP BY 1, 2"):
+        groups[purpose][state] = n
+    counters: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, state, n in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
+        counters[purpose][state] = n
+    endings = db.rows(
+        "SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason IS NOT NULL GROUP BY 1, 2"
+    )
+    counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts GROUP BY 1, 2")
+    if sorted(endings) != sorted(counted):
+        report.breach("bookkeeping", f"episodes ended as {endings}, counted as {counted}")
+    if groups != counters:
+        report.breach("bookkeeping", f"groups by state are {dict(groups)}, counted as {dict(counters)}")
+    report.groups = dict(groups)
+    report.episodes = dict(db.rows("SELECT state, COUNT(*) FROM episodes GROUP BY 1"))
+    report.drops = {
+        str(reason): n
+        for reason, n in db.rows(
+            "SELECT reason, COUNT(*) FROM groups WHERE purpose = 'train' AND state IN ('expired', 'failed') GROUP BY 1"
+        )
+    }
+    report.attempt = int(db.rows("SELECT value FROM meta WHERE key = 'attempt'")[0][0])
+    for (group_id,) in db.rows("SELECT id FROM groups WHERE state IN ('expired', 'failed') AND reason IS NULL"):
+        report.breach("drop_without_reason", f"group {group_id}")
+
+
+_OWNERS = (
+    ("episodes", "group_id", "groups"),
+    ("turns", "episode_id", "episodes"),
+    ("tokens", "turn_id", "turns"),
+    ("steps", "turn_id", "turns"),
+    ("rewards", "turn_id", "turns"),
+    ("unscored", "turn_id", "turns"),
+    ("endings", "episode_id", "episodes"),
+    ("restarts", "episode_id", "episodes"),
+    ("partials", "episode_id", "episodes"),
+    ("snapshots", "episode_id", "episodes"),
+    ("unsaved", "episode_id", "episodes"),
+    ("imports", "group_id", "groups"),
+    ("lineage", "episode_id", "episodes"),
+)
+
+
+def _check_owners(db: Database, report: AuditReport) -> None:
+    for table, column, owner in _OWNERS:
+        for (missing,) in db.rows(
+            f"SELECT DISTINCT c.{column} FROM {table} c LEFT JOIN {owner} o ON o.id = c.{column} WHERE o.id IS NULL"
+        ):
+            report.breach("orphan_row", f"{table}: {column} {missing} is no row of {owner}")
+    for group_id, size, n, members in db.rows(
+        "SELECT g.id, g.size, COUNT(e.id), COUNT(DISTINCT e.member) FROM groups g"
+        " LEFT JOIN episodes e ON e.group_id = g.id GROUP BY g.id HAVING COUNT(e.id) <> g.size"
+        " OR COUNT(DISTINCT e.member) <> g.size OR MIN(e.member) <> 0 OR MAX(e.member) <> g.size - 1"
+    ):
+        report.breach("orphan_row", f"group {group_id} of {size} has {n} episodes, {members} members")
+
+
+def _check_turns(db: Database, report: AuditReport) -> None:
+    """Check that a trial's turns have no gaps, that all but its last are answered, and that every token is complete."""
+    steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
+    rows = db.execute(
+        "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, t.learns,"
+        " k.data, s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
+        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
+        " LEFT JOIN episodes e ON e.id = t.episode_id LEFT JOIN groups g ON g.id = e.group_id"
+        " ORDER BY t.episode_id, t.trial, t.idx"
+    )
+    at: tuple[int, int] | None = None
+    expected, answered = 0, True
+    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, learns, blob, *rest in rows:
+        has_step, last_trial, dropped = rest
+        where = f"episode {episode}, trial {trial}, turn {index}"
+        if (episode, trial) != at:
+            at, expected, answered = (episode, trial), 0, True
+        if index != expected:
+            report.breach("turns_lost", f"{where}: turn {expected} is missing")
+        if not answered:
+            report.breach("turns_lost", f"{where}: the turn before it has no answer of the environment")
+        if parent is not None and not 0 <= parent < index:
+            report.breach("turns_lost", f"{where}: extends turn {parent}")
+        if last_trial is not None and trial > last_trial:
+            report.breach("turns_lost", f"{where}: the episode has only come to trial {last_trial}")
+        expected, answered = index + 1, bool(has_step)
+        report.turns += 1
+        report.tokens += n_tokens
+        report.turns_set_aside += last_trial is not None and trial < last_trial
+        made_at = _check_spans(report, where, json.loads(spans), n_tokens, steps_of if learns else None)
+        if made_at != oldest:
+            report.breach("bookkeeping", f"{where}: oldest token is of step {made_at}, written down as {oldest}")
+        if blob is None and not dropped:
+            report.breach("tokens_incomplete", f"{where}: token ids and log-probs are missing")
+        if blob is not None:
+            fault = _fault_of(blob, n_prompt, n_tokens)
+            if fault:
+                report.breach("tokens_incomplete", f"{where}: {fault}")
+
+
+def _check_spans(
+    report: AuditReport, where: str, spans: list[list[int]], n_tokens: int, steps_of: dict[int, int] | None
+) -> int | None:
+    """Check that each token of a turn has one known version; return the step of the oldest one. `steps_of` is None for
+    a turn of a frozen policy, whose versions are not the run's."""
+    covered = [token for _, start, end in spans for token in range(start, end)]
+    if covered != list(range(n_tokens)):
+        report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
+    if steps_of is None:
+        return None
+    unknown = sorted({version for version, _, _ in spans if version not in steps_of})
+    if unknown:
+        report.breach("tokens_incomplete", f"{where}: versions {unknown} were never minted")
+    return min((steps_of[version] for version, _, _ in spans if version in steps_of), default=None)
+
+
+def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
+    """The fault of a token blob (for its layout see `codec`); None if it has none."""
+    try:
+        data = zstandard.ZstdDecompressor().decompress(blob)
+        width, p, t = struct.unpack_from("<BII", data)
+        if (p, t) != (n_prompt, n_tokens):
+            return f"holds {p} prompt and {t} sampled tokens, should hold {n_prompt} and {n_tokens}"
+        logprobs = struct.unpack_from(f"<{t}{'f' if width == 4 else 'd'}", data, 9 + 4 * (p + t))
+        end = 9 + 4 * (p + t) + width * t
+        while end < len(data):  # named columns
+            end += 1 + data[end]
+            end += 5 + struct.unpack_from("<BI", data, end)[1]
+    except (zstandard.ZstdError, struct.error) as error:
+        return f"cannot be unpacked: {error}"
+    if end != len(data):
+        return f"is {len(data)} bytes long, should be {end}"
+    return None if all(map(math.isfinite, logprobs)) else "has a log-prob that is not finite"
+
+
+def _check_ends(db: Database, report: AuditReport) -> None:
+    """Check that an ended episode's recorded length is that of its rows, and that groups end with their members."""
+    ended = db.rows(
+        "SELECT e.id, e.stop_reason, e.n_turns, e.n_tokens, COUNT(t.id), COALESCE(SUM(t.n_tokens), 0),"
+        " COUNT(t.id) - COUNT(s.turn_id) FROM episodes e"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
+        " WHERE e.state IN ('finished', 'expired') GROUP BY e.id"
+    )
+    for episode, stop_reason, said_turns, said_tokens, turns, tokens, unanswered in ended:
+        if (said_turns, said_tokens) != (turns, tokens):
+            report.breach(
+                "turns_lost",
+                f"episode {episode} ended with {said_turns} turns, {said_tokens} tokens; {turns}, {tokens} are there",
+            )
+        if stop_reason is None:
+            report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
+        if stop_reason in _ENV_ENDED and unanswered:
+            report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
+    for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
+        ids = f"SELECT DISTINCT episode_id FROM {table}"
+        for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({ids})"):
+            report.breach("bookkeeping", f"episode {episode} ended with {what}")
+    for (episode,) in db.rows(
+        "SELECT h.episode_id FROM endings h JOIN episodes e ON e.id = h.episode_id"
+        " WHERE e.state IN ('finished', 'expired')"
+        " OR NOT EXISTS (SELECT 1 FROM unscored u WHERE u.episode_id = h.episode_id)"
+    ):
+        report.breach("episode_held", f"episode {episode} has ended or waits for no source, and is held")
+    for episode, source in db.rows(
+        "SELECT DISTINCT t.episode_id, r.source FROM rewards r JOIN turns t ON t.id = r.turn_id"
+        " JOIN unscored u ON u.turn_id = r.turn_id AND u.source = r.source WHERE r.counts = 1"
+    ):
+        report.breach("bookkeeping", f"episode {episode}: {source} has scored a turn that still waits for it")
+    stuck = db.rows(
+        "SELECT g.id, g.state, COUNT(*) FILTER (WHERE e.late = 0 AND e.state IN ('waiting', 'running')),"
+        " COUNT(*) FILTER (WHERE e.state = 'running'),"
+        " SUM(e.late) FROM groups g JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
+    )
+    for group, state, unfinished, running, late in stuck:
+        group_open = state in ("waiting", "running")
+        if group_open != bool(unfinished) or (state == "waiting" and running):
+            report.breach("group_stuck", f"group {group} is {state} with {unfinished} members not ended")
+        if group_open and late:
+            report.breach("group_stuck", f"group {group} is {state}, and {late} of its members are late")
+
+
+def _check_forks(db: Database, report: AuditReport) -> None:
+    """Check that the turns of a fork before its own are those of its origin, and are context only."""
+    for episode, trial, fork_turn, learned, n, other in db.rows(
+        "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns = 1, t.idx, NULL)), COUNT(t.id),"
+        " MIN(iif(g.fork_of IS NOT NULL AND (o.id IS NULL"
+        " OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS DISTINCT FROM (o.text, o.spans, o.n_prompt, o.n_tokens)"
+        " OR (g.tokens_dropped = 0 AND k.data <> l.data)), t.idx, NULL)) FROM groups g"
+        " JOIN episodes e ON e.group_id = g.id"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = 0 AND t.idx < g.fork_turn"
+        " LEFT JOIN turns o ON o.episode_id = g.fork_of AND o.trial = g.fork_trial AND o.idx = t.idx"
+        " LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN tokens l ON l.turn_id = o.id"
+        " WHERE g.fork_turn IS NOT NULL GROUP BY e.id, g.id"
+    ):
+        where = f"episode {episode}, a fork"
+        if learned is not None:
+            report.breach("fork_broken", f"{where}, trains turn {learned} of its origin")
+        if other is not None:
+            report.breach("fork_broken", f"{where}: its turn {other} is not that of its origin")
+        if trial or n != fork_turn:
+            report.breach("fork_broken", f"{where} at turn {fork_turn}, has {n} turns of its origin or was begun anew")
+
+
+def _check_lineage(db: Database, report: AuditReport) -> None:
+    live: defaultdict[int, list[int]] = defaultdict(list)
+    for episode, step in db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"):
+        live[episode].append(step)
+    for episode, steps in live.items():
+        if len(steps) > 1:
+            report.breach("trained_twice", f"episode {episode}: in the loss of steps {sorted(steps)}")
+    safe = db.rows("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")[0][0]
+    trained_of: defaultdict[int, set[int]] = defaultdict(set)  # group -> steps that trained a member of it
+    for episode, group, state, stop_reason, outcome, late, taken_step, dropped, group_state, group_step in db.rows(
+        "SELECT e.id, e.group_id, e.state, e.stop_reason, e.outcome, e.late, e.taken_step, e.dropped, g.state,"
+        " g.taken_step FROM episodes e JOIN groups g ON g.id = e.group_id ORDER BY e.id"
+    ):
+        where = f"episode {episode} of group {group}"
+        if (taken_step is not None and dropped is None) != (episode in live):
+            report.breach("lineage_broken", f"{where} left in step {taken_step} ({dropped}), lineage: {live[episode]}")
+        if episode not in live:
+            continue
+        trained_of[group] |= set(live[episode])
+        if taken_step not in live[episode]:
+            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its lineage says {live[episode]}")
+        if not late and taken_step != group_step:
+            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its group in step {group_step}")
+        if group_state not in ("taken", "trained") and not (late and group_state == "expired"):
+            report.breach("lineage_broken", f"{where} is in the lineage, and its group is {group_state}")
+        if state != "finished":
+            report.breach("trained_unfinished", f"{where} is in the lineage and {state}")
+        if not _in_loss(stop_reason, outcome):
+            report.breach("trained_unscored", f"{where} ended as {stop_reason} with outcome {outcome}")
+    for group, purpose, state, step in db.rows("SELECT id, purpose, state, taken_step FROM groups"):
+        is_taken = state in ("taken", "trained")
+        if is_taken != (step is not None) or (is_taken and step not in trained_of[group]):
+            report.breach("lineage_broken", f"group {group} is {state} at step {step}, trained in {trained_of[group]}")
+        if (is_taken or trained_of[group]) and purpose != "train":
+            report.breach("lineage_broken", f"group {group} of {purpose} is {state}")
+        if is_taken and (state == "trained") != (step <= safe):
+            report.breach("lineage_broken", f"group {group}, step {step}, is {state}; last checkpoint is step {safe}")
+
+
+def _check_records(db: Database, report: AuditReport) -> None:
+    """Check that a closed group's record is that of its scored members that were not late, at least min(2, size)."""
+    members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
+    for group, member, stop_reason, outcome, turns in db.rows(
+        "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes"
+        " WHERE late = 0 AND stop_reason IS NOT NULL"
+    ):
+        if _in_loss(stop_reason, outcome):
+            members[group][str(member)] = (outcome, turns)
+    for group, state, size, packed in db.rows("SELECT id, state, size, record FROM groups WHERE purpose = 'train'"):
+        if state in ("taken", "trained") and len(members[group]) < min(2, size):
+            report.breach("trained_unscored", f"group {group} has fewer than two members to compare")
+        if packed is None or state in ("waiting", "running"):
+            continue
+        recorded = {
+            member: (one["outcome"], sum(map(len, one["rewards"].values())))
+            for member, one in json.loads(packed).items()
+        }
+        if recorded != members[group]:
+            report.breach("record_disagrees", f"group {group} recorded {recorded}, its members are {members[group]}")
+
+
+def _check_skipped(db: Database, report: AuditReport) -> None:
+    """Check that a group that left without signal is gone, and that no turn in its record has an advantage: the return
+    at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
+    config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
+    roles = config.get("rollout", {}).get("roles", {})
+    named = {one.get("id") or config["env"]["id"]: one["algo"] for one in config.get("tasks", []) if one.get("algo")}
+    of_role = {one["name"]: one["algo"] for one in config.get("roles", []) if one.get("algo")}
+    for group, state, reason, packed, task in db.rows(
+        "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
+    ):
+        where = f"group {group} left as without signal"
+        algo = named.get(json.loads(task)["env"], config.get("algo", {}))
+        if any(one.get("distil_weight") or one.get("observation_weight") for one in (algo, *of_role.values())):
+            report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
+        if (state, reason) != ("expired", "no_signal"):
+            report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
+        members = list(json.loads(packed or "{}").values())
+        for role in {role for one in members for role in one["rewards"] if roles.get(role, "trained") == "trained"}:
+            weight, discount = (of_role.get(role, algo).get(name, 1.0) for name in ("process_weight", "discount"))
+            outcome = [one["outcomes"].get(role, one["outcome"]) for one in members]
+            rewards = [one["rewards"].get(role, []) for one in members]
+            for turn in range(max(map(len, rewards))):
+                returns = [
+                    discount ** max(len(own) - 1 - turn, 0) * of_episode
+                    + weight * math.fsum(discount**after * reward for after, reward in enumerate(own[turn:]))
+                    for of_episode, own in zip(outcome, rewards, strict=True)
+                ]
+                mean = math.fsum(returns) / len(returns)
+                alive = [value for value, own in zip(returns, rewards, strict=True) if turn < len(own)]
+                if any(abs(value - mean) > 1e-6 for value in alive):
+                    report.breach("skipped_with_signal", f"{where}: turn {turn} of {role!r} returned {returns}")
+                    break
+
+
+def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None, ours: Callable[[int], bool]) -> None:
+    """Check that each folder lists the episodes that the lineage has for its steps, of those that are `ours`."""
+    paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
+    paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
+    lost = {episode for (episode,) in db.rows("SELECT episode_id FROM lost_members")}
+    live: dict[int, int] = dict(db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"))
+    for episode in sorted(lost & live.keys()):
+        report.breach("trained_twice", f"episode {episode}: trained by a checkpoint that the store had lost, and again")
+    for path in sorted(paths):
+        try:
+            state = json.loads((path / "state.json").read_text())
+        except OSError:
+            continue  # the folder was removed
+        if "episodes" in state:
+            listed = {episode for step in state["episodes"] for episode in step if ours(episode)}
+        elif "groups" in state:  # written by an older agentrl, which trained whole groups
+            listed = _members_of(db, state["groups"])
+        else:
+            continue
+        first, last = state["previous_step"] + 1, state["step"]
+        recorded = {episode for episode, step in live.items() if first <= step <= last}
+        for episode in sorted(listed - recorded - lost):
+            report.breach("checkpoint_disagrees", f"{path} trained episode {episode}: not in steps {first} to {last}")
+        for episode in sorted(recorded - listed):
+            report.breach("checkpoint_disagrees", f"{path}: episode {episode} of step {live[episode]} is not in it")
+
+
+def _members_of(db: Database, groups: list[int]) -> set[int]:
+    """The scored members of groups, as far as the store has them."""
+    return {
+        episode
+        for group in groups
+        for episode, stop_reason, outcome in db.rows(
+            "SELECT id, stop_reason, outcome FROM episodes WHERE group_id = ?", (group,)
+        )
+        if _in_loss(stop_reason, outcome)
+    }
+
+
+def _in_loss(stop_reason: str | None, outcome: float | None) -> bool:
+    return stop_reason is not None and stop_reason not in _NOT_BY_POLICY and outcome is not None
+
+
+def _check_lag(db: Database, report: AuditReport) -> None:
+    """Check that each episode in the lineage has a token within the lag bound of its take, if it sampled any."""
+    steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
+    rows = db.execute(
+        "SELECT l.episode_id, l.step, l.max_lag, t.spans FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+        " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE l.undone_attempt IS NULL AND t.learns = 1"
+        " ORDER BY l.id"
+    )
+    lags: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for episode, step, bound, spans in rows:
+        for version, start, end in json.loads(spans):
+            behind = max(0, step - 1 - steps_of.get(version, step - 1))
+            lags[episode, step, bound].append(behind)
+            if behind > bound:
+                report.tokens_stale += end - start
+            else:
+                report.tokens_trained += end - start
+                report.max_lag_seen = max(report.max_lag_seen, behind)
+    for (episode, step, bound), behind in lags.items():
+        if min(behind) > bound:
+            where = f"episode {episode} in step {step}"
+            report.breach("trained_stale", f"{where}: its youngest token is of lag {min(behind)}, bound {bound}")
+
+
+def _check_file(db: Database, report: AuditReport) -> None:
+    for fault in db.faults():
+        report.breach("file_damaged", fault)

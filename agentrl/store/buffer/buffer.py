@@ -1,0 +1,356 @@
+"""The buffer between rollout and learner: which members the learner takes, which groups close, and what is dropped.
+
+A member is trained once (law 2): taking it and writing it into the lineage is one transaction, and the schema allows
+one live lineage row an episode. A group is taken after it has closed; its record says what its members are judged
+against. A member that ends later is taken in a later step. The learner leaves out tokens that are too old for a step
+(law 5); a member without any token young enough leaves here as stale, and its outcome stays in its group's record.
+Which of the closed groups a step takes is an order's choice (see `orders`); groups without signal may leave untrained.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from agentrl.errors import StoreError
+from agentrl.records import Group, GroupState, StopReason
+from agentrl.store.buffer.closing import FULL, ClosePolicy
+from agentrl.store.buffer.group_order import OLDEST, Chosen, Offered, Ready, TakeOrder, choose
+from agentrl.store.buffer.no_signal import Returns, strength
+from agentrl.store.codec import unpack_record, unpack_task
+from agentrl.store.databases.database import Database, Part, outlasting
+from agentrl.store.episodes.endings import end_episode
+from agentrl.store.episodes.groups import LATE, TRAIN, close, close_if_ended, enough, scored
+from agentrl.store.learner_fence import check_lead
+from agentrl.store.reads import load_group
+from agentrl.store.versions import lag
+
+STALE = "stale"
+DEADLINE = "deadline"
+NO_SIGNAL = "no_signal"
+RUN_OVER = "run_over"
+
+
+_RETURNS = Returns()
+
+
+class Expired(NamedTuple):
+    """The result of `Buffer.expire`, as ids: groups that closed before all members had ended, groups past their
+    deadline, late members past theirs."""
+
+    closed: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An ended member of a closed group; `fresh`: the requested step may train at least one of its tokens."""
+
+    id: int
+    group_id: int
+    scored: bool
+    lag: int
+    fresh: bool
+
+    @property
+    def trains(self) -> bool:
+        return self.scored and self.fresh
+
+
+class _Offer(NamedTuple):
+    """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members; ids of
+    groups without signal. `ready` describes `groups` to an order."""
+
+    groups: dict[int, list[_Ended]]
+    stale: list[int]
+    late: list[_Ended]
+    silent: list[int]
+    ready: list[Ready]
+
+
+class Buffer(Part):
+    """Take members for a learner step; close groups, and expire what waits too long."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._strengths: dict[tuple[int, Returns], tuple[float, bool]] = {}  # closed groups: their records never change
+        self._scored_s: dict[tuple[int, int], list[float]] = {}  # of running groups, by id and number of scored members
+
+    def take(
+        self,
+        step: int,
+        n: int,
+        *,
+        max_lag: int,
+        order: TakeOrder = OLDEST,
+        returns: Returns = _RETURNS,
+        skip_at_most: int = 0,
+    ) -> list[Group] | None:
+        """Take what optimizer step `step` trains: `n` closed groups that `order` chooses, and all late members of
+        earlier groups that have been scored since, which do not count towards `n`. If the order chooses fewer, the
+        result is None and nothing is taken. With `n` = 0 only late members are taken; None if there are none.
+
+        Each `Group` holds only the members of this step, and the record that they are judged against. A group whose
+        members are all too old for `max_lag` expires first, whether or not enough groups remain (see `versions` for how
+        lag counts). So do, for each step, up to `skip_at_most` groups whose `returns` give no signal: they come with
+        the step, marked as skipped, so that their outcomes are reported. Beyond that number such groups are taken as
+        any other, so that a run with nothing left to learn still ends.
+
+        Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
+        them back."""
+        offered = self.offered(step, n, max_lag=max_lag, returns=returns)
+        chosen = choose([offered], step, n, order, skip_at_most)
+        return None if chosen is None else self.leave(step, chosen, max_lag=max_lag, returns=returns)
+
+    def offered(self, step: int, n: int, *, max_lag: int, returns: Returns) -> Offered:
+        """What `step` may take, for `choose`. Changes nothing: a waiting learner asks often, and without work it must
+        not take the write lock. Raises as `take`."""
+        with self._db.read():
+            check_lead(self._db)  # one that was followed would wait for groups that the other takes
+            offer = self._offer(step, max_lag, returns)
+            return Offered(
+                ready=offer.ready,
+                silent=offer.silent,
+                under_way=self._under_way() if n else [],
+                skipped=self._skips(step),
+                stale=bool(offer.stale),
+                late=any(one.trains for one in offer.late),
+            )
+
+    def leave(
+        self, step: int, chosen: Chosen, *, max_lag: int, returns: Returns, now: float | None = None
+    ) -> list[Group] | None:
+        """Take the groups that were `chosen` of those offered: `take` says how. None if there were too few. `now`: the
+        time of the take, by default the store's clock."""
+        now = self._db.clock() if now is None else now
+        with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
+            check_lead(self._db)
+            offer = self._offer(step, max_lag, returns)
+            silent = [group_id for group_id in offer.silent if group_id in chosen.skips]
+            self._expire(offer.stale, STALE, now)
+            self._expire(silent, NO_SIGNAL, now)
+            self._db.execute_many(
+                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in silent]
+            )
+            if chosen.picks is None:
+                return None
+            taken = {pick.group_id: offer.groups[pick.group_id] for pick in chosen.picks}
+            members = [member for group in taken.values() for member in group] + offer.late
+            self._leave(members, step, max_lag, now)
+            self._db.execute_many(
+                "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
+                [(step, group_id) for group_id in taken],
+            )
+        return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in chosen.picks], offer.late)
+
+    @outlasting
+    def _of_step(
+        self, step: int, taken: Sequence[tuple[Sequence[_Ended], float]], late_members: Sequence[_Ended]
+    ) -> list[Group]:
+        """The groups of a step: those `taken` with their weights, those of late members, those that were skipped."""
+        late: defaultdict[int, list[_Ended]] = defaultdict(list)
+        for member in late_members:
+            late[member.group_id].append(member)
+        with self._db.read():
+            groups = [replace(self._taken(members), weight=weight) for members, weight in taken]
+            groups += [self._taken(members) for members in late.values()]
+            groups += skipped_for(self._db, step)
+        return [group for group in groups if group.trajectories or group.left_out]
+
+    def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
+        """Close running training groups by `close_policy` or by their deadline; expire overdue groups and members.
+
+        A group's deadline is `group_deadline_s` after its first episode was claimed. Then a training group with enough
+        scored members closes, and its open members go on as late members for the same time again. One with too few
+        waits as long, and expires. An evaluation group closes then with the members that have ended. A member that
+        expires ends with `StopReason.EXPIRED`; its worker gets LeaseLost at its next journal call."""
+        with self._db.read():
+            if not any(self._due(now, group_deadline_s, close_policy)):
+                return Expired()
+        with self._db.write():
+            due = self._due(now, group_deadline_s, close_policy)
+            close(self._db, due.closed, now)
+            self._expire(due.groups, DEADLINE, now)
+            for episode_id in due.members:
+                end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+                self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
+        return due
+
+    def end_late(self) -> int:
+        """The last step is over: late members that no step took leave untrained, as "run_over"; those that still run
+        expire. Returns how many there were."""
+        now = self._db.clock()
+        with self._db.write():
+            late = self._db.rows(f"SELECT id, stop_reason FROM episodes WHERE {LATE}")
+            for episode_id, stop_reason in late:
+                if stop_reason is None:
+                    end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+            self._db.execute_many("UPDATE episodes SET dropped = ? WHERE id = ?", [(RUN_OVER, id) for id, _ in late])
+        return len(late)
+
+    def _offer(self, step: int, max_lag: int, returns: Returns) -> _Offer:
+        columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
+        ((later,),), buffered, late = self._db.all_rows(
+            ("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,)),
+            (
+                f"SELECT {columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
+                " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
+                (TRAIN,),
+            ),
+            (
+                f"SELECT {columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
+                " CROSS JOIN groups g ON g.id = e.group_id"
+                " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id",
+                (),
+            ),
+        )
+        if later is not None:
+            raise StoreError(f"step {step}: members were taken for step {later} already: roll back first")
+
+        def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
+            behind = lag(step, newest)
+            return _Ended(id, group_id, scored(stop_reason, outcome), behind, behind <= max_lag)
+
+        members: defaultdict[int, list[_Ended]] = defaultdict(list)
+        closed_s: dict[int, float] = {}
+        for *row, at in buffered:
+            members[row[1]].append(ended(*row))
+            closed_s[row[1]] = at
+        groups = {id: own for id, own in members.items() if any(one.trains for one in own)}
+        self._weigh(groups, returns)
+        return _Offer(
+            groups=groups,
+            stale=[id for id in members if id not in groups],
+            late=[ended(*row) for row in late],
+            silent=[id for id in groups if self._strengths[id, returns][1]],
+            ready=[
+                Ready(
+                    group_id=id,
+                    closed_s=closed_s[id],
+                    lag=min(one.lag for one in own if one.trains),
+                    strength=self._strengths[id, returns][0],
+                )
+                for id, own in groups.items()
+            ],
+        )
+
+    def _weigh(self, groups: Iterable[int], returns: Returns) -> None:
+        """Keep the strengths of these groups, and whether they have no signal: of those that are new, from their
+        records."""
+        known = self._strengths
+        self._strengths = {(id, returns): known.get((id, returns), (1.0, False)) for id in groups}
+        new = [id for id in groups if (id, returns) not in known]
+        rows = self._db.all_rows(*(("SELECT record, task FROM groups WHERE id = ?", (id,)) for id in new))
+        for id, ((record, task),) in zip(new, rows, strict=True):
+            if record is not None:  # closed by an older agentrl: taken to have signal
+                own = returns.of(unpack_task(task).env)
+                found = strength(unpack_record(record), own)
+                self._strengths[id, returns] = found, own.skips and not found
+
+    def _skips(self, step: int) -> int:
+        row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
+        return 0 if row is None else row[0]
+
+    def _under_way(self) -> list[int]:
+        """Ids of the training groups that have not closed, in the order of admission."""
+        rows = self._db.rows(
+            "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running') ORDER BY id", (TRAIN,)
+        )
+        return [id for (id,) in rows]
+
+    def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
+        """Move members out with `step`: into its lineage, or as stale. A late one that is not scored is dropped."""
+        for one in members:
+            if one.trains:
+                self._db.execute(
+                    "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
+                    " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                    (one.id, step, max_lag, now),
+                )
+            if one.scored:
+                dropped = None if one.fresh else STALE
+                self._db.execute(
+                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, one.id)
+                )
+            else:
+                self._db.execute(
+                    "UPDATE episodes SET dropped = COALESCE(dropped, stop_reason) WHERE id = ? AND late = 1", (one.id,)
+                )
+
+    def _taken(self, members: Sequence[_Ended]) -> Group:
+        trains = {one.id for one in members if one.trains}
+        return taken_for(self._db, members[0].group_id, [one.id for one in members], trains)
+
+    def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
+        running = self._db.rows(
+            "SELECT id, purpose, size, n_scored, started_s FROM groups INDEXED BY groups_running"
+            " WHERE state = 'running' AND started_s < ? ORDER BY id",
+            (now - deadline_s,),
+        )
+        closed = {id for id, purpose, size, n, _ in running if purpose == TRAIN and n >= enough(size)}
+        over = [
+            id
+            for id, purpose, _, _, started_s in running
+            if id not in closed and (purpose != TRAIN or started_s < now - 2 * deadline_s)
+        ]
+        closable = self._db.rows(
+            "SELECT id, n_scored FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
+            (policy.at_least,),
+        )
+        self._scored_s = {(id, n): self._scored_s.get((id, n)) or self._ends(id) for id, n in closable}
+        closed |= {id for (id, _), ended in self._scored_s.items() if policy.closes(ended, now)}
+        late = self._db.rows(
+            f"SELECT e.id FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
+            " WHERE e.state IN ('waiting', 'running') AND g.started_s < ?",
+            (now - 2 * deadline_s,),
+        )
+        return Expired(tuple(sorted(closed)), tuple(over), tuple(id for (id,) in late))
+
+    def _ends(self, group_id: int) -> list[float]:
+        """When the scored members of a group ended, earliest first."""
+        ends = self._db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
+        return sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
+
+    def _expire(self, group_ids: Sequence[int], reason: str, now: float) -> None:
+        for group_id in group_ids:
+            open_members = self._db.rows(
+                "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND state IN ('waiting', 'running')",
+                (group_id,),
+            )
+            for (episode_id,) in open_members:
+                end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+            expired = self._db.execute(
+                "UPDATE groups SET state = ?, reason = ?, closed_s = ? WHERE id = ? AND purpose = ?",
+                (GroupState.EXPIRED, reason, now, group_id, TRAIN),
+            )
+            if expired.rowcount == 0:
+                close_if_ended(self._db, group_id, now)
+
+
+def taken_for(db: Database, group_id: int, members: Collection[int], trains: Collection[int]) -> Group:
+    """A group as a step takes it: these members, of which it `trains` some. Inside a transaction."""
+    group = load_group(db, group_id, members)
+    record = group.record
+    if record is None:  # closed by an older agentrl, which kept no records: no member is late
+        record = {one.member: one.record for one in group.trajectories if one.scored}
+    return replace(
+        group,
+        trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
+        left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
+        record=record,
+    )
+
+
+def skipped_for(db: Database, step: int) -> list[Group]:
+    """The groups that left for a step without signal. Inside a transaction."""
+    found: list[Group] = []
+    for (group_id,) in db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,)):
+        rows = db.rows(
+            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
+        )
+        group = load_group(db, group_id, [id for (id,) in rows])
+        found.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
+    return found

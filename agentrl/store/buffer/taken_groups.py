@@ -1,0 +1,96 @@
+"""The groups of an earlier step once more, as the learner got them. Reads only; takes nothing.
+
+A member's tokens, rewards and the record that it is judged against never change once it was taken, so that a step can
+be trained again until retention drops its tokens. Never knows weights, nor what a step made of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal, NamedTuple
+
+from agentrl.errors import StoreError
+from agentrl.records import Group
+from agentrl.store.buffer.buffer import skipped_for, taken_for
+from agentrl.store.databases.database import Part
+from agentrl.store.episodes.groups import TRAIN, scored
+
+Gone = Literal["", "tokens", "episodes"]
+"""What a step lacks: nothing; tokens, which retention dropped; or episodes, which the store lost with its power."""
+
+
+class Span(NamedTuple):
+    """When the step before a step took its members, and when that step did, in seconds."""
+
+    since_s: float
+    until_s: float
+
+
+class Retaking(Part):
+    """Say which steps are still whole, and give their groups."""
+
+    def steps_trained(self) -> dict[int, Gone]:
+        """All steps of the lineage, in order, and what each of them lacks."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT l.step, MAX(g.tokens_dropped) FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+                " JOIN groups g ON g.id = e.group_id WHERE l.undone_attempt IS NULL GROUP BY l.step"
+            )
+            lost = self._db.rows("SELECT DISTINCT step FROM lost_members")
+        found: dict[int, Gone] = {step: "tokens" if dropped else "" for step, dropped in rows}
+        for (step,) in lost:
+            found[step] = "episodes"
+        return dict(sorted(found.items()))
+
+    def retake(self, step: int) -> list[Group]:
+        """What `take` gave for optimizer step `step`, in the order of its lineage; every `weight` is 1. Raises
+        StoreError if the step is not in the lineage, or lacks something."""
+        if (gone := self.steps_trained().get(step, "episodes")) != "":
+            raise StoreError(f"step {step} cannot be taken again: its {gone} are gone")
+        return self.retaken(step, self.took(step))
+
+    def took(self, step: int) -> Span:
+        """When the step before a step took members of this database, and when that step did; 0 for one that took
+        none."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
+                " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",
+                (step,),
+            )
+        before_s, taken_s = row or (None, None)
+        return Span(before_s or 0.0, taken_s or 0.0)
+
+    def retaken(self, step: int, took: Span) -> list[Group]:
+        """What this database gave for a step that `took` its members then."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT l.episode_id, e.group_id FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+                " WHERE l.step = ? AND l.undone_attempt IS NULL ORDER BY l.id",
+                (step,),
+            )
+            trained = {id for id, _ in rows}
+            members: defaultdict[int, list[int]] = defaultdict(list)
+            for id, group_id in rows:
+                members[group_id].append(id)
+            for id, group_id in self._left_out(step, took):
+                if id not in trained:
+                    members[group_id].append(id)
+            groups = [taken_for(self._db, group_id, own, trained) for group_id, own in members.items()]
+            return groups + skipped_for(self._db, step)
+
+    def _left_out(self, step: int, took: Span) -> list[tuple[int, int]]:
+        """(episode, group) of the members that left with a step, untrained: too old, or not scored. A late one that is
+        not scored leaves with its group, or with the first step after its end."""
+        rows = self._db.rows(
+            "SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM groups g JOIN episodes e ON e.group_id = g.id"
+            " WHERE g.taken_step = ?1 AND g.purpose = ?2 AND e.stop_reason IS NOT NULL AND e.taken_step IS NULL"
+            " AND e.ended_s <= ?3"
+            " UNION SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM episodes e"
+            " JOIN groups g ON g.id = e.group_id WHERE e.late = 1 AND e.dropped = e.stop_reason"
+            " AND e.ended_s > ?4 AND e.ended_s <= ?3 AND g.taken_step < ?1",
+            (step, TRAIN, took.until_s, took.since_s),
+        )
+        left = [(id, group_id) for id, group_id, stop_reason, outcome in rows if not scored(stop_reason, outcome)]
+        stale = self._db.rows("SELECT id, group_id FROM episodes WHERE taken_step = ? AND dropped = 'stale'", (step,))
+        return sorted([*left, *stale])

@@ -1,0 +1,1 @@
+"""The databases below the store: SQLite in a file, PostgreSQL on a server."""

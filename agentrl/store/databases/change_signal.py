@@ -1,0 +1,67 @@
+"""Says when a process of the run should look at the store again, in place of looking all the time.
+
+A signal has the database's own watch, on a connection of its own. So it sees the writes of every process, its own too,
+and misses none, whoever is killed. If somebody has written, a role may have a mark, a small row that changes with what
+it waits for: the learner does not look again because a turn was journaled. Never says what there is to do.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from agentrl.store.databases.database import Row, Watch
+
+Role = Literal["rollout", "learner", "control", "reward"]
+"""Who waits: a worker for episodes, the learner for members, admission for room, a reward source for turns."""
+
+_LEAST_S, _MOST_S = 0.001, 0.02
+_GROWTH = 1.5
+_WAKES_S = 0.25  # where a descriptor tells of writes
+
+_PHASE = "(SELECT value FROM meta WHERE key = 'phase')"
+_ENDED = "(SELECT TOTAL(n) FROM ending_counts)"
+_MARKS: dict[Role, str | None] = {
+    "rollout": None,
+    "reward": None,
+    "learner": f"SELECT {_PHASE}, {_ENDED},"
+    " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state = 'scored')",
+    "control": f"SELECT {_PHASE}, {_ENDED}, (SELECT COUNT(*) FROM endings), (SELECT COUNT(*) FROM quarantine),"
+    " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state IN ('expired', 'failed')),"
+    " (SELECT MAX(version) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL)",
+}
+
+
+class Signal:
+    """Tells one waiting role of changes. The first look is a change."""
+
+    def __init__(self, watch: Watch, role: Role, *, remote: bool = False) -> None:
+        """`remote`: a look asks a server, which may answer late."""
+        self.remote = remote
+        self._watch, self._mark_of = watch, _MARKS[role]
+        self._mark: Row | None = None
+        self._pause_s = _LEAST_S
+
+    @property
+    def pause_s(self) -> float:
+        """How long to sleep before the next look: a moment after any write, longer while nothing is written."""
+        return self._pause_s if self.wakes is None else _WAKES_S
+
+    @property
+    def wakes(self) -> int | None:
+        """A file descriptor whose becoming readable ends that sleep; None if there is none."""
+        return self._watch.wakes
+
+    def changed(self) -> bool:
+        """Whether there may be work that was not there when this was last true."""
+        if not self._watch.written():
+            self._pause_s = min(_MOST_S, self._pause_s * _GROWTH)
+            return False
+        self._pause_s = _LEAST_S
+        if self._mark_of is None:
+            return True
+        before, self._mark = self._mark, self._watch.row(self._mark_of)
+        return before != self._mark
+
+    def close(self) -> None:
+        """Close the watch."""
+        self._watch.close()

@@ -1,0 +1,126 @@
+"""Which database a run has: SQLite in a file, or PostgreSQL if the path is that of an address file.
+
+PostgreSQL's driver is an extra, so `postgres` is imported only for runs that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.errors import UsageError
+from agentrl.store.databases.database import Database
+from agentrl.store.databases.postgres import ownership
+from agentrl.store.databases.sqlite import SQLite
+
+STORE = "store.sqlite"
+"""The name of SQLite's file in a run's folder."""
+
+ADDRESS = "store.address"
+"""The name of the file in its place that says where the store is."""
+
+
+SUFFIX = ".address"
+"""What the names of address files end in."""
+
+
+def part(path: Path, shard: int) -> Path:
+    """The address file of one database of a store: that at `path` is the first one's, and so the store's."""
+    return path.with_suffix(f".{shard}{SUFFIX}") if shard else path
+
+
+def parts(path: Path) -> list[Path]:
+    """The address files of a store's databases; most have one, and SQLite's file stands for itself."""
+    found = [path]
+    while path.suffix == SUFFIX and part(path, len(found)).exists():
+        found.append(part(path, len(found)))
+    return found
+
+
+def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
+    """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if that is given.
+
+    Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
+    if path.suffix != SUFFIX:
+        return SQLite.connect(path, clock=clock, create=create)
+    _require_driver()
+    from agentrl.store.databases.postgres.postgres import Address, Postgres
+
+    if url is None:
+        return Postgres(path, Address.read(path), clock)
+    if path.exists():
+        raise UsageError(f"{path} names a run's store already: resume it, or choose another folder")
+    address = Address.of(url, path.parent)
+    db = Postgres(path, address, clock)
+    address.write(path)
+    ownership.note(path)
+    return db
+
+
+def look(path: Path, *, clock: Callable[[], float]) -> Database:
+    """Connect to look: nothing is written or migrated, and no writer waits. Raises as `connect` does."""
+    if path.suffix != SUFFIX:
+        return SQLite.look(path, clock=clock)
+    _require_driver()
+    from agentrl.store.databases.postgres.postgres import Address, Postgres
+
+    db = Postgres(path, Address.read(path), clock, reads=True)
+    try:
+        db.look()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def own(path: Path) -> None:
+    """Have a store for the folder that names it, which its only writer calls first. Raises UsageError if the folder is
+    a copy of another that names the same store; one that was moved is noted anew."""
+    if path.suffix == SUFFIX:
+        ownership.check(path)
+        ownership.note(path)
+
+
+@contextmanager
+def supervising(path: Path) -> Generator[Callable[[], None]]:
+    """Be the only supervisor of a run in the block, on whatever host others are; for a file the lock in the run's
+    folder is enough. What it yields looks whether this is still so: call it now and then. Raises UsageError, which
+    names the other supervisor, or for a folder that is a copy (see `own`), StoreAway; the look raises RunFailed."""
+    if path.suffix != SUFFIX:
+        yield lambda: None
+        return
+    ownership.check(path)
+    _require_driver()
+    from agentrl.store.databases.postgres.postgres import Address
+    from agentrl.store.databases.postgres.supervisor_lock import Supervision
+
+    only = Supervision(path, Address.read(path))
+    only.take()
+    try:
+        yield only.check
+    finally:
+        only.close()
+
+
+def remove(path: Path) -> None:
+    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite. Raises UsageError if
+    they are those of another folder, see `own`, or somebody supervises their run."""
+    if path.suffix != SUFFIX:
+        return
+    with supervising(path):
+        ownership.forget(path)
+        from agentrl.store.databases.postgres.postgres import Address, Postgres
+
+        for one in reversed(parts(path)):
+            if one.exists():
+                db = Postgres(one, Address.read(one), lambda: 0.0)
+                db.drop()
+                db.close()
+
+
+def _require_driver() -> None:
+    try:
+        import psycopg  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise UsageError(f"a store in PostgreSQL needs its driver ({error}): pip install 'agentrl[postgres]'") from None

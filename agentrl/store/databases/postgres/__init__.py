@@ -1,0 +1,1 @@
+"""The run store in PostgreSQL. The only room that imports psycopg."""

@@ -1,0 +1,186 @@
+"""A connection to PostgreSQL that waits for no answer forever, and statements of a transaction that go out together.
+
+Owns how statements travel: prepared, in libpq's pipeline mode, many to a packet. psycopg's own pipeline asks the socket
+after each statement, which costs a small one more than all its work. Never knows what a statement says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import errors
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.generators import fetch_many, send
+from psycopg.pq import ExecStatus, Format
+from psycopg.pq.abc import PGresult
+
+from agentrl.store.databases.postgres.arrays import ARRAYS, array
+
+ANSWER_S = 70.0
+"""How long a call waits for the server to say anything, seconds. The server ends a statement before that
+(`statement_timeout`), so whoever waits longer waits for a server, or a network, that hangs."""
+
+_PREPARED = 400  # statements that a session keeps prepared
+_UNREAD = 512  # statements whose results may wait unread
+_FAILED = (ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_ABORTED)
+
+_T = TypeVar("_T")
+
+
+class Session(psycopg.Connection[Any]):
+    """A connection whose waits end after `ANSWER_S`; then it is closed, and OperationalError raised."""
+
+    def wait(self, gen: Generator[Any, Any, _T], *arguments: Any, **named: Any) -> _T:
+        try:
+            return super().wait(_bounded(gen, time.monotonic() + ANSWER_S), *arguments, **named)
+        except TimeoutError:
+            self.pgconn.finish()
+            raise psycopg.OperationalError(f"it has not answered for {ANSWER_S:g} s") from None
+
+
+def _bounded(gen: Generator[Any, Any, _T], until: float) -> Generator[Any, Any, _T]:
+    """What `gen` does, until a time. psycopg looks in ten times a second, also if nothing came."""
+    ready: Any = None
+    while True:
+        try:
+            wants = gen.send(ready)
+        except StopIteration as done:
+            return done.value
+        ready = yield wants
+        if not ready and time.monotonic() > until:
+            gen.close()
+            raise TimeoutError
+
+
+class Sent:
+    """A statement that was sent: its rows, and how many it wrote, once somebody asks for them."""
+
+    __slots__ = ("_pipeline", "_prepares", "result")
+
+    def __init__(self, pipeline: Pipeline, prepares: tuple[bytes, Any] | None = None) -> None:
+        self._pipeline, self._prepares = pipeline, prepares
+        self.result: PGresult | None = None
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self._pipeline.rows(self))
+
+    @property
+    def rowcount(self) -> int:
+        return self._pipeline.result(self).command_tuples or 0
+
+    @property
+    def prepares(self) -> tuple[bytes, Any] | None:
+        """The statement that this prepares, if it is no other."""
+        return self._prepares
+
+
+class Pipeline:
+    """The statements of a session's write transactions. Between `enter` and `leave` nothing else may use the session.
+
+    Errors of a statement are raised by whatever asks the server next, and `leave` asks it for all."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._wire = session, session.pgconn
+        self._adapter = Transformer(session)
+        self._names: dict[tuple[bytes, Any], bytes] = {}
+        self._sent = deque[Sent]()
+        self.entered = False
+
+    def enter(self) -> None:
+        self._wire.enter_pipeline_mode()
+        self.entered = True
+
+    def send(self, sql: bytes, parameters: Sequence[Any]) -> Sent:
+        """Send a statement, with `$1` for its first parameter, and do not wait."""
+        values = self._adapter.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+        return self._send(sql, values, self._adapter.types, self._adapter.formats)
+
+    def send_arrays(self, sql: bytes, types: Sequence[int], columns: Sequence[Sequence[Any]]) -> Sent:
+        """Send a statement whose parameters are arrays of values of these types, and do not wait."""
+        values = [array(type, column) for type, column in zip(types, columns, strict=True)]
+        return self._send(sql, values, tuple(ARRAYS[type] for type in types), [Format.BINARY] * len(values))
+
+    def send_once(self, sql: bytes) -> Sent:
+        """Send a statement that no later one resembles, and do not wait."""
+        self._wire.send_query_params(sql, None)
+        self._sent.append(sent := Sent(self))
+        return sent
+
+    def _send(self, sql: bytes, values: Sequence[Any], types: Any, formats: Any) -> Sent:
+        name = self._names.get((sql, types))
+        sent = Sent(self)
+        if name is None and len(self._names) >= _PREPARED:
+            self._wire.send_query_params(sql, values, types, formats)
+        else:
+            if name is None:
+                name = self._names[sql, types] = b"agentrl_%d" % len(self._names)
+                self._wire.send_prepare(name, sql, types)
+                self._sent.append(Sent(self, (sql, types)))
+            self._wire.send_query_prepared(name, values, formats)
+        self._sent.append(sent)
+        if len(self._sent) > _UNREAD:
+            self.result(sent)
+        return sent
+
+    def result(self, sent: Sent) -> PGresult:
+        """The result of a statement. Raises psycopg.Error if it, or one before it, failed."""
+        if sent.result is None:
+            self._session.wait(self._receive(sent))
+        assert sent.result is not None
+        return sent.result
+
+    def rows(self, sent: Sent) -> list[tuple[Any, ...]]:
+        """The rows of a statement. Raises as `result`."""
+        result = self.result(sent)
+        self._adapter.set_pgresult(result)
+        return self._adapter.load_rows(0, result.ntuples, tuple)
+
+    def leave(self) -> None:
+        """Wait for all that was sent, and let others use the session again. Raises psycopg.Error for the first
+        statement that failed and whose error was not raised yet."""
+        if not self.entered:
+            return
+        self.entered = False
+        try:
+            self._wire.pipeline_sync()
+            self._sent.append(Sent(self))
+            self._session.wait(self._receive_all())
+        finally:
+            self._sent.clear()
+            with suppress(psycopg.Error):
+                self._wire.exit_pipeline_mode()
+
+    def _receive(self, until: Sent) -> Generator[Any, Any, None]:
+        self._wire.send_flush_request()
+        yield from send(self._wire)
+        while until.result is None:
+            results = yield from fetch_many(self._wire)
+            self._take(results)
+
+    def _receive_all(self) -> Generator[Any, Any, None]:
+        yield from send(self._wire)
+        first: psycopg.Error | None = None
+        while self._sent:
+            results = yield from fetch_many(self._wire)
+            try:
+                self._take(results)
+            except psycopg.Error as error:
+                first = first or error
+        if first is not None and not isinstance(first, errors.PipelineAborted):
+            raise first
+
+    def _take(self, results: list[PGresult]) -> None:
+        sent, result = self._sent.popleft(), results[0]
+        sent.result = result
+        if result.status not in _FAILED:
+            return
+        if sent.prepares is not None:
+            self._names.pop(sent.prepares, None)
+        if result.status == ExecStatus.PIPELINE_ABORTED:
+            raise errors.PipelineAborted("a statement before it failed")
+        raise errors.error_from_result(result)

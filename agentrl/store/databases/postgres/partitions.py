@@ -1,0 +1,137 @@
+"""The tables that hold a run's bytes, divided into parts of so many turns, so that retention drops tables, not rows.
+
+A part has the turns of a range of numbers; a new one has a thirty-second of all turns, so that there are never many.
+Whoever writes a turn makes the part after it ahead. What retention forgets is counted part by part, and once half of a
+full part is forgotten, what is kept of it moves into a new table, or into the part before if that has little left, and
+the old one is dropped: nothing is deleted row by row, and nothing is left to vacuum. Until then the bytes of a
+forgotten group are still there.
+
+A dropped table is gone for whoever began to read before, too, so every read transaction begins with a share of the lock
+of `tokens`, which a drop takes alone: it waits for readers for `_MOMENT_MS`, else until retention is called again.
+
+Owns the parts and the table that lists them (first number, first number after, rows, rows forgotten). Never knows which
+groups are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from agentrl.errors import StoreBusy
+from agentrl.store.databases.database import Database
+from agentrl.store.schema import BYTES
+
+TURNS = 1 << 14
+"""How many turns a part has room for, at least."""
+
+READ = ("SET LOCAL lock_timeout = '60s'", "LOCK TABLE ONLY tokens IN ACCESS SHARE MODE")
+"""What begins a transaction that reads."""
+
+_MOMENT_MS = 100
+_AHEAD = TURNS // 4
+
+_FORGET = """
+UPDATE parts SET gone = parts.gone + own.n FROM (
+    SELECT p.start, COUNT(*) AS n
+    FROM json_each(?) i CROSS JOIN episodes e ON e.group_id = CAST(i.value AS BIGINT)
+        CROSS JOIN turns t ON t.episode_id = e.id JOIN parts p ON p.start <= t.id AND t.id < p.until GROUP BY p.start
+) own WHERE own.start = parts.start
+"""
+_SHRINKS = "2 * gone >= rows AND gone > 0"
+_KEPT = """
+SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = e.group_id
+WHERE t.id >= {start} AND t.id < {until} AND g.tokens_dropped = 0
+"""
+
+
+class Parts:
+    """The parts of a store. `run` runs a statement that no later one resembles; `lock` is the number of the lock that
+    whoever makes a part takes."""
+
+    def __init__(self, db: Database, run: Callable[[str], Any], lock: Callable[[], int]) -> None:
+        self._db, self._run, self._lock = db, run, lock
+        self._until = 0  # there is room for turns before it
+
+    def make(self) -> None:
+        """Divide the tables of a store that has them whole: what they hold is the first part. References of the journal
+        are no longer the server's to check: it locks their rows, and the journal has just looked at them."""
+        run = self._run
+        for table, column in (*((table, "turn_id") for table in (*BYTES, "steps")), ("turns", "episode_id")):
+            run(f"ALTER TABLE {table} DROP CONSTRAINT IF EXISTS {table}_{column}_fkey")
+        counted = "SELECT (SELECT COALESCE(MAX(id), 0) FROM turns), (SELECT COUNT(*) FROM tokens)"
+        ((last, rows),) = self._db.rows(counted)
+        for table in BYTES:
+            run(f"ALTER TABLE {table} RENAME TO {table}_0")
+            run(f"ALTER INDEX {table}_pkey RENAME TO {table}_0_pkey")
+            run(f"ALTER TABLE {table}_0 ALTER COLUMN data SET STORAGE EXTERNAL")  # it is compressed already
+            run(f"CREATE TABLE {table} (LIKE {table}_0 INCLUDING STORAGE) PARTITION BY RANGE (turn_id)")
+            run(f"ALTER TABLE {table} ADD PRIMARY KEY (turn_id)")
+            self._attach(table, 0, last + TURNS)
+        run("CREATE TABLE parts (start BIGINT PRIMARY KEY, until BIGINT NOT NULL, rows BIGINT, gone BIGINT NOT NULL)")
+        self._db.execute("INSERT INTO parts VALUES (0, ?, ?, 0)", (last + TURNS, max(rows, TURNS)))
+
+    def room(self, turn: int) -> None:
+        """See that there is a part for a turn, and for some after it. Inside a write."""
+        if turn + _AHEAD < self._until:
+            return
+        ((self._until,),) = self._db.rows("SELECT MAX(until) FROM parts")
+        if turn + _AHEAD < self._until:
+            return
+        self._db.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
+        ((until,),) = self._db.rows("SELECT MAX(until) FROM parts")
+        ((apart,),) = self._db.rows("SELECT seqincrement FROM pg_sequence WHERE seqrelid = 'turns_id_seq'::regclass")
+        while until <= turn + _AHEAD * apart:  # a store in several databases has other numbers in the others
+            end = until + max(TURNS * apart, until // 32)
+            for table in BYTES:
+                self._run(f"CREATE TABLE {table}_{until} (LIKE {table} INCLUDING ALL)")
+                self._attach(table, until, end)
+            self._db.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, (end - until) // apart))
+            until = end
+
+    def forget(self, groups: Sequence[int]) -> None:
+        """Count what retention no longer keeps. Inside a write."""
+        self._db.execute(_FORGET, (json.dumps(list(groups)),))
+
+    def reclaim(self) -> None:
+        """Give back the space of full parts of which half is forgotten; the next call does it if somebody reads now."""
+        full = f"SELECT start FROM parts WHERE {_SHRINKS} AND until <= (SELECT MAX(id) FROM turns) ORDER BY start"
+        with self._db.read():
+            found = self._db.rows(full)
+        with suppress(StoreBusy):
+            for (start,) in found:
+                with self._db.write():
+                    self._shrink(start)
+
+    def _shrink(self, start: int) -> None:
+        """Leave of a part what is kept."""
+        run = self._run
+        part = self._db.row(f"SELECT until FROM parts WHERE start = ? AND {_SHRINKS}", (start,))
+        if part is None:
+            return  # another process has done it
+        (until,) = part
+        run(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
+        run(f"LOCK TABLE {', '.join(f'ONLY {table}' for table in BYTES)} IN ACCESS EXCLUSIVE MODE")
+        run(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=until)}")
+        ((kept,),) = self._db.rows("SELECT COUNT(*) FROM kept")
+        fits = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
+        into, rows = self._db.row(fits, (start, kept, until - start)) or (start, 0)
+        for table in BYTES:
+            run(f"ALTER TABLE {table} DETACH PARTITION {table}_{start}")
+            run(f"ALTER TABLE {table}_{start} RENAME TO {table}_old")
+            if into == start:
+                run(f"CREATE TABLE {table}_{into} (LIKE {table} INCLUDING ALL)")
+            else:
+                run(f"ALTER TABLE {table} DETACH PARTITION {table}_{into}")
+            run(f"INSERT INTO {table}_{into} SELECT o.* FROM {table}_old o JOIN kept k ON k.id = o.turn_id")
+            run(f"DROP TABLE {table}_old")
+            self._attach(table, into, until)
+        run("DROP TABLE kept")
+        run(f"DELETE FROM parts WHERE start IN ({start}, {into})")
+        run(f"INSERT INTO parts VALUES ({into}, {until}, {rows + kept}, 0)")
+
+    def _attach(self, table: str, start: int, until: int) -> None:
+        first = start or "MINVALUE"
+        self._run(f"ALTER TABLE {table} ATTACH PARTITION {table}_{start} FOR VALUES FROM ({first}) TO ({until})")

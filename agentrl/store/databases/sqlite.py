@@ -1,0 +1,281 @@
+"""The run store's file: one SQLite database that the processes of one machine share.
+
+Every write takes the write lock at its start (BEGIN IMMEDIATE), so a killed process leaves either the whole
+transaction or nothing, and two processes never deadlock halfway. Never knows what a table is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
+from agentrl.store import schema
+from agentrl.store.databases.database import BUSY_S, Database, Row, Watch, damaged
+
+_WRITE_LOCK = 120
+"""The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
+
+_MOMENT_MS = 250  # one try for the write lock; `Database` tries again
+_FULL_BELOW_BYTES = 1 << 20
+_HEADER_BYTES = 100  # of any SQLite file
+
+
+class SQLite(Database):
+    """A store in a file of this machine."""
+
+    _errors = sqlite3.Error
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, clock: Callable[[], float]) -> None:
+        super().__init__(path, clock)
+        self._connection = connection
+        self._waits_for_disk = False
+
+    @classmethod
+    def look(cls, path: Path, *, clock: Callable[[], float]) -> Self:
+        """Open the file to read. It takes no lock that a writer waits for, and changes nothing; if an older agentrl
+        wrote it, a private copy is brought up to date and read.
+
+        Raises UsageError if there is no file, StoreVersionError if a newer agentrl wrote it."""
+        if not path.is_file():
+            raise UsageError(f"{path} holds no run: there is no such file")
+        connection = read_only(path)
+        try:
+            version = schema.read_version(connection, str(path))
+            if not version:
+                raise UsageError(f"{path} holds no run: it was never begun")
+            if version < schema.SCHEMA_VERSION:
+                copied = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file that has no name
+                connection.backup(copied)
+                connection.close()
+                connection = copied
+                connection.execute("PRAGMA journal_mode = MEMORY")
+                connection.execute("BEGIN")
+                schema.migrate(connection, version)
+                connection.execute("COMMIT")
+            connection.execute("PRAGMA query_only = ON")
+        except sqlite3.Error as error:
+            connection.close()
+            raise named(error, path) from error
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, clock)
+
+    @classmethod
+    def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
+        """Open the file, or make it if `create`. Raises UsageError if it is missing, StoreError if no database."""
+        if not create and not path.is_file():
+            raise UsageError(f"{path} holds no run: there is no such file")
+        if not create and path.stat().st_size < _HEADER_BYTES and Path(f"{path}-wal").exists():
+            raise damaged(path, ValueError("the file is empty"))  # SQLite would begin it anew, and wait for its users
+        try:
+            connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute(f"PRAGMA busy_timeout = {_MOMENT_MS}")
+        except sqlite3.Error as error:
+            raise named(error, path) from error
+        return cls(path, connection, clock)
+
+    def close(self) -> None:
+        """Close the connection; the last one to close folds the write-ahead log into the file."""
+        with self._lock:
+            self._connection.close()
+
+    def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
+        """Bring the schema up to date; with `create` also make it, running `first` in the same transaction.
+
+        Raises UsageError if there is a store already (`create`) or none (otherwise), StoreVersionError if a newer
+        agentrl wrote it."""
+        path = str(self.path)
+        if not create and self._version() == schema.SCHEMA_VERSION:
+            return
+        with self.write():
+            version = schema.read_version(self._connection, path)  # again: another process may have migrated it
+            if create and version:
+                raise UsageError(f"{path} holds a run already: resume it, or choose another folder")
+            if not create and not version:
+                raise UsageError(f"{path} holds no run: it was never begun")
+            if version < schema.SCHEMA_VERSION:
+                schema.migrate(self._connection, version)
+            if create:
+                first()
+
+    def _version(self) -> int:
+        with self.read():
+            return schema.read_version(self._connection, str(self.path))
+
+    # --- transactions and statements ------------------------------------------------------------------------------
+
+    @property
+    def _in_transaction(self) -> bool:
+        return self._connection.in_transaction
+
+    def _begin_read(self) -> None:
+        self._connection.execute("BEGIN")
+
+    def _begin_write(self, *, durable: bool, shared: bool) -> None:
+        if durable != self._waits_for_disk:
+            self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._waits_for_disk = durable
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def _commit(self) -> None:
+        self._connection.execute("COMMIT")
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    def _named(self, error: Exception) -> StoreError:
+        return named(error, self.path, self._busy_s)
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
+
+    def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        self._connection.executemany(sql, rows)
+
+    def insert(self, sql: str, parameters: Sequence[Any]) -> int:
+        number = self._connection.execute(sql, parameters).lastrowid
+        assert number is not None
+        return number
+
+    def numbers(self, table: str, n: int) -> Sequence[int]:
+        ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
+        return range(last + 1, last + 1 + n)
+
+    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        row = self.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
+        self.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
+        given = 0 if row is None else row[0]
+        self.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, beyond) + n))
+
+    def watch(self) -> Watch:
+        return Counter(self.path)
+
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        found = self.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        columns = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
+        return {table: tuple(name for (name,) in self.rows(columns, (table,))) for (table,) in found}
+
+    def loosen(self) -> None:
+        self.execute("PRAGMA defer_foreign_keys = ON")
+
+    def renumber(self) -> None:
+        pass  # SQLite goes on by itself
+
+    def faults(self) -> list[str]:
+        return [str(message) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
+
+    def any_text(self, text: str | bytes) -> str | bytes:
+        if isinstance(text, bytes):  # as PostgreSQL has all text, or with lone surrogates
+            with contextlib.suppress(UnicodeDecodeError):
+                return text.decode()
+        return text
+
+
+class Counter:
+    """Reads the counter that SQLite raises when another connection commits (`PRAGMA data_version`, microseconds)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._connection = path, read_only(path)
+        self._last: int | None = None
+
+    @property
+    def wakes(self) -> None:
+        return None  # no file tells
+
+    def written(self) -> bool:
+        row = self.row("PRAGMA data_version")
+        last, self._last = self._last, None if row is None else row[0]
+        return last != self._last
+
+    def row(self, sql: str) -> Row | None:
+        try:
+            return self._connection.execute(sql).fetchone()
+        except sqlite3.Error as error:
+            raise named(error, self._path) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that can only read: it takes no lock that a writer waits for, and changes nothing in the file. It
+    reads a file in a folder that may not be written, too, if no write-ahead log is beside it: nobody writes it then."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    alone = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+    if alone:  # no room for the log's index, without which SQLite reads only what never changes
+        uri += "&immutable=1"
+    try:
+        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise named(error, path) from error
+
+
+def named(error: Exception, path: Path, busy_s: float | None = None) -> StoreError:
+    """The StoreError for an sqlite3 error, in one line. `busy_s` is how long the call waited for the write lock."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
+        return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
+    if code == sqlite3.SQLITE_BUSY:
+        return _busy(path, BUSY_S if busy_s is None else busy_s)
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return StoreError(f"{path}: cannot be opened: see that the folder exists and may be written")
+    if code == sqlite3.SQLITE_READONLY:
+        return StoreError(f"{path}: may not be written")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or not code:  # 0: text that is not UTF-8
+        return damaged(path, error)
+    return StoreError(f"{path}: {error}")
+
+
+def _busy(path: Path, busy_s: float) -> StoreBusy:
+    pid = _lock_holder(path)
+    who, hint = "another process", f"find it with lsof {path} and end it"
+    if pid is not None:
+        who, hint = f"process {pid} ({_command(pid)})", f"end it with kill -9 {pid}"
+    go_on = f"{hint}; then go on with agentrl train --resume {path.parent}"
+    return StoreBusy(f"{path}: {who} has held the write lock for over {busy_s:g} s: {go_on}")
+
+
+def _lock_holder(path: Path) -> int | None:
+    """The process that holds the write lock, None if the system does not say. Never opens the file: closing it again
+    would give up this process's own locks."""
+    try:
+        inode = Path(f"{path}-shm").stat().st_ino
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in locks:
+        match line.split():  # 5: POSIX ADVISORY WRITE 4711 00:2f:1234 120 120
+            case [_, "POSIX", _, "WRITE", pid, device, first, last] if device.split(":")[-1] == str(inode):
+                if int(first) <= _WRITE_LOCK and (last == "EOF" or int(last) >= _WRITE_LOCK) and int(pid) > 0:
+                    return int(pid)
+            case _:
+                pass
+    return None
+
+
+def _command(pid: int) -> str:
+    """The command line of a process, cut to 80 characters."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "gone by now"
+    line = " ".join(" ".join(words).split())
+    return "".join(c for c in line if c.isprintable())[:80] or "no command line"
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        status = os.statvfs(path.parent)
+    except OSError:
+        return _FULL_BELOW_BYTES
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,205 @@
+"""How episodes end: as they were played, held until reward sources have scored them, or cut off by a deadline.
+
+Owns what an ending writes, and the closing of groups whose last open member it was. However many episodes of a process
+end at once, one look says how they stand, and a server is asked no more often than for one. An ending that may not be
+written leaves the others as they are. Never knows a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import LeaseLost, StoreError
+from agentrl.records import StopReason
+from agentrl.store.databases.batched_calls import Result, Several
+from agentrl.store.databases.database import Database
+from agentrl.store.episodes.groups import close, scored
+from agentrl.store.episodes.leases import check_held
+from agentrl.store.episodes.outages import FAILURES, note_failure
+
+_KEPT = ("unscored", "endings", "partials", "snapshots", "unsaved")
+"""The tables with rows of an episode that go with its end."""
+
+_LOOK = f"""
+SELECT e.id, e.state, e.fence, e.group_id, g.state IN ('waiting', 'running'),
+    (SELECT COUNT(*) FROM episodes m WHERE m.group_id = e.group_id AND m.state IN ('waiting', 'running')),
+    {", ".join(f"(SELECT 1 FROM {table} k WHERE k.episode_id = e.id LIMIT 1)" for table in _KEPT)}
+FROM json_each(?) i CROSS JOIN episodes e ON e.id = CAST(i.value AS BIGINT) CROSS JOIN groups g ON g.id = e.group_id
+"""
+_END = (
+    "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, outcome = ?, success = ?,"
+    " outcomes = ?, detail = ?, (n_turns, n_tokens) = (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0) FROM turns t"
+    "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial), newest_step ="
+    " (SELECT MAX(v.step) FROM turns t CROSS JOIN json_each(t.spans) s"
+    "  JOIN versions v ON v.version = CAST(json_extract(s.value, '$[0]') AS INTEGER)"
+    "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns = 1) WHERE id = ?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an episode ended: the arguments of `Journal.finish`."""
+
+    stop_reason: StopReason
+    outcome: float | None = None
+    success: bool | None = None
+    outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
+    detail: str = ""
+
+    @property
+    def scored(self) -> bool:
+        return scored(self.stop_reason, self.outcome)
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """What was reported beside the reason, as columns have it."""
+        return (self.outcome, self.success, json.dumps(dict(self.outcomes)), self.detail)
+
+
+class EndEntry(Several):
+    """The end of an episode that is held under `fence`, see `Journal.finish`."""
+
+    __slots__ = ("db", "ending", "episode_id", "fence")
+
+    def __init__(self, db: Database, episode_id: int, fence: int, ending: Ending) -> None:
+        for value in (ending.outcome, *ending.outcomes.values()):
+            if value is not None and not math.isfinite(value):
+                raise StoreError(f"episode {episode_id}: outcome {value} is not finite")
+        self.db, self.episode_id, self.fence, self.ending = db, episode_id, fence, ending
+
+    def __call__(self) -> None:
+        (result,) = self.all([self])
+        if result.error is not None:
+            raise result.error
+
+    @classmethod
+    def all(cls, calls: Sequence[EndEntry]) -> list[Result]:
+        """End episodes in their order. Raises StoreError if the database fails, and then all may be half written."""
+        db, results = calls[0].db, list[Result]()
+        now = db.clock()
+        with db.write():
+            ends = _Ends(db, [entry.episode_id for entry in calls], now)
+            for entry in calls:
+                try:
+                    ends.check(entry.episode_id, entry.fence)
+                except LeaseLost as error:
+                    results.append(Result(error=error))
+                    continue
+                ends.conclude(entry.episode_id, entry.ending)
+                results.append(Result())
+            ends.close_groups()
+        return results
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How an episode stands; `kept`: the tables that have rows which go with its end."""
+
+    state: str
+    fence: int
+    group_id: int
+    kept: Sequence[str]
+
+
+class _Ends:
+    """Endings of one transaction, inside it. `close_groups` comes last."""
+
+    def __init__(self, db: Database, episode_ids: Iterable[int], now: float) -> None:
+        self._db, self._now = db, now
+        self._stands = dict[int, _Standing]()
+        self._left = dict[int, int]()  # open members of open groups
+        self._scored = Counter[int]()  # by group
+        for id, state, fence, group_id, group_is_open, n, *kept in db.rows(_LOOK, (json.dumps(sorted(episode_ids)),)):
+            tables = [table for table, has in zip(_KEPT, kept, strict=True) if has]
+            self._stands[id] = _Standing(state, fence, group_id, tables)
+            if group_is_open:
+                self._left[group_id] = n
+
+    def check(self, episode_id: int, fence: int) -> None:
+        """Raise LeaseLost unless an episode is held under `fence`."""
+        stands = self._stands.get(episode_id)
+        check_held(self._db, episode_id, fence, None if stands is None else (stands.state, stands.fence))
+
+    def conclude(self, episode_id: int, ending: Ending) -> None:
+        """End an episode, or hold it until its sources have scored it."""
+        if ending.scored and "unscored" in self._stands[episode_id].kept:
+            self._hold(episode_id, ending)
+        else:
+            self.end(episode_id, ending)
+
+    def end(self, episode_id: int, ending: Ending) -> None:
+        """End an episode."""
+        stands = self._stands[episode_id]
+        _end(self._db, episode_id, "finished", ending, self._now, stands.kept)
+        if ending.scored:
+            self._scored[stands.group_id] += 1
+        if stands.state in ("waiting", "running") and stands.group_id in self._left:
+            self._left[stands.group_id] -= 1
+        stands.state = "finished"
+
+    def _hold(self, episode_id: int, ending: Ending) -> None:
+        """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
+        self._db.execute(
+            "INSERT INTO endings VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (episode_id, self._now, ending.stop_reason, *ending.said),
+        )
+        self._db.execute("UPDATE episodes SET holder = NULL, fence = fence + 1 WHERE id = ?", (episode_id,))
+        self._stands[episode_id].fence += 1
+
+    def close_groups(self) -> None:
+        """Count the scored members, and close the open groups that have no open member left."""
+        self._db.execute_many(
+            "UPDATE groups SET n_scored = n_scored + ? WHERE id = ?", [(n, id) for id, n in self._scored.items()]
+        )
+        if ended := sorted(id for id, n in self._left.items() if not n):
+            close(self._db, ended, self._now)
+
+
+def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:
+    """End an episode, or hold it until its sources have scored it. Inside a transaction."""
+    ends = _Ends(db, [episode_id], now)
+    ends.conclude(episode_id, ending)
+    ends.close_groups()
+
+
+def end_as(db: Database, episode_id: int, ending: Ending, now: float) -> None:
+    """End an episode; close its open group if it was the last open member. Inside a transaction."""
+    ends = _Ends(db, [episode_id], now)
+    ends.end(episode_id, ending)
+    ends.close_groups()
+
+
+def held_ending(db: Database, episode_id: int) -> Ending | None:
+    """The ending of an episode that waits for its sources; None if it does not wait."""
+    row = db.row(
+        "SELECT stop_reason, outcome, success, outcomes, detail FROM endings WHERE episode_id = ?", (episode_id,)
+    )
+    if row is None:
+        return None
+    stop_reason, outcome, success, outcomes, detail = row
+    return Ending(
+        stop_reason=StopReason(stop_reason),
+        outcome=outcome,
+        success=None if success is None else bool(success),
+        outcomes=json.loads(outcomes),
+        detail=detail,
+    )
+
+
+def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
+    """End an episode that nobody reported on, but not its group. Inside a transaction."""
+    _end(db, episode_id, state, Ending(stop_reason=stop_reason), now, _KEPT)
+
+
+def _end(db: Database, episode_id: int, state: str, ending: Ending, now: float, kept: Iterable[str]) -> None:
+    """Write an ending, with the length of the episode and the step of its newest token, and drop its rows in `kept`."""
+    db.execute(_END, (state, ending.stop_reason, now, *ending.said, episode_id))
+    for table in kept:
+        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+    if ending.stop_reason in FAILURES:
+        note_failure(db, episode_id, ending.stop_reason, ending.detail, now)

@@ -1,0 +1,312 @@
+"""What a worker journals most: turns, their answers, parts of turns; many at once, whatever their episodes.
+
+Owns their checks and their rows. However many entries there are, their episodes are looked at in one statement, and
+each table is written in one: a server takes longer over a statement than over a row. All are packed before the
+transaction begins, since others wait for its end. An entry that may not be written leaves the others as they are.
+Never knows which entries come together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from agentrl.errors import StoreAway, StoreError
+from agentrl.records import Step, Turn, turn_id
+from agentrl.store.codec import pack_answer, pack_experts, pack_messages, pack_spans, pack_text, pack_tokens
+from agentrl.store.databases.batched_calls import Result, Several
+from agentrl.store.databases.database import Database
+from agentrl.store.episodes.leases import check_held
+from agentrl.store.episodes.partial_turns import Partial, pack_part
+
+# Per episode: what tells whether it is held, its trial, whether sources score its turns, its last turn and whether that
+# is answered, the tokens of the turn under way. However a server plans it, it reads no row but these.
+_OWN = "FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial ORDER BY t.idx DESC LIMIT 1"
+_LOOK = f"""
+SELECT e.id, e.state, e.fence, e.trial, e.evaluation = 0 AND EXISTS (SELECT 1 FROM sources),
+    (SELECT t.idx {_OWN}), (SELECT t.id {_OWN}), (SELECT s.turn_id FROM steps s WHERE s.turn_id = (SELECT t.id {_OWN})),
+    (SELECT MAX(p.at + p.n) FROM partials p WHERE p.episode_id = e.id)
+FROM json_each(?) i CROSS JOIN episodes e ON e.id = CAST(i.value AS BIGINT)
+"""
+_TURN = "SELECT t.id, s.turn_id FROM turns t LEFT JOIN steps s ON s.turn_id = t.id"
+
+_TURNS = (
+    "INSERT INTO turns (id, episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt, n_tokens,"
+    " oldest_step, state, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_DROP = "DELETE FROM partials WHERE episode_id = ?"
+_UNSCORED = (
+    "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c, episodes e WHERE e.id = ? AND e.evaluation = 0"
+)
+
+
+@dataclass(slots=True)
+class Standing:
+    """How far an episode is, what was written before an entry of the same transaction included."""
+
+    trial: int
+    asked: bool  # sources score its turns
+    last: int  # -1: it has no turn
+    last_id: int | None
+    answered: bool
+    under_way: int  # tokens of the turn under way
+    kept: bool  # rows of it are in the table
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of turns that a transaction is to write: one statement for each table."""
+
+    turns: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    tokens: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    experts: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    steps: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    unscored: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    over: list[tuple[int]] = field(default_factory=list[tuple[int]])  # episodes whose turn under way is journaled
+    parts: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict[int, list[tuple[Any, ...]]])  # by episode
+
+    def turn(self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, asked: bool) -> None:
+        """Add a turn whose place was checked; `text` is what its column takes. `asked`: sources may score it."""
+        one = turn.turn
+        where = (id, episode_id, trial, one.index, one.parent, one.role, one.learns, one.finish, text, turn.spans)
+        size = (len(one.prompt_ids), len(one.token_ids), turn.oldest, one.state, one.started_s, one.ended_s)
+        self.turns.append((*where, *size))
+        self.tokens.append((id, turn.tokens))
+        if turn.experts is not None:
+            self.experts.append((id, turn.experts))
+        if turn.answer is not None:
+            self.steps.append((id, *turn.answer))
+        if asked:
+            self.unscored.append((id, episode_id))
+
+    def write(self, db: Database) -> None:
+        """Write them, inside a transaction."""
+        for statement, rows in (
+            (_TURNS, self.turns),
+            ("INSERT INTO tokens VALUES (?, ?)", self.tokens),
+            ("INSERT INTO experts VALUES (?, ?)", self.experts),
+            ("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", self.steps),
+            (_UNSCORED, self.unscored),
+            (_DROP, self.over),
+            (
+                "INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [part for parts in self.parts.values() for part in parts],
+            ),
+        ):
+            if rows:
+                db.execute_many(statement, rows)
+
+
+@dataclass(slots=True)
+class PackedTurn:
+    """A turn as its rows have it. `oldest` is the step of the oldest version that sampled it, None if it does not
+    learn."""
+
+    turn: Turn
+    tokens: bytes
+    experts: bytes | None
+    text: str | bytes
+    spans: str
+    oldest: int | None
+    answer: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, turn: Turn, where: str, step_of: Callable[[int], int]) -> Self:
+        """Pack a turn. Raises StoreError for a number that is no token id or log-prob, an unknown version, or an answer
+        that cannot be written, which `where` names."""
+        return cls(
+            turn=turn,
+            tokens=pack_tokens(turn),
+            experts=None if turn.experts is None else pack_experts(turn.experts),
+            text=pack_text(turn.text),
+            spans=pack_spans(turn.spans),
+            oldest=min((step_of(span.version) for span in turn.spans), default=None) if turn.learns else None,
+            answer=None if turn.step is None else pack_step(where, turn.step),
+        )
+
+
+class Entry(Several):
+    """A write of an episode that is held under `fence`."""
+
+    __slots__ = ("db", "episode_id", "fence")
+
+    first = True
+
+    def __init__(self, db: Database, episode_id: int, fence: int) -> None:
+        self.db, self.episode_id, self.fence = db, episode_id, fence
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Bring it into the form of its rows, once, outside a transaction. Raises StoreError."""
+
+    @property
+    def numbers(self) -> int:
+        """How many turns it adds."""
+        return 0
+
+    @abstractmethod
+    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+        """Add its rows, and to the standing what it changes. Raises StoreError if it may not be written."""
+
+    def __call__(self) -> None:
+        self.pack()
+        (result,) = self.all([self])
+        if result.error is not None:
+            raise result.error
+
+    @classmethod
+    def all(cls, calls: Sequence[Entry]) -> list[Result]:
+        """Write entries in their order. Raises StoreError if the database fails, and then all may be half written."""
+        refused = dict[int, Exception]()
+        for at, entry in enumerate(calls):
+            try:
+                entry.pack()
+            except StoreAway:
+                raise
+            except StoreError as error:
+                refused[at] = error
+        packed = [(at, entry) for at, entry in enumerate(calls) if at not in refused]
+        if not packed:
+            return [Result(error=refused[at]) for at in range(len(calls))]
+        db = packed[0][1].db
+        with db.write(shared=True):
+            looked = db.execute(_LOOK, (json.dumps(sorted({entry.episode_id for _, entry in packed})),))
+            turns = sum(entry.numbers for _, entry in packed)
+            numbers = iter(db.numbers("turns", turns) if turns else ())
+            found = {id: row for id, *row in looked}
+            standings, rows = dict[int, Standing](), Rows()
+            for at, entry in packed:
+                try:
+                    stands = _held(entry, found.get(entry.episode_id), standings)
+                    entry.add(stands, numbers, rows)
+                except StoreError as error:
+                    refused[at] = error
+            rows.write(db)
+        return [Result(error=refused.get(at)) for at in range(len(calls))]
+
+
+def _held(entry: Entry, row: list[Any] | None, known: dict[int, Standing]) -> Standing:
+    """How far the episode of an entry is. Raises LeaseLost if it is not held."""
+    check_held(entry.db, entry.episode_id, entry.fence, row)
+    assert row is not None
+    if entry.episode_id not in known:
+        _, _, trial, asked, last, last_id, answered, under_way = row
+        known[entry.episode_id] = Standing(
+            trial=trial,
+            asked=bool(asked),
+            last=-1 if last is None else last,
+            last_id=last_id,
+            answered=answered is not None,
+            under_way=under_way or 0,
+            kept=under_way is not None,
+        )
+    return known[entry.episode_id]
+
+
+class TurnEntry(Entry):
+    """A turn of an episode, see `Journal.journal_turn`. `step_of` gives the step of a version."""
+
+    __slots__ = ("_packed", "_step_of", "_turn")
+
+    def __init__(self, db: Database, episode_id: int, fence: int, turn: Turn, step_of: Callable[[int], int]) -> None:
+        super().__init__(db, episode_id, fence)
+        self._turn, self._step_of = turn, step_of
+        self._packed: PackedTurn | None = None
+
+    @property
+    def numbers(self) -> int:
+        return 1
+
+    def pack(self) -> None:
+        where = f"episode {self.episode_id}, turn {self._turn.index}"
+        self._packed = self._packed or PackedTurn.of(self._turn, where, self._step_of)
+
+    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+        turn, episode_id = self._turn, self.episode_id
+        if turn.index != stands.last + 1:
+            raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {stands.last}")
+        if turn.id and turn.id != (own := turn_id(episode_id, stands.trial, turn.index)):
+            raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
+        if turn.parent is not None and not 0 <= turn.parent < turn.index:
+            raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
+        assert self._packed is not None
+        id = next(numbers)
+        text, asked = self.db.any_text(self._packed.text), stands.asked and turn.learns
+        rows.turn(id, episode_id, stands.trial, self._packed, text, asked=asked)
+        rows.parts.pop(episode_id, None)
+        if stands.kept:
+            rows.over.append((episode_id,))
+        stands.last, stands.last_id, stands.answered = turn.index, id, turn.step is not None
+        stands.under_way, stands.kept = 0, False
+
+
+class StepEntry(Entry):
+    """The answer to a turn, see `Journal.journal_step`."""
+
+    __slots__ = ("_packed", "_step", "_turn_index")
+
+    def __init__(self, db: Database, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
+        super().__init__(db, episode_id, fence)
+        self._turn_index, self._step = turn_index, step
+        self._packed: tuple[Any, ...] | None = None
+
+    def pack(self) -> None:
+        self._packed = self._packed or pack_step(f"episode {self.episode_id}, turn {self._turn_index}", self._step)
+
+    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+        row_id, answered = stands.last_id, stands.answered
+        if (index := self._turn_index) != stands.last:
+            where = (self.episode_id, stands.trial, index)
+            found = self.db.row(f"{_TURN} WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?", where)
+            row_id, answered = (None, False) if found is None else (found[0], found[1] is not None)
+        if row_id is None:
+            raise StoreError(f"episode {self.episode_id}: turn {index} was never journaled")
+        if answered:
+            raise StoreError(f"episode {self.episode_id}: turn {index} is answered already")
+        assert self._packed is not None
+        rows.steps.append((row_id, *self._packed))
+        stands.answered = stands.answered or index == stands.last
+
+
+class PartEntry(Entry):
+    """More tokens of the turn under way, see `Journal.journal_partial`."""
+
+    __slots__ = ("_packed", "_part")
+
+    def __init__(self, db: Database, episode_id: int, fence: int, part: Partial) -> None:
+        super().__init__(db, episode_id, fence)
+        self._part = part
+        self._packed: tuple[Any, ...] | None = None
+
+    def pack(self) -> None:
+        self._packed = self._packed or pack_part(self.episode_id, self._part)
+
+    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+        part = self._part
+        if part.index != stands.last + 1:
+            raise StoreError(
+                f"episode {self.episode_id}: turn {part.index} cannot be under way after turn {stands.last}"
+            )
+        if part.at != stands.under_way:
+            what = f"has {stands.under_way} tokens, and more came after {part.at}"
+            raise StoreError(f"episode {self.episode_id}: turn {part.index} {what}")
+        assert self._packed is not None
+        rows.parts.setdefault(self.episode_id, []).append(self._packed)
+        stands.under_way += len(part.token_ids)
+
+
+def pack_step(where: str, step: Step) -> tuple[str, float, bool, bool, str]:
+    """The columns of an answer. Raises StoreError, which begins with `where`, for one that cannot be written."""
+    if not math.isfinite(step.reward):
+        raise StoreError(f"{where}: reward {step.reward} is not finite")
+    return (
+        pack_messages(step.observation, f"{where}: observation"),
+        float(step.reward),
+        bool(step.terminated),
+        bool(step.truncated),
+        pack_answer(step, where),
+    )

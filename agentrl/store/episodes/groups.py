@@ -1,0 +1,311 @@
+"""The start and end of groups: admission of new ones, and state and record of one that closes.
+
+Owns the task counter, so that a restart goes on with the next task, and the record that a closed group leaves; never
+knows a token, a worker or the learner, nor when a group closes (see `closing`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+
+from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
+from agentrl.store.buffer.admission import Bounds, Load, Room, admissible_groups
+from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
+from agentrl.store.databases.database import Asked, Database, Part, Row
+from agentrl.store.episodes.replays import lost_groups, quarantined
+from agentrl.store.reads import WEIGHTS
+from agentrl.store.schema import SET_META
+from agentrl.store.versions import latest_confirmed
+
+TRAIN = "train"
+"""The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
+
+LATE = "late = 1 AND taken_step IS NULL AND dropped IS NULL"
+"""In SQL, of an episode: its group closed before it ended, and it has not left the buffer. Word for word the condition
+of the index `episodes_late`."""
+
+_OPEN = (
+    "(SELECT id FROM groups WHERE state = 'running'"
+    f" UNION ALL SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running'))"
+)
+_ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
+_RUNNING = (GroupState.WAITING, GroupState.RUNNING)
+
+
+class Groups(Part):
+    """Start groups and count them."""
+
+    def admissible(self, bounds: Bounds, *, limit: int) -> Room:
+        """How many training groups may start now, at most `limit`, and which. None while no weight version is
+        confirmed. Prepare that many tasks, then `admit` them."""
+        with self._db.read():
+            return self._room(bounds, limit)[0]
+
+    def admit(
+        self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int, skipped: Collection[int] = ()
+    ) -> int:
+        """Start training groups as `admissible` allows now: first those of tasks that infrastructure lost, in the order
+        of the lost groups, then those of `tasks`, whose indices begin at `first`. Returns how many it started.
+
+        A quarantined task is passed over, as is one whose index is in `skipped`. If the next task of the run is not
+        `first`, somebody else admitted meanwhile: nothing is started."""
+        with self._db.write():
+            room, step = self._room(bounds, limit)
+            if room.first != first:
+                return 0
+            again = lost_groups(self._db, bounds.max_replays)[: room.replays]
+            for group_id in again:
+                create_again(self._db, group_id, bounds.group_size, step)
+            new = tasks[: room.groups - room.replays]
+            playable = without(quarantined(self._db), new, skipped) if new else []
+            for task in playable:
+                create_group(self._db, task, bounds.group_size, TRAIN, step)
+            self._db.execute(SET_META, ("next_task", str(first + len(new))))
+        return len(again) + len(playable)
+
+    def _room(self, bounds: Bounds, limit: int) -> tuple[Room, int]:
+        """The room, and the step of the weights that sample now. Inside a transaction."""
+        version, first = latest_confirmed(self._db), next_task(self._db)
+        if version is None:
+            return Room(0, 0, first), 0
+        free = admissible_groups(load_of(self._db, bounds), bounds, step=version.step)
+        groups = max(0, min(free, limit))
+        replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
+        return Room(groups, replays, first), version.step
+
+    def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
+        """Start a group of `size` episodes for each task, outside admission; returns their ids. For evaluation: give
+        each evaluation its own purpose, such as "eval:held_out@20"."""
+        with self._db.write():
+            version = latest_confirmed(self._db)
+            step = 0 if version is None else version.step
+            return [create_group(self._db, task, size, purpose, step) for task in tasks]
+
+    def rename_purpose(self, purpose: str, new: str) -> None:
+        """Give the groups of an evaluation another purpose."""
+        with self._db.write():
+            self._db.execute("UPDATE groups SET purpose = ? WHERE purpose = ?", (new, purpose))
+
+    def tasks_started(self) -> int:
+        """The index of the next training task: the position in the task source."""
+        with self._db.read():
+            return next_task(self._db)
+
+    def counts(self, purpose: str = TRAIN) -> dict[GroupState, int]:
+        """How many groups of a purpose are in each state; states without any are left out. Constant time."""
+        with self._db.read():
+            return _counts(self._db, purpose)
+
+    def purposes(self) -> list[str]:
+        """Every purpose that has groups."""
+        with self._db.read():
+            return [purpose for (purpose,) in self._db.rows("SELECT DISTINCT purpose FROM group_counts ORDER BY 1")]
+
+    def ready_count(self) -> int:
+        """How many training groups the learner could take now, stale ones included."""
+        return self.counts().get(GroupState.SCORED, 0)
+
+    def late_open(self) -> int:
+        """How many late members have not ended: their groups closed without them."""
+        with self._db.read():
+            row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
+        return 0 if row is None else row[0]
+
+
+def next_task(db: Database) -> int:
+    """The index of the next training task. Inside a transaction."""
+    row = db.row("SELECT value FROM meta WHERE key = 'next_task'")
+    return 0 if row is None else int(row[0])
+
+
+def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
+    rows = db.rows("SELECT state, n FROM group_counts WHERE purpose = ? AND n > 0", (purpose,))
+    return {GroupState(state): n for state, n in rows}
+
+
+def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collection[int] = ()) -> list[Task]:
+    """The tasks that are not in quarantine, and whose index is not `skipped`."""
+    return [
+        task
+        for task in tasks
+        if task.index not in skipped and (not quarantined or pack_identity(task) not in quarantined)
+    ]
+
+
+def load_of(db: Database, bounds: Bounds) -> Load:
+    """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
+    member in it. Inside a transaction."""
+    counts = _counts(db, TRAIN)
+    waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
+    running = db.row(  # an episode that waits for reward sources has no holder and takes no place
+        "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
+    )
+    assert waiting is not None and running is not None
+    return Load(
+        running_episodes=waiting[0] + running[0],
+        running_groups=sum(counts.get(state, 0) for state in _RUNNING),
+        accepted_groups=sum(counts.get(state, 0) for state in _ACCEPTED),
+        buffered_tokens=0 if bounds.max_tokens is None else _buffered_tokens(db),
+    )
+
+
+def _buffered_tokens(db: Database) -> int:
+    """Sampled tokens of ended members of groups that are not taken, and of late members that are not."""
+    row = db.row(
+        "SELECT (SELECT COALESCE(SUM(e.n_tokens), 0) FROM groups g JOIN episodes e ON e.group_id = g.id"
+        "  WHERE g.purpose = 'train' AND g.state IN ('running', 'scored') AND e.stop_reason IS NOT NULL)"
+        f" + (SELECT COALESCE(SUM(e.n_tokens), 0) FROM (SELECT * FROM episodes WHERE {LATE}) e"
+        "  JOIN groups g ON g.id = e.group_id WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL)"
+    )
+    assert row is not None
+    return row[0]
+
+
+def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
+    """Start a group and its waiting members; its id. `step` is that of the weights that sample now."""
+    group_id = db.insert(
+        "INSERT INTO groups (purpose, task, size, state, started_step, admitted_s) VALUES (?, ?, ?, 'waiting', ?, ?)",
+        (purpose, pack_task(task), size, step, db.clock()),
+    )
+    db.execute_many(
+        "INSERT INTO episodes (group_id, member, evaluation) VALUES (?, ?, ?)",
+        [(group_id, member, int(purpose != TRAIN)) for member in range(size)],
+    )
+    return group_id
+
+
+def create_again(db: Database, lost: int, size: int, step: int) -> int:
+    """Start a group that plays the task of a lost one again; its id."""
+    row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
+    assert row is not None
+    task, replays = row
+    group_id = create_group(db, unpack_task(task), size, TRAIN, step)
+    db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replays + 1, group_id))
+    return group_id
+
+
+def close_if_ended(db: Database, group_id: int, now: float) -> None:
+    """Close an open group if all its members have ended."""
+    row = db.row(
+        "SELECT state IN ('waiting', 'running') AND NOT EXISTS"
+        " (SELECT 1 FROM episodes WHERE group_id = ?1 AND state IN ('waiting', 'running')) FROM groups WHERE id = ?1",
+        (group_id,),
+    )
+    if row is not None and row[0]:
+        close(db, [group_id], now)
+
+
+def close(db: Database, group_ids: Sequence[int], now: float) -> None:
+    """Close groups with the members that have ended. An evaluation group becomes scored. A training group becomes
+    scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
+    scored training group gets its record, in the order in which its members ended, which never changes; open members
+    are late from now on."""
+    weights, *found = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
+    for at, group_id in enumerate(group_ids):
+        ((purpose, size),), ended, turns, scores = found[4 * at : 4 * at + 4]
+        state, reason, packed = GroupState.SCORED, None, None
+        if purpose == TRAIN:
+            record = {
+                member: _record(id, outcome, outcomes, turns, scores, weights)
+                for id, member, stop_reason, outcome, outcomes in ended
+                if scored(stop_reason, outcome)
+            }
+            packed = pack_record(record)
+            if len(record) < enough(size):
+                by_member = sorted(ended, key=lambda row: row[1])  # of two reasons as common, that of the first member
+                state, reason, packed = GroupState.FAILED, _failure([stop for _, _, stop, *_ in by_member]), None
+        db.execute(
+            "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
+            (state, reason, packed, now, group_id),
+        )
+        db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
+
+
+def _closing(group_id: int) -> tuple[Asked, ...]:
+    """What a closing has to know of its group."""
+    return (
+        ("SELECT purpose, size FROM groups WHERE id = ?", (group_id,)),
+        (
+            "SELECT id, member, stop_reason, outcome, outcomes FROM episodes WHERE group_id = ?"
+            " AND stop_reason IS NOT NULL ORDER BY ended_s, member",
+            (group_id,),
+        ),
+        *_earned("e.group_id = ?", group_id),
+    )
+
+
+def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
+    """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
+    db.execute(
+        f"UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN {_OPEN}",
+        (first, purpose),
+    )
+
+
+def shift_starts(db: Database, by_s: float) -> None:
+    """Move the start times of groups with open members."""
+    db.execute(f"UPDATE groups SET started_s = started_s + ? WHERE id IN {_OPEN}", (by_s,))
+
+
+def enough(size: int) -> int:
+    """The least number of scored members with which a group of `size` can be judged."""
+    return min(2, size)
+
+
+def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
+    """The record of a scored member, from its last trial."""
+    turns, scores, weights = db.all_rows(*_earned("e.id = ?", episode_id), (WEIGHTS, ()))
+    return _record(episode_id, outcome, outcomes, turns, scores, weights)
+
+
+def _earned(where: str, id: int) -> tuple[Asked, Asked]:
+    """Of the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and scores of turns.
+    A run without sources looks at no turn for the latter."""
+    turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+    return (
+        (
+            "SELECT e.id, t.idx, t.role, t.state, COALESCE(s.reward, 0.0),"
+            " COALESCE(json_extract(s.info, '$.rewards'), '{}')"
+            f" FROM episodes e {turns} LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY e.id, t.idx",
+            (id,),
+        ),
+        (
+            f"SELECT e.id, t.idx, r.source, r.value FROM sources c CROSS JOIN episodes e ON {where} {turns}"
+            " CROSS JOIN rewards r ON r.turn_id = t.id AND r.source = c.source AND r.counts = 1",
+            (id,),
+        ),
+    )
+
+
+def _record(
+    id: int, outcome: float, outcomes: str, turns: Iterable[Row], scores: Iterable[Row], weights: Iterable[Row]
+) -> MemberRecord:
+    """The record of a scored member, whose turns and scores are among these."""
+    by_turn: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for episode_id, index, source, value in scores:
+        if episode_id == id:
+            by_turn[index][source] = value
+    return member_record(
+        outcome,
+        json.loads(outcomes),
+        [
+            (role, reward, json.loads(others), by_turn.get(index, {}), UNKNOWN if state is None else state)
+            for episode_id, index, role, state, reward, others in turns
+            if episode_id == id
+        ],
+        dict(weights),
+    )
+
+
+def scored(stop_reason: str, outcome: float | None) -> bool:
+    """Whether an ended episode may enter loss and baseline, by the same rule as `Trajectory.scored`."""
+    return StopReason(stop_reason).by_policy and outcome is not None
+
+
+def _failure(stop_reasons: list[str]) -> str:
+    """The most common failure of members; "no_outcome" if none failed but too few were scored."""
+    failures = Counter(reason for reason in stop_reasons if not StopReason(reason).by_policy)
+    return failures.most_common(1)[0][0] if failures else "no_outcome"

@@ -1,0 +1,296 @@
+"""Which worker plays which episode: claims with a fencing token, leases that a living worker renews.
+
+A lease belongs to one life of a worker, not to an episode: one row to renew, however many episodes it plays. Each
+handle of the store is a life of its own, so a worker restarted under an old name does not keep its predecessor's leases
+alive. An expired lease takes nothing away by itself: the fence rises only when another worker claims the episode, and
+from then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from agentrl.errors import LeaseLost
+from agentrl.records import Messages, Task, Turn
+from agentrl.store.codec import unpack_messages, unpack_task
+from agentrl.store.databases.database import Database, Part, Row
+from agentrl.store.episodes.partial_turns import Partial, load_partials
+from agentrl.store.reads import turns_of
+from agentrl.store.versions import LATEST_CONFIRMED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
+    `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
+    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`). `resumed`: another
+    claim began it, or an earlier attempt of this one. `started_step`: the learner's when the group was admitted."""
+
+    episode_id: int
+    group_id: int
+    member: int
+    size: int
+    task: Task
+    purpose: str
+    fence: int
+    trial: int
+    start: Messages | None
+    turns: tuple[Turn, ...]
+    partial: Partial | None = None
+    fork_turn: int | None = None
+    resumed: bool = False
+    started_step: int = 0
+
+
+class Free(NamedTuple):
+    """An episode that may be claimed. Sorted, they are in the order in which they are played: those suspected of a
+    worker's death last, evaluation first, then episodes of dead workers, then the oldest group's."""
+
+    suspected: bool
+    training: bool
+    fresh: bool
+    group_id: int
+    id: int
+    deaths: int
+
+
+class Claimable(NamedTuple):
+    """What a worker may claim of one database. `here`: the deaths of the most suspected episode that it plays."""
+
+    free: Sequence[Free]
+    here: int | None
+
+
+# Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
+# a worker's death. ?1 now, ?2 holder, ?3 limit, ?4 the first training group that is too early. CROSS JOIN makes SQLite
+# begin with the few leases instead of the many running episodes. However many wait, only ?3 of each kind are read out.
+_CLAIMABLE = """
+SELECT deaths > 0, evaluation, fresh, group_id, id, deaths FROM (
+    SELECT * FROM (
+        SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
+            ORDER BY evaluation DESC, id LIMIT ?3) waiting
+    UNION ALL
+    SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
+    UNION ALL
+    SELECT * FROM (
+        SELECT e.id, e.group_id, e.evaluation, 0, 0
+            FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
+            WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths = 0
+                AND (e.evaluation = 1 OR e.group_id < ?4)
+            ORDER BY e.evaluation DESC, e.id LIMIT ?3) left_behind
+    UNION ALL
+    SELECT e.id, e.group_id, e.evaluation, 0, e.deaths
+        FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
+        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths > 0
+) claimable WHERE evaluation = 1 OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
+"""
+
+_LOAD = (
+    "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn, g.started_step"
+    " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
+)
+_AHEAD = (
+    "SELECT id FROM (SELECT id FROM groups"
+    " WHERE purpose = 'train' AND state IN ('waiting', 'running', 'finished', 'scored')"
+    " UNION ALL SELECT id FROM groups WHERE purpose = 'train' AND state = 'taken' AND taken_step > {step}) ahead"
+    " ORDER BY id"
+)
+# The same with ?4 how many groups may be played ahead; of a server, one statement, so that it waits for one answer.
+_STEP = f"COALESCE((SELECT step FROM ({LATEST_CONFIRMED}) latest), 0)"
+_CLAIMABLE_AHEAD = f"""
+WITH early (id) AS MATERIALIZED (
+    SELECT COALESCE(({_AHEAD.format(step=_STEP)} LIMIT 1 OFFSET ?4), 9223372036854775807)
+)
+{_CLAIMABLE.replace("?4", "(SELECT id FROM early)")}
+"""
+
+_APART = 2  # from so many deaths on, an episode is played apart from all that are suspected
+_SUSPECTED_HERE = """
+SELECT MAX(e.deaths) FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths > 0
+    AND e.died_at >= (SELECT COUNT(*) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial)
+"""
+
+
+class Leases(Part):
+    """Claim episodes, keep them, give them back."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._life = uuid.uuid4().hex[:12]
+
+    def claim(
+        self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
+    ) -> list[Claim]:
+        """Claim up to `limit` episodes: evaluation first, then those of other workers whose lease expired before `now`
+        (seconds since the epoch; default the store's clock), then oldest group first; last those suspected of a
+        worker's death (see `deaths`). If there are any, the worker's lease is renewed.
+
+        Training episodes come only from the first `ahead` groups that the learner has yet to train. Admission starts no
+        others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
+        now = self._db.clock() if now is None else now
+        with self._db.read():  # an idle worker asks often: without work it must not take the write lock
+            if not to_claim([self._claimable(worker, 1, now, ahead=ahead)], 1):
+                return []
+        with self._db.write():
+            holder = self._renew(worker, now + lease_s)
+            found = to_claim([self._claimable(worker, limit, now, ahead=ahead)], limit)
+            return self._claim(holder, found, now)
+
+    def claimable(self, worker: str, limit: int, *, now: float, end: float) -> Claimable:
+        """What `worker` may claim now of groups before `end`: more than `limit` of some kinds, see `to_claim`."""
+        with self._db.read():
+            return self._claimable(worker, limit, now, end=end)
+
+    def claim_of(self, worker: str, chosen: Sequence[Free], *, lease_s: float, now: float, end: float) -> list[Claim]:
+        """Claim those of `chosen` that nobody has claimed since; the worker's lease is renewed."""
+        with self._db.write():
+            holder = self._renew(worker, now + lease_s)
+            free = {one.id for one in self._claimable(worker, len(chosen), now, end=end).free}
+            return self._claim(holder, [one for one in chosen if one.id in free], now)
+
+    def next_untrained(self, step: int, limit: int) -> list[int]:
+        """The ids of the first `limit` training groups that a learner at `step` has yet to train."""
+        with self._db.read():
+            rows = self._db.rows(f"{_AHEAD.format(step='?1')} LIMIT ?2", (step, limit))
+        return [id for (id,) in rows]
+
+    def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
+        self._db.execute_many(
+            "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
+            " started_s = COALESCE(started_s, ?) WHERE id = ?",
+            [(holder, now, one.id) for one in found],
+        )
+        self._db.execute_many(
+            "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
+            " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
+            [(now, group_id) for group_id in {one.group_id for one in found}],
+        )
+        return self._load([one.id for one in found])
+
+    def reload(self, claim: Claim) -> Claim:
+        """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
+        with self._db.read():
+            check_fence(self._db, claim.episode_id, claim.fence)
+            (found,) = self._load([claim.episode_id])
+            return replace(found, fence=claim.fence, resumed=found.start is not None)
+
+    def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
+        """Renew this worker's lease; returns the ids of the episodes that it still holds."""
+        now = self._db.clock() if now is None else now
+        with self._db.write(shared=True):
+            holder = self._renew(worker, now + lease_s)
+            rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
+        return frozenset(id for (id,) in rows)
+
+    def hand_back(self, worker: str) -> int:
+        """Give back all episodes of this worker, which ends on purpose: they may be claimed at once, and no death
+        counts. Returns how many there were."""
+        holder = self._holder(worker)
+        with self._db.write():
+            self._db.execute("DELETE FROM leases WHERE holder = ?", (holder,))
+            cursor = self._db.execute(
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder = ?", (holder,)
+            )
+        return cursor.rowcount
+
+    def _claimable(
+        self, worker: str, limit: int, now: float, *, end: float = math.inf, ahead: int | None = None
+    ) -> Claimable:
+        """What may be claimed of groups before `end`, and of the first `ahead` only."""
+        holder = self._holder(worker)
+        sql, bound = (_CLAIMABLE, end) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
+        rows = self._db.rows(sql, (now, holder, limit, bound))
+        free = [Free(bool(suspected), not of_eval, bool(fresh), *rest) for suspected, of_eval, fresh, *rest in rows]
+        here = self._db.row(_SUSPECTED_HERE, (holder,)) if any(one.suspected for one in free) else None
+        return Claimable(free, None if here is None else here[0])
+
+    def _holder(self, worker: str) -> str:
+        return f"{worker}/{self._life}"
+
+    def _renew(self, worker: str, until_s: float) -> str:
+        holder = self._holder(worker)
+        self._db.execute(
+            "INSERT INTO leases VALUES (?, ?, ?) ON CONFLICT (holder)"
+            " DO UPDATE SET worker = excluded.worker, until_s = excluded.until_s",
+            (holder, worker, until_s),
+        )
+        return holder
+
+    def _load(self, episodes: Sequence[int]) -> list[Claim]:
+        rows = self._db.all_rows(*((_LOAD, (id,)) for id in episodes))
+        begun = [id for id, ((*_, start, _, _),) in zip(episodes, rows, strict=True) if start is not None]
+        turns = turns_of(self._db, begun)
+        partials = dict(zip(begun, load_partials(self._db, begun), strict=True))
+        claims: list[Claim] = []
+        for id, (row,) in zip(episodes, rows, strict=True):
+            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step = row
+            claims.append(
+                Claim(
+                    episode_id=id,
+                    group_id=group_id,
+                    member=member,
+                    size=size,
+                    task=unpack_task(task),
+                    purpose=purpose,
+                    fence=fence,
+                    trial=trial,
+                    start=None if start is None else unpack_messages(start),
+                    turns=turns.get(id, ()),
+                    partial=partials.get(id),
+                    fork_turn=fork_turn,
+                    resumed=fence > 1 and start is not None,
+                    started_step=started_step,
+                )
+            )
+        return claims
+
+
+def to_claim(offers: Iterable[Claimable], limit: int) -> list[Free]:
+    """At most `limit` of the episodes that a worker may claim, of all databases together. An episode with two deaths or
+    more is claimed by a worker that plays nothing else under suspicion, and after all others: if the worker dies, that
+    episode is to blame."""
+    offers = list(offers)
+    found = sorted(one for offer in offers for one in offer.free)
+    suspected = [one for one in found if one.suspected]
+    if suspected:
+        here = max((offer.here for offer in offers if offer.here is not None), default=None)
+        together = [] if here is not None and here >= _APART else [one for one in suspected if one.deaths < _APART]
+        alone = suspected[:1] if here is None and not together else []
+        found = [one for one in found if not one.suspected] + together + alone
+    return found[:limit]
+
+
+def too_early(db: Database, step: int, ahead: int) -> float:
+    """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
+    there is none. Inside a transaction."""
+    row = db.row(f"{_AHEAD.format(step='?1')} LIMIT 1 OFFSET ?2", (step, ahead))
+    return math.inf if row is None else row[0]
+
+
+def check_fence(db: Database, episode_id: int, fence: int) -> int:
+    """The trial of an episode that is held under `fence`, inside a transaction; raises LeaseLost if it is not."""
+    return held(db, episode_id, fence, "e.trial")[0]
+
+
+def held(db: Database, episode_id: int, fence: int, columns: str) -> Row:
+    """Columns, in SQL, of the row `e` of an episode that is held under `fence`; raises as `check_fence`. One statement,
+    since a server takes a while to answer each."""
+    row = db.row(f"SELECT e.state, e.fence, {columns} FROM episodes e WHERE e.id = ?", (episode_id,))
+    check_held(db, episode_id, fence, row)
+    assert row is not None
+    return row[2:]
+
+
+def check_held(db: Database, episode_id: int, fence: int, row: Sequence[Any] | None) -> None:
+    """Raise LeaseLost unless the `row` of an episode, which begins with its state and its fence, is held."""
+    if row is None:
+        raise LeaseLost(f"episode {episode_id} does not exist in {db.path}")
+    state, current = row[:2]
+    if state != "running":
+        raise LeaseLost(f"episode {episode_id} is {state}, no longer running under fence {fence}")
+    if current != fence:
+        raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current}, not {fence}")

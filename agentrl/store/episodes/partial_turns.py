@@ -1,0 +1,108 @@
+"""The turn under way of a running episode: its tokens so far, kept until the turn is journaled or the episode ends.
+
+A row holds the tokens that came since the row before it, so a turn takes space by its length, however often it is
+written. The caller checks the fence and holds the transaction. Never decides when to write.
+
+The blob of a row is, little-endian: u32 P · u32[P] prompt ids · u32[n] sampled ids · f64[n] log-probs, then
+named columns as in `codec`. Only the first row of a turn has the prompt.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import StoreError
+from agentrl.records import POLICY, VersionSpan, spans_of
+from agentrl.store.codec import pack_columns, pack_spans, unpack_columns, unpack_spans
+from agentrl.store.databases.database import Database, Row
+from agentrl.tokens.columns import Columns, joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Tokens of the unfinished turn `index`, in the form of `Turn`: `token_ids` [T] after `prompt_ids`, with log-probs
+    [T]. `at` tokens of the turn came before these; it is 0 in a claim.
+
+    `spans` count from the first of these tokens; a span with a negative start corrects earlier tokens. `spent_s` is how
+    much of the turn's deadline is used, `started_s` when the turn began."""
+
+    index: int
+    parent: int | None
+    role: str = POLICY
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    at: int = 0
+    started_s: float = 0.0
+    spent_s: float = 0.0
+    columns: Columns = field(default_factory=dict[str, tuple[float, ...]])
+
+
+def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
+    """The row of a part. Raises StoreError for an id that is no 32-bit unsigned integer (law 1)."""
+    prompt = part.prompt_ids if part.at == 0 else ()
+    n = len(part.token_ids)
+    try:
+        data = struct.pack(f"<I{len(prompt) + n}I{n}d", len(prompt), *prompt, *part.token_ids, *part.logprobs)
+    except struct.error as error:
+        raise StoreError(f"turn {part.index}: its tokens so far cannot be written: {error}") from error
+    data += pack_columns(part.columns, n, f"turn {part.index}")
+    spans, times = pack_spans(part.spans), (part.started_s, part.spent_s)
+    return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
+
+
+def load_partials(db: Database, episodes: Sequence[int]) -> list[Partial | None]:
+    """The turn under way of each episode, as far as it was written; None if there is none. Inside a transaction."""
+    sql = (
+        "SELECT at, n, turn, parent, role, spans, started_s, spent_s, data FROM partials WHERE episode_id = ?"
+        " ORDER BY at"
+    )
+    return [_joined(rows) if rows else None for rows in db.all_rows(*((sql, (id,)) for id in episodes))]
+
+
+def _joined(rows: Sequence[Row]) -> Partial:
+    """A turn from its parts."""
+    prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
+    named = list[tuple[int, Columns]]()
+    for at, n, *_, spans, _, _, data in rows:
+        (size,) = struct.unpack_from("<I", data)
+        values = struct.unpack_from(f"<{size + n}I{n}d", data, 4)
+        prompt += values[:size]
+        tokens += values[size : size + n]
+        logprobs += values[size + n :]
+        named.append((n, unpack_columns(data[4 + 4 * (size + n) + 8 * n :])))
+        versions += [-1] * n
+        for span in unpack_spans(spans):
+            versions[at + span.start : at + span.end] = [span.version] * (span.end - span.start)
+    *_, (_, _, index, parent, role, _, started_s, spent_s, _) = rows
+    return Partial(
+        index=index,
+        parent=parent,
+        role=role,
+        prompt_ids=prompt,
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs),
+        spans=spans_of(versions),
+        started_s=started_s,
+        spent_s=spent_s,
+        columns=joined(named),
+    )
+
+
+def discard_partial(db: Database, episode_id: int) -> None:
+    """Forget the turn under way although its episode could go on from it, and note how many tokens that cost."""
+    db.execute(
+        "INSERT INTO discarded SELECT p.episode_id, e.trial, p.turn, SUM(p.n), ? FROM partials p"
+        " JOIN episodes e ON e.id = p.episode_id WHERE p.episode_id = ? GROUP BY p.episode_id",
+        (db.clock(), episode_id),
+    )
+    drop_partial(db, episode_id)
+
+
+def drop_partial(db: Database, episode_id: int) -> None:
+    """Forget the turn under way: it is journaled, or its episode begins anew or is over."""
+    db.execute("DELETE FROM partials WHERE episode_id = ?", (episode_id,))

@@ -1,0 +1,232 @@
+"""Scores of turns by reward sources: values by turn and source, and the episodes that wait for them.
+
+The environment's step reward is stored with its answer. Any other source writes values by turn id, during the episode
+or after it. Training episodes wait for the sources that a run declares: one that was played to its end is held until
+each source has scored each turn of the learning policy, or until the source's deadline, when its `late` rule applies.
+Then it ends as it was played. Owns that join; never knows what a source is or how it is asked.
+
+A value counts if an episode waited for it when it came: it is of a declared source, in its declared version, for a turn
+of an episode that had not ended. Any other value is kept and shown, and changes nothing in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.errors import StoreError
+from agentrl.records import LARGEST, StopReason, turn_id
+from agentrl.store.codec import with_columns
+from agentrl.store.databases.database import Database, Part
+from agentrl.store.episodes.endings import Ending, end_as, held_ending
+from agentrl.tokens.columns import NONE, Columns
+
+Late = Literal["drop", "neutral", "partial"]
+
+_SETTLED = (
+    "EXISTS (SELECT 1 FROM turns n WHERE n.episode_id = t.episode_id AND n.trial = t.trial AND n.idx > t.idx"
+    " AND n.role = t.role) OR EXISTS (SELECT 1 FROM endings h WHERE h.episode_id = t.episode_id)"
+)
+"""In SQL, of a turn: it is known whether its role acts again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A reward source that episodes wait for. `weight` multiplies its value in a turn's process reward. The wait ends
+    `deadline_s` after the end of an episode; then `late` applies: `drop` takes the episode out of loss and baseline
+    (law 3), `neutral` counts none of the source's values for that episode, `partial` counts those that came."""
+
+    name: str
+    version: int = 1
+    weight: float = 1.0
+    deadline_s: float = 60.0
+    late: Late = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One value of a source. `counts`: it is part of the turn's reward. `took_s`: how long the source took for it.
+    `cost`: its cost as reported by the source, in the source's own units."""
+
+    turn_id: str
+    source: str
+    version: int
+    value: float
+    counts: bool
+    time_s: float
+    took_s: float
+    cost: float
+
+
+class Rewards(Part):
+    """Declare sources, write their scores, and end the episodes that waited."""
+
+    def declare_sources(self, sources: Sequence[Source]) -> None:
+        """Set the sources that turns of training episodes wait for from now on. An episode that waits for a source
+        which is not declared any more goes on without it."""
+        with self._db.write():
+            self._db.execute("DELETE FROM sources")
+            self._db.execute_many(
+                "INSERT INTO sources VALUES (?, ?, ?, ?, ?)",
+                [(one.name, one.version, one.weight, one.deadline_s, one.late) for one in sources],
+            )
+            gone = self._db.rows(
+                "SELECT DISTINCT episode_id FROM unscored WHERE source NOT IN (SELECT source FROM sources)"
+            )
+            self._db.execute("DELETE FROM unscored WHERE source NOT IN (SELECT source FROM sources)")
+            for (episode_id,) in gone:
+                self._end_if_scored(episode_id)
+
+    def sources(self) -> list[Source]:
+        """The declared sources, by name."""
+        with self._db.read():
+            rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
+        return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
+
+    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
+        """At most `limit` ids of turns that `source` has yet to score, oldest first, without those in `skip`. A turn is
+        among them as soon as its environment has answered; with `settled`, as soon as its role has acted again, or the
+        episode was played to its end."""
+        left_out = frozenset(skip)
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
+                " JOIN steps s ON s.turn_id = t.id WHERE u.source = ?"
+                f" AND ({_SETTLED if settled else 'TRUE'}) ORDER BY u.turn_id LIMIT ?",
+                (source, limit + len(left_out)),
+            )
+        ids = (turn_id(*row) for row in rows)
+        return [id for id in ids if id not in left_out][:limit]
+
+    def score(
+        self,
+        turn: str,
+        source: str,
+        value: float,
+        *,
+        version: int | None = None,
+        took_s: float = 0.0,
+        cost: float = 0.0,
+        columns: Columns = NONE,
+    ) -> bool:
+        """Write the value that `source`, in `version` (default: the declared one, else 1), gives the turn with this id.
+        If that version has scored it already, the first value stays, and the result is False. `columns` of the turn's
+        tokens are kept with them, if the episode waited for this value.
+
+        The last value that an episode waits for ends it, in the same transaction. Raises StoreError for an unknown turn
+        and for a value that is not finite or beyond `LARGEST`."""
+        if not math.isfinite(value):
+            raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
+        if abs(value) > LARGEST:
+            raise StoreError(f"turn {turn}: {source!r} gave {value:g}: give a number within {LARGEST:g} of 0")
+        with self._db.write():
+            row_id, episode_id = turn_row(self._db, turn)
+            declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
+            known = 1 if declared is None else declared[0]
+            version = known if version is None else version
+            waited = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
+            counts = waited is not None and version == known
+            written = self._db.execute(
+                "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
+            )
+            if written.rowcount == 0:
+                return False
+            if counts:
+                if columns:
+                    self._annotate(row_id, turn, columns)
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
+                self._end_if_scored(episode_id)
+        return True
+
+    def expire_sources(self, now: float) -> dict[str, list[int]]:
+        """Stop waiting for sources whose deadline is past at `now`. Returns, by source, the episodes concerned: they
+        end now or still wait for other sources."""
+        with self._db.read():
+            if not self._late(now):
+                return {}
+        found: dict[str, list[int]] = {}
+        with self._db.write():
+            for episode_id, source, late, deadline_s in self._late(now):
+                if held_ending(self._db, episode_id) is None:
+                    continue  # another source has dropped it
+                found.setdefault(source, []).append(episode_id)
+                if late == "drop":
+                    detail = f"reward source {source!r} did not score all turns within {deadline_s:g} s of the end"
+                    failed = Ending(stop_reason=StopReason.ENV_FAILED, detail=detail)
+                    end_as(self._db, episode_id, failed, self._db.clock())
+                    continue
+                if late == "neutral":
+                    self._db.execute(
+                        "UPDATE rewards SET counts = 0 WHERE source = ?1 AND turn_id IN (SELECT t.id FROM turns t"
+                        " JOIN episodes e ON e.id = t.episode_id AND e.trial = t.trial WHERE e.id = ?2)",
+                        (source, episode_id),
+                    )
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND episode_id = ?", (source, episode_id))
+                self._end_if_scored(episode_id)
+        return found
+
+    def scores(self, source: str | None = None) -> list[Scored]:
+        """The scores of one source, or of all, in the order of turns."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT t.episode_id, t.trial, t.idx, r.source, r.version, r.value, r.counts, r.time_s, r.took_s,"
+                " r.cost FROM rewards r JOIN turns t ON t.id = r.turn_id WHERE r.source = COALESCE(?, r.source)"
+                " ORDER BY t.episode_id, t.trial, t.idx, r.source, r.version",
+                (source,),
+            )
+        return [
+            Scored(
+                turn_id=turn_id(episode_id, trial, index),
+                source=name,
+                version=version,
+                value=value,
+                counts=bool(counts),
+                time_s=time_s,
+                took_s=took_s,
+                cost=cost,
+            )
+            for episode_id, trial, index, name, version, value, counts, time_s, took_s, cost in rows
+        ]
+
+    def _annotate(self, row_id: int, turn: str, columns: Columns) -> None:
+        """Keep columns with the tokens of a turn; of several under one name, the first stays."""
+        blob = self._db.row("SELECT data FROM tokens WHERE turn_id = ?", (row_id,))
+        if blob is not None:
+            data = with_columns(blob[0], columns, f"turn {turn}")
+            self._db.execute("UPDATE tokens SET data = ? WHERE turn_id = ?", (data, row_id))
+
+    def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
+        return self._db.rows(  # pyright: ignore[reportReturnType]
+            "SELECT h.episode_id, c.source, c.late, c.deadline_s FROM endings h, sources c"
+            " WHERE EXISTS (SELECT 1 FROM unscored u WHERE u.episode_id = h.episode_id AND u.source = c.source)"
+            " AND h.time_s + c.deadline_s < ? ORDER BY h.episode_id, c.late <> 'drop', c.source",
+            (now,),
+        )
+
+    def _end_if_scored(self, episode_id: int) -> None:
+        """End a held episode as it was played, once it waits for no source."""
+        ending = held_ending(self._db, episode_id)
+        waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
+        if ending is not None and waits is None:
+            end_as(self._db, episode_id, ending, self._db.clock())
+
+
+def read_turn_id(id: str) -> tuple[int, int, int]:
+    """The episode, trial and index of a turn. Raises StoreError."""
+    try:
+        episode_id, trial, index = map(int, id.split("."))
+    except ValueError:
+        raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
+    return episode_id, trial, index
+
+
+def turn_row(db: Database, id: str) -> tuple[int, int]:
+    """The row id of a turn and the id of its episode, inside a transaction. Raises StoreError."""
+    episode_id, trial, index = read_turn_id(id)
+    row = db.row("SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index))
+    if row is None:
+        raise StoreError(f"{db.path} has no turn {id}")
+    return row[0], episode_id

@@ -1,0 +1,51 @@
+"""Which process is the run's learner: the last that said so. What an earlier one still writes is refused.
+
+A learner that was cut off from the store for so long that another one began may come back and go on: its steps would
+count beside those of the other. Owns that fence; never knows what a learner writes. A folder that it writes elsewhere
+no store refuses: so it asks right before one appears (`still_leads`). On a cluster it ends besides: Ray's seat of it
+kills it once nobody has looked for `cluster.lease_s`, also if it is stopped.
+"""
+
+from __future__ import annotations
+
+from agentrl.errors import LeaseLost
+from agentrl.store.databases.database import Database, Part
+from agentrl.store.schema import SET_META
+
+_LEADER = "learner"  # the key in `meta`
+
+
+class Leading(Part):
+    """Say who learns."""
+
+    def lead(self) -> None:
+        """This handle is the learner's from now on: the next call by which an earlier learner's handle would change
+        steps, versions or checkpoints raises LeaseLost."""
+        with self._db.write(durable=True):
+            self._db.leads = _leader(self._db) + 1
+            self._db.execute(SET_META, (_LEADER, str(self._db.leads)))
+
+    def still_leads(self) -> None:
+        """Raises LeaseLost if this handle was the learner's, and another's is by now."""
+        with self._db.read():
+            check_lead(self._db)
+
+    def follow(self, leads: int) -> None:
+        """The same in a further database of a run: `leads` is the number that the first one gave this learner. Raises
+        LeaseLost if a later one was here already."""
+        with self._db.write(durable=True):
+            if _leader(self._db) > leads:
+                raise LeaseLost(f"{self._db.path}: another learner has begun since: this one ends")
+            self._db.leads = leads
+            self._db.execute(SET_META, (_LEADER, str(leads)))
+
+
+def check_lead(db: Database) -> None:
+    """Raise LeaseLost if this handle was the learner's, and another's is by now. Inside a transaction."""
+    if db.leads is not None and db.leads != _leader(db):
+        raise LeaseLost(f"{db.path}: another learner has begun since, so this one ends and leaves it the run")
+
+
+def _leader(db: Database) -> int:
+    row = db.row("SELECT value FROM meta WHERE key = ?", (_LEADER,))
+    return 0 if row is None else int(row[0])

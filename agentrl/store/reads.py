@@ -1,0 +1,326 @@
+"""Rows into records: claims, trajectories, groups, and one line per episode. Never writes.
+
+A turn whose tokens retention has dropped comes back with its text, reward and observation, and without token ids,
+log-probs and spans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.errors import StoreError
+from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn, turn_id
+from agentrl.store.codec import (
+    unpack_answer,
+    unpack_experts,
+    unpack_messages,
+    unpack_record,
+    unpack_spans,
+    unpack_task,
+    unpack_text,
+    unpack_tokens,
+)
+from agentrl.store.databases.database import Asked, Database, Part, Row
+from agentrl.tokens.columns import NONE
+
+EpisodeState = Literal["waiting", "running", "finished", "expired"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One line about an episode, for lists: everything but its turns. Lengths are those of its last trial."""
+
+    id: int
+    group_id: int
+    member: int
+    size: int
+    purpose: str
+    state: EpisodeState
+    group_state: GroupState
+    group_reason: str | None
+    task: Task
+    stop_reason: StopReason | None
+    outcome: float | None
+    success: bool | None
+    detail: str
+    trial: int
+    turns: int
+    tokens: int
+    started_s: float | None
+    ended_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """An earlier trial of an episode: set aside for `reason` because it could not go on."""
+
+    trial: int
+    reason: str
+    start: Messages
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """The result of a training group: the success rate of the `plays` members that report success or not. Late members
+    do not count, so a group's result never changes."""
+
+    id: int
+    task: Task
+    plays: int
+    success: float
+
+
+class Readers(Part):
+    """Reads for evaluation, transcripts and the viewer."""
+
+    def trajectory(self, episode_id: int) -> Trajectory:
+        """One episode as far as it went. Raises StoreError for an unknown id."""
+        with self._db.read():
+            found = load_trajectories(self._db, "e.id = ?", (episode_id,))
+        if not found:
+            raise StoreError(f"no episode {episode_id} in {self._db.path}")
+        return found[0]
+
+    def trajectories(self, purpose: str) -> Iterator[Trajectory]:
+        """Every episode of a purpose, group by group. Groups that end meanwhile are seen as they stand when reached."""
+        with self._db.read():
+            ids = [id for (id,) in self._db.rows("SELECT id FROM groups WHERE purpose = ? ORDER BY id", (purpose,))]
+        for group_id in ids:
+            with self._db.read():
+                group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
+            yield from group
+
+    def group(self, group_id: int) -> Group:
+        """One group with its members. Raises StoreError for an unknown id."""
+        with self._db.read():
+            return load_group(self._db, group_id)
+
+    def results(self, after: int = 0) -> list[GroupResult]:
+        """Training groups with ids above `after` in the order of admission, up to the first that is still open; no
+        forks. A reader that goes on from its last id sees the same groups in the same order as one that starts
+        anew."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
+                " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
+                " WHERE g.purpose || '' = ?1 AND g.fork_turn IS NULL AND g.id > ?2 AND g.id < COALESCE("
+                "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
+                " GROUP BY g.id ORDER BY g.id",
+                ("train", after),
+            )
+        return [GroupResult(id=id, task=unpack_task(task), plays=n, success=rate) for id, task, n, rate in rows]
+
+    def first_open(self) -> int | None:
+        """The first training group that is still open, and so the end of `results`; None if there is none."""
+        with self._db.read():
+            row = self._db.row("SELECT MIN(id) FROM groups WHERE purpose = 'train' AND state IN ('waiting', 'running')")
+        return None if row is None else row[0]
+
+    def restarts(self, episode_id: int) -> list[Restart]:
+        """The earlier trials of an episode, oldest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT trial, reason, start FROM restarts WHERE episode_id = ? ORDER BY trial", (episode_id,)
+            )
+            return [
+                Restart(
+                    trial=trial,
+                    reason=reason,
+                    start=unpack_messages(start or "[]"),
+                    turns=tuple(_turns(*self._db.all_rows(scores_asked(*of), _turns_asked(*of)))),
+                )
+                for trial, reason, start in rows
+                for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
+            ]
+
+    def episodes(
+        self, purpose: str | None = None, *, group_id: int | None = None, after: int = 0, limit: int = 1000
+    ) -> list[EpisodeRow]:
+        """Episodes of a purpose or group by id, at most `limit` with ids above `after`."""
+        conditions, parameters = ["e.id > ?"], [after]
+        for column, value in (("g.purpose", purpose), ("g.id", group_id)):
+            if value is not None:
+                conditions.append(f"{column} = ?")
+                parameters.append(value)  # pyright: ignore[reportArgumentType]
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
+                " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
+                " FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+                f" WHERE {' AND '.join(conditions)} GROUP BY e.id, g.id ORDER BY e.id LIMIT ?",
+                (*parameters, limit),
+            )
+        return [_episode_row(row) for row in rows]
+
+
+def _episode_row(row: Row) -> EpisodeRow:
+    return EpisodeRow(
+        id=row[0],
+        group_id=row[1],
+        member=row[2],
+        size=row[3],
+        purpose=row[4],
+        state=row[5],
+        group_state=GroupState(row[6]),
+        group_reason=row[7],
+        task=unpack_task(row[8]),
+        stop_reason=None if row[9] is None else StopReason(row[9]),
+        outcome=row[10],
+        success=None if row[11] is None else bool(row[11]),
+        detail=row[12],
+        trial=row[13],
+        turns=row[14],
+        tokens=int(row[15]),
+        started_s=row[16],
+        ended_s=row[17],
+    )
+
+
+def load_group(db: Database, group_id: int, only: Collection[int] | None = None) -> Group:
+    """A group with its members, or only those with ids in `only`, inside a transaction. Raises StoreError for an
+    unknown id."""
+    chosen = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
+    found, episodes, weights = db.all_rows(
+        ("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,)),
+        (_episodes(f"e.group_id = ? AND {chosen}"), (group_id, *(only or ()))),
+        (WEIGHTS, ()),
+    )
+    if not found:
+        raise StoreError(f"no group {group_id} in {db.path}")
+    ((task, state, size, started_step, taken_step, record),) = found
+    return Group(
+        id=group_id,
+        task=unpack_task(task),
+        state=GroupState(state),
+        size=size,
+        trajectories=tuple(_trajectories(db, episodes, dict(weights))),
+        started_step=started_step,
+        taken_step=taken_step,
+        record=None if record is None else unpack_record(record),
+    )
+
+
+def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> list[Trajectory]:
+    """The episodes (`e`) that `where` selects, with the turns of their last trial, inside a transaction."""
+    episodes, weights = db.all_rows((_episodes(where), parameters), (WEIGHTS, ()))
+    return _trajectories(db, episodes, dict(weights))
+
+
+def _episodes(where: str) -> str:
+    return (
+        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success, e.outcomes"
+        f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id"
+    )
+
+
+def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, float]) -> list[Trajectory]:
+    turns = turns_of(db, [id for id, *_ in episodes])
+    return [
+        Trajectory(
+            episode_id=id,
+            group_id=group_id,
+            member=member,
+            task=unpack_task(task),
+            start=() if start is None else unpack_messages(start),
+            turns=turns[id],
+            stop_reason=None if stop_reason is None else StopReason(stop_reason),
+            outcome=outcome,
+            success=None if success is None else bool(success),
+            outcomes=json.loads(outcomes),
+            weights=weights,
+        )
+        for id, group_id, member, task, start, stop_reason, outcome, success, outcomes in episodes
+    ]
+
+
+def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
+    """The turns of an episode's last trial, inside a transaction."""
+    return turns_of(db, [episode_id])[episode_id]
+
+
+def turns_of(db: Database, episodes: Sequence[int]) -> dict[int, tuple[Turn, ...]]:
+    """The turns of each episode's last trial, inside a transaction."""
+    asked = [asked for id in episodes for asked in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
+    found = db.all_rows(*asked)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return {id: tuple(_turns(scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
+
+
+LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
+"""In SQL, of a turn: it is of an episode's last trial."""
+
+
+def scores_asked(where: str, parameters: Sequence[int]) -> Asked:
+    """For the turns (`t`) that `where` selects: the values that count, for `scores_by_turn`."""
+    return (
+        "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
+        f" JOIN sources c ON c.source = r.source WHERE {where} ORDER BY t.idx, r.source",
+        parameters,
+    )
+
+
+def scores_by_turn(rows: Iterable[Row]) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """By the index of a turn: the values that count by source, and their weighted sum."""
+    scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    sums: defaultdict[int, float] = defaultdict(float)
+    for index, source, value, weight in rows:
+        scores[index][source] = value
+        sums[index] += weight * value
+    return scores, sums
+
+
+WEIGHTS = "SELECT source, weight FROM sources ORDER BY source"
+"""The weights of the declared sources."""
+
+
+def _turns_asked(where: str, parameters: Sequence[int]) -> Asked:
+    return (
+        "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
+        " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"
+        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN experts x ON x.turn_id = t.id"
+        f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY t.idx",
+        parameters,
+    )
+
+
+def _turns(scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
+    scores, sums = scores_by_turn(scored)
+    for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
+        prompt_ids, token_ids, logprobs, columns = ((), (), (), NONE) if blob is None else unpack_tokens(blob)
+        yield Turn(
+            id=turn_id(episode, trial, index),
+            index=index,
+            parent=parent,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=() if blob is None else unpack_spans(spans),
+            finish=finish,
+            text=unpack_text(text),
+            step=None if step[0] is None else _step(step),
+            role=role,
+            learns=bool(learns),
+            experts=None if experts is None else unpack_experts(experts),
+            columns=columns,
+            scores=scores.get(index, {}),
+            score=sums.get(index, 0.0),
+            started_s=began,
+            ended_s=ended,
+        )
+
+
+def _step(row: Sequence[str | float | int]) -> Step:
+    observation, reward, terminated, truncated, info = row
+    return Step(
+        observation=unpack_messages(str(observation)),
+        reward=float(reward),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        **unpack_answer(str(info)),
+    )

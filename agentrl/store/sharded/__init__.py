@@ -1,0 +1,1 @@
+"""A run store of several databases."""

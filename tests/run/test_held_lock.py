@@ -1,0 +1,89 @@
+"""Another process holds the store's write lock: the supervisor's writes wait, and its loop watches its children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from store.test_outside import held
+
+from agentrl.config import RunConfig
+from agentrl.run.processes import heartbeat
+from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.interfaces import ControlStore
+
+from .test_heartbeat import DEADLINE_S, _runs
+
+MARKS = """
+import time
+from agentrl.run.processes.heartbeat import Heartbeat
+beat = Heartbeat.of_process()
+while True:
+    beat.mark(); time.sleep(0.01)
+"""
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    while not condition():  # noqa: ASYNC110 - other processes tell of nothing
+        await trio.sleep(0.01)
+
+
+@asynccontextmanager
+async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tuple[RunProcesses, RunStore]]:
+    """A worker and a learner of a run, who mark and do nothing else."""
+    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
+    monkeypatch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
+    document = {"rollout": {"liveness_deadline_s": 1.0}, "train": {"liveness_deadline_s": 0.5}}
+    config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **document})
+    run = RunDir.create(tmp_path / "run", config)
+    run.make_scratch()
+    try:
+        with RunStore.open(run.store_path) as store, RunStore.read(run.store_path) as reader:
+            with trio.fail_after(DEADLINE_S):
+                async with trio.open_nursery() as nursery:
+                    processes = RunProcesses(run, config, Looks(reader), Aside[ControlStore](store), nursery, mark={})
+                    await processes.start_workers()
+                    processes.start_learner()
+                    for child in processes._children:
+                        await until(lambda child=child: child.beat is not None and heartbeat.read(child.beat))
+                    yield processes, store
+                    await processes.stop()
+                    nursery.cancel_scope.cancel()
+    finally:
+        run.clear_scratch()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says so in /proc")
+async def test_a_hang_is_noticed_while_the_write_after_another_death_waits_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with family(tmp_path, monkeypatch) as (processes, store):
+        pids = processes.pids()
+        with held(store.path):
+            os.kill(pids["worker-0"], signal.SIGKILL)
+            await until(lambda: store.waits)  # its episodes are to be freed
+            os.kill(pids["learner"], signal.SIGSTOP)
+            await until(lambda: processes.restarts.get("learner"))
+            assert store.waits and not processes.restarts.get("worker-0")
+        await until(lambda: processes.restarts.get("worker-0"))
+
+
+async def test_a_run_ends_in_order_although_somebody_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with family(tmp_path, monkeypatch) as (processes, store):
+        with held(store.path):
+            store.hurry(0.0)  # as `supervise` does
+            await processes.stop()
+            assert all(child.poll() is not None for child in processes._children)

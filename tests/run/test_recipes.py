@@ -1,0 +1,124 @@
+"""The recipes: each is a run file that can start, and trains two steps with a tiny model of its architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl import config as configuration
+from agentrl.cli.main import app
+from agentrl.engine.embedded.architecture import read_architecture
+from agentrl.errors import ModelError
+from agentrl.offline import tiny_run as tiny_runs
+from agentrl.offline.tiny_run import shrunk
+from agentrl.run.run_folder import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.parent.name for path in (ROOT / "examples" / "recipes").glob("*/run.toml"))
+NEEDS = {"moe_lora": [pytest.mark.vllm], "coding_agent": [pytest.mark.bubblewrap]}
+
+
+def test_every_recipe_says_what_it_needs_and_what_to_expect() -> None:
+    assert len(RECIPES) == 5
+    for name in RECIPES:
+        page = (ROOT / "examples" / "recipes" / name / "README.md").read_text()
+        assert "**Needs**" in page and "**Expected curve:** not run here" in page
+        config = configuration.load(ROOT / "examples" / "recipes" / name / "run.toml")
+        assert config.name == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in RECIPES])
+def test_two_steps_of_a_recipe_change_the_weights_of_a_tiny_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file, out = f"examples/recipes/{name}/run.toml", tmp_path / "run"
+    done = CliRunner().invoke(app, ["train", file, "--tiny", "--out", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    run = RunDir.open(out)
+    own, tiny = configuration.load(Path(file)), run.config()
+    assert (tiny.env, tiny.algo, tiny.train.lora_rank) == (own.env, own.algo, own.train.lora_rank)
+    assert json.loads((tmp_path / "run-model" / "config.json").read_text())["model_type"].startswith("qwen3")
+    steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    trained = [row for row in steps if row.get("kind") == "train" or "grad_norm" in row]
+    assert len(trained) == 2 and all(row["grad_norm"] > 0 for row in trained)
+    errors = [row["canary_error"] for row in steps if "canary_error" in row]
+    assert errors and max(errors) < 1e-3
+
+
+def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp_path: Path) -> None:
+    run = {"env": {"id": "agentrl/Nim-v0"}, "engine": {"kind": "vllm", "gpus": [[1]], "vllm": {"quantization": "fp8"}}}
+    for name, qk_norm, bias in (("Qwen/Qwen3-4B", True, False), ("Qwen/Qwen2.5-7B-Instruct", False, True)):
+        folder = tmp_path / name.rpartition("/")[2]
+        tiny = shrunk(configuration.parse({**run, "model": name}), folder)
+        found = read_architecture(folder)
+        assert (found.qk_norm, found.qkv_bias, found.hidden) == (qk_norm, bias, 64)
+        assert (tiny.engine.kind, tiny.engine.gpus, tiny.engine.vllm, tiny.train.steps) == ("embedded", [], {}, 2)
+    again = shrunk(configuration.parse({**run, "model": str(folder)}), tmp_path / "again")
+    assert read_architecture(Path(again.model)).qkv_bias
+    mixture = shrunk(configuration.parse({**run, "model": "Qwen/Qwen3-30B-A3B"}), tmp_path / "mixture")
+    assert mixture.engine.kind == "vllm"
+    with pytest.raises(ModelError, match="unheard"):
+        shrunk(configuration.parse({**run, "model": "unheard"}), tmp_path / "none")
+
+
+CLUSTER = {
+    "launcher": "ray",
+    "store": "postgresql://agentrl@db.example/agentrl",
+    "engine": {"replicas": 6, "gpus": 1},
+    "learner": {"ranks": 2, "gpus": 1},
+    "workers": {"replicas": 8},
+    "controller": {"engines": [4, 7], "ranks": [1, 2, 4]},
+}
+VLLM, CUDA = {"kind": "vllm", "dtype": "bfloat16"}, {"device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": CLUSTER, "engine": VLLM, "train": CUDA},
+        {"engine": VLLM, "train": CUDA | {"weights": "bfloat16", "master_weights": False}},
+        {"engine": {"shared": True, "urls": ["http://h/alice/0"]}, "train": {"lora_rank": 8}},
+        {"engine": VLLM | {"colocated": True}, "train": CUDA},
+        {"engine": {"weights_url": "s3://bucket/x", "sync": "delta"}},
+        {"rollout": {"pivot": {"k": 4}}, "algo": {"source_scale": "leave_one_out"}},
+    ],
+)
+def test_a_file_for_many_machines_is_tried_on_this_one(
+    sections: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_runs, "_make", lambda model, folder: False)
+    given = configuration.parse({"model": "m", "env": {"id": "e"}, **sections})
+    tiny = shrunk(given, tmp_path)
+    assert (tiny.cluster.launcher, tiny.cluster.store, tiny.rollout.workers) == ("local", None, 1)
+    assert (tiny.engine.replicas, tiny.engine.urls, tiny.train.parallel.ranks, tiny.train.device) == (1, [], 1, "cpu")
+    assert tiny.engine.kind == "embedded" and not (tiny.engine.weights_url or tiny.engine.shared)
+    assert tiny.algo == given.algo and tiny.train.lora_rank == given.train.lora_rank
+
+
+def test_other_models_are_the_tiny_one_and_what_only_gpus_compute_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_runs, "_make", lambda model, folder: False)
+    large = "Qwen/Qwen3-32B"
+    run = {
+        "model": "Qwen/Qwen3-4B",
+        "env": {"id": "agentrl/Nim-v0"},
+        "rollout": {"roles": {"judge": large, "first": "frozen", "guest": "http://host:1"}},
+        "engine": VLLM,
+        "train": CUDA | {"attention": "flex"},
+        "algo": {"kind": "distil", "teacher": large},
+        "roles": [{"name": "other", "model": large, "algo": {"kind": "distil", "teacher": large}}],
+        "rewards": [{"source": "long", "kind": "overlong", "most_tokens": 64, "margin_tokens": 32}],
+    }
+    tiny = shrunk(configuration.parse(run), tmp_path)
+    made = str(tmp_path)
+    assert (tiny.model, tiny.role_models) == (made, {"other": made})
+    assert tiny.rollout.roles == {"judge": made, "first": "frozen", "guest": "http://host:1"}
+    assert [algo.slots.frozen for algo in tiny.algorithms.values()] == [{"teacher": made}] * 2
+    assert tiny.train.attention == "auto", "flex has no gradients on a CPU"
+    assert [one.most_tokens for one in tiny.rewards] == [tiny.rollout.max_tokens_per_turn, None]

@@ -1,0 +1,101 @@
+"""`Trainer(dataset=…, reward_funcs=[…])`: a run without an environment of one's own, and the file that it leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import config as configuration
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import StopReason
+from agentrl.run.run_folder import RunDir
+from agentrl.run.trainer import Trainer
+from agentrl.store import RunStore
+
+ROWS = [{"prompt": f"say {word}", "word": word} for word in ("one", "two", "three")]
+SMALL: dict[str, Any] = {
+    "rollout": {"group_size": 2, "max_running": 4, "max_tokens_per_turn": 6},
+    "engine": {"max_batch": 8, "kv_cache_mb": 64},
+    "buffer": {"groups_per_step": 1, "skip_without_signal": False},
+    "train": {"steps": 2},
+}
+
+
+def vowels(prompt: Any, completion: str, row: Any) -> float:
+    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+
+
+def says(prompt: Any, completion: str, row: Any) -> bool:
+    return row["word"] in completion
+
+
+class HubRows:
+    """As `datasets.Dataset` is met: rows one by one, a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def trainer(out: Path, **changes: Any) -> Trainer:
+    given: dict[str, Any] = {"dataset": ROWS, "reward_funcs": [vowels, says], "config": SMALL, **changes}
+    return Trainer(model="agentrl/tiny-coder", out=out, **given)
+
+
+def test_the_file_that_is_written_is_the_run(tmp_path: Path) -> None:
+    odd = '{prompt} "\\ \t\x00\x7f\u2028 \N{GRINNING FACE}'
+    config = {**SMALL, "env": {"kwargs": {"weights": [1.0, 0.5], "prompt": odd}}, "seed": 3}
+    one = trainer(tmp_path / "run", dataset=HubRows(ROWS), eval_dataset=ROWS[:2], config=config)
+    assert configuration.load(tmp_path / "run.toml") == one.config
+    assert one.config.env.kwargs["rewards"] == [f"{__name__}:vowels", f"{__name__}:says"]
+    assert [(held_out.n, held_out.first_seed) for held_out in one.config.eval.sets] == [(2, 0)]
+    assert one.config.seed == 3 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
+    summary = trainer(tmp_path / "run", eval_dataset=ROWS[:1]).train()
+    assert summary["steps"] == 2
+    with RunStore.read(RunDir.open(tmp_path / "run").store_path) as store:
+        episodes = [*store.trajectories("train"), *store.trajectories("eval:held_out:after")]
+    assert len(episodes) >= 5
+    for episode in episodes:
+        assert episode.stop_reason is StopReason.DONE
+        (turn,) = episode.turns
+        row = next(row for row in ROWS if row["prompt"] in episode.start[-1]["content"])
+        assert episode.outcome == pytest.approx(vowels(None, turn.text, row) + says(None, turn.text, row))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"reward_funcs": []}, UsageError, "give dataset and reward_funcs, or env"),
+        ({"dataset": None}, UsageError, "give dataset and reward_funcs, or env"),
+        ({"env": "agentrl/Nim-v0"}, UsageError, "give dataset and reward_funcs, or env"),
+        ({"reward_funcs": [lambda prompt, completion, row: 1.0]}, UsageError, "must be a function at module level"),
+        ({"dataset": []}, UsageError, "has no rows"),
+        ({"dataset": [{"prompt": {1, 2}}]}, UsageError, "row 0 of the data set is nothing that JSON can carry"),
+        ({"config": {"train": {"step": 1}}}, ConfigError, "did you mean 'steps'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_and_leaves_no_run_file(
+    changes: Any, error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=match):
+        trainer(tmp_path / "run", **changes)
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_the_trainer_is_found_without_loading_torch() -> None:
+    code = "import sys, agentrl; agentrl.Trainer; print(sorted(sys.modules.keys() & {'torch', 'transformers'}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

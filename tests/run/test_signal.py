@@ -1,0 +1,157 @@
+"""A run that learns nothing: told from one that does, while it goes on and afterwards, with what to try."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentrl.learner.learner import Learner
+from agentrl.records import Group, StopReason
+from agentrl.run.no_learning import no_signal
+from agentrl.run.reporting import report
+from agentrl.run.reporting.live_view import LiveView
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from tests.learner.making import episode, group_of, run_config, tiny_qwen3, turn
+
+FAILED = StopReason.ENGINE_FAILED
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    return Learner(run_config(), tiny_qwen3(tmp_path_factory.mktemp("model")))
+
+
+def group(*outcomes: float, id: int = 1, stop: StopReason = StopReason.DONE, version: int = 1) -> Group:
+    members = [
+        episode(n, [turn(0, [1, 2], [3, 4 + n], version=version)], outcome, stop=stop, group=id)
+        for n, outcome in enumerate(outcomes)
+    ]
+    return group_of(members, id=id)
+
+
+def step(learner: Learner, *groups: Group, made_at: int | None = None) -> dict[str, Any]:
+    """The row that the learner itself records of such a step."""
+    now = learner.step_index if made_at is None else made_at
+    row = asdict(learner.step(groups, step_of=lambda _: now))
+    return {**row, "idle_s": 0.0, "busy_s": 0.1, "pause_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("groups", "cause", "advice"),
+    [
+        ([group(0.0, 0.0), group(0.0, 0.0, id=2)], "every episode earned the same, 0", "easier tasks"),
+        ([group(1.0, 1.0)], "every episode succeeded", "harder tasks"),
+        ([group(0.0, 0.0), group(1.0, 1.0, id=2)], "only tasks differed", r"rollout\.temperature"),
+        ([group(1.0, 0.0, stop=FAILED)], "through no doing of the policy", "agentrl doctor"),
+        ([group(1.0)], "no group had two episodes", r"rollout\.group_size"),
+    ],
+)
+def test_steps_that_move_nothing_say_why_and_what_to_try(
+    learner: Learner, groups: Sequence[Group], cause: str, advice: str
+) -> None:
+    rows = [step(learner, *groups) for _ in range(3)]
+    assert no_signal(rows[:2]) is None
+    found = no_signal(rows)
+    assert found is not None and found.steps == 3
+    assert cause in found.cause
+    assert re.search(advice, found.advice)
+
+
+def test_steps_whose_tokens_are_all_stale_name_the_bound(learner: Learner) -> None:
+    rows = [step(learner, group(0.0, 1.0), made_at=-100) for _ in range(3)]
+    found = no_signal(rows)
+    assert found is not None and "buffer.max_lag" in found.cause
+
+
+def test_a_run_whose_every_group_left_without_signal_says_so() -> None:
+    """A data set of fewer tasks than a step takes, all of which are solved: no step is trained."""
+    assert no_signal([], patience=0) is None
+    assert str(no_signal([], patience=0, skipped=5)).startswith(
+        "nothing learned, as no step was trained: in each of 5 groups all members earned the same. Try: "
+    )
+
+
+def test_a_run_that_learns_is_left_in_peace(learner: Learner) -> None:
+    nothing, something = step(learner, group(0.0, 0.0)), step(learner, group(0.0, 1.0))
+    assert no_signal([nothing] * 9 + [something]) is None
+    assert no_signal([something, nothing, nothing]) is None
+    found = no_signal([something] + [nothing] * 4)
+    assert found is not None and found.steps == 4
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What a view without a terminal prints, ticking after each step."""
+    stream = io.StringIO()
+    view = LiveView(console=Console(file=stream, width=80))
+    known: list[Any] = []
+
+    def metrics(kind: str, after: int = -1) -> list[Any]:
+        return [row for row in known if row.step > after]
+
+    store = SimpleNamespace(metrics=metrics)
+    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time())
+    for number, values in enumerate(rows, 1):
+        known.append(SimpleNamespace(step=number, values=values))
+        view.tick(supervisor)
+    return stream.getvalue().splitlines()
+
+
+def test_it_is_said_while_it_happens_and_rarer_as_it_goes_on(learner: Learner) -> None:
+    nothing, something = step(learner, group(0.0, 0.0)), step(learner, group(0.0, 1.0))
+    warned = [line for line in lines([nothing] * 13) if line.startswith("warning: ")]
+    assert [line.partition(":")[2][:42] for line in warned] == [
+        " nothing learned in the last 3 steps: ever",
+        " nothing learned in the last 6 steps: ever",
+        " nothing learned in the last 12 steps: eve",
+    ]
+    again = [nothing, nothing, nothing, something, nothing, nothing, nothing]
+    assert sum(line.startswith("warning: ") for line in lines(again)) == 2
+    assert not any(line.startswith("warning: ") for line in lines([nothing, something] * 4))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_summary_of_a_run_that_learned_nothing_says_so(
+    learns: bool, learner: Learner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config()
+    run = RunDir.create(tmp_path / "run", config)
+    with RunStore.open(run.store_path) as store:
+        for number in (1, 2):
+            store.record("step", number, step(learner, group(0.0, float(learns))))
+        summary = report.summarise(run, config, store, restarts={})
+    report.show(Console(), run.path, summary)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert summary["steps_updated"] == (2 if learns else 0)
+    assert summary["tokens_trained"] == (8 if learns else 0)
+    if learns:
+        assert summary["no_signal"] is None and "warning" not in printed
+    else:
+        assert "nothing learned in the last 2 steps" in summary["no_signal"]
+        assert "warning: nothing learned in the last 2 steps: every episode earned the same, 0. Try:" in printed
+        assert "0 of 2" in printed
+
+
+def test_the_live_view_shows_it_beside_the_curves(learner: Learner, tmp_path: Path) -> None:
+    config = run_config()
+    run = RunDir.create(tmp_path / "run", config)
+    stream = io.StringIO()
+    with RunStore.open(run.store_path) as store:
+        supervisor: Any = SimpleNamespace(phase="train", config=config, store=store, started_s=time.time())
+        for number in (1, 2, 3):
+            with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
+                view.tick(supervisor)
+            assert "no signal" not in stream.getvalue()
+            store.record("step", number, step(learner, group(0.0, 0.0)))
+        with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
+            view.tick(supervisor)
+    assert "no signal" in stream.getvalue() and "easier tasks" in stream.getvalue()

@@ -1,0 +1,95 @@
+"""A learner waits for space where it stands: started again, it would train again what it has trained since its last
+checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trio
+
+from agentrl.errors import DiskFull, StoreError
+from agentrl.run import disk_space, scratch_space
+from agentrl.run.scratch_space import full, watch_disk
+
+FULL = DiskFull("no space left: free some")
+
+
+class Store:
+    """Its disk is full for so many tries of each call."""
+
+    attempt = 7
+
+    def __init__(self, tries: int, error: Exception = FULL) -> None:
+        self.left, self.error, self.made = tries, error, list[tuple[str, int]]()
+
+    def record(self, kind: str, step: int, *, twice: bool = False) -> int:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        self.made.append((kind, step))
+        return 2 * step if twice else step
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    now = SimpleNamespace(s=0.0)
+
+    def sleep(s: float) -> None:
+        now.s += s
+
+    monkeypatch.setattr(disk_space, "time", SimpleNamespace(monotonic=lambda: now.s, sleep=sleep))
+    yield now
+
+
+def test_a_call_waits_for_space_is_made_once_and_marks_meanwhile(
+    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, marks = Store(20), list[None]()
+    patient = disk_space.with_space(store, deadline_s=100.0, mark=lambda: marks.append(None))
+    assert patient.record("step", 3, twice=True) == 6
+    assert (store.made, len(marks), patient.attempt) == ([("step", 3)], 20, 7)
+    assert capsys.readouterr().err == "agentrl: no space left: free some; it is waited for\n"
+
+
+def test_law_4_the_wait_has_a_deadline_and_other_errors_have_none(clock: SimpleNamespace) -> None:
+    with pytest.raises(DiskFull):
+        disk_space.with_space(Store(10**9), deadline_s=100.0, mark=lambda: None).record("step", 3)
+    assert 100.0 <= clock.s < 102.0
+    with pytest.raises(StoreError, match="damaged"):
+        disk_space.with_space(Store(1, StoreError("damaged")), deadline_s=100.0, mark=lambda: None).record("step", 3)
+    assert clock.s < 102.0
+
+
+async def test_the_terminal_says_at_once_that_the_disk_is_full_and_when_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, looks = [300 << 10] * 5 + [1 << 30] * 5, 0
+
+    def usage(_: Path) -> SimpleNamespace:
+        nonlocal looks
+        looks += 1
+        return SimpleNamespace(free=free[min(looks, len(free)) - 1])
+
+    monkeypatch.setattr(scratch_space.shutil, "disk_usage", usage)
+    said = list[tuple[int, str]]()
+
+    def say(line: str) -> None:
+        said.append((looks, line))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(watch_disk, tmp_path, say, every_s=0.001))
+        with trio.fail_after(60):
+            while looks < 20:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()
+    (at, first), (again, second) = said
+    assert at == 1 and first.startswith(f"no space left on the disk of {tmp_path} (300 KiB): free some; what was")
+    assert again == 6 and second == f"the disk of {tmp_path} has space again"
+
+
+def test_a_disk_that_nobody_can_ask_is_not_called_full(tmp_path: Path) -> None:
+    assert full(tmp_path) == "" == full(tmp_path / "nowhere")
