@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env.gymnasium_ids import make, make_vec, register, register_all
+from agentrl.host import renamed_modules
 
 if TYPE_CHECKING:
     from agentrl.env import Env as Env
@@ -46,3 +47,4 @@ def __dir__() -> list[str]:
 
 
 register_all()
+renamed_modules.install()
