@@ -1,0 +1,1 @@
+"""A run: the trainer, its supervisor and processes, evaluation, weights on their way, a cluster."""

@@ -1,0 +1,55 @@
+"""The rooms of the house: how many files one holds, what lies loose, and that a name means one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "agentrl"
+MOST_FILES = 20  # of one folder, `__init__.py` among them
+LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registry.py"}
+ONE_IDEA = {
+    "backend.py": "the backend of a kind of box",
+    "chaos.py": "faults on purpose: the command, the run, the kit",
+    "league.py": "a league's settings, and its work in a run",
+    "lora.py": "adapters as an engine and as the learner compute them",
+    "plan.py": "the command `plan`, and its computation",
+    "reads.py": "the reads of a store: plain, awaited, over several databases",
+    "server.py": "an engine's HTTP server: the embedded one's, vLLM's",
+    "sft.py": "supervised training: the command, its loss, its run",
+    "shared_engines.py": "engines that runs share: settings, command, service",
+    "store.py": "the store: the command, its awaited face, one over several databases",
+    "submit.py": "the command `submit`, and its call",
+}
+"""File names that stand in more than one room, each for one idea."""
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "env" != path.parent.name or "scaffold" not in path.parts)
+
+
+def test_no_folder_holds_more_than_a_reader_takes_in_at_a_look() -> None:
+    count: defaultdict[Path, int] = defaultdict(int)
+    for path in modules():
+        count[path.parent] += 1
+    assert {str(folder.relative_to(ROOT)): n for folder, n in count.items() if n > MOST_FILES} == {}
+
+
+def test_nothing_lies_loose() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == LOOSE
+
+
+def test_a_file_name_stands_for_one_idea() -> None:
+    rooms: defaultdict[str, list[str]] = defaultdict(list)
+    for path in modules():
+        if path.name not in ("__init__.py", "__main__.py"):
+            rooms[path.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: found for name, found in rooms.items() if len(found) > 1 and name not in ONE_IDEA} == {}
+    assert [name for name in ONE_IDEA if len(rooms[name]) < 2] == []
+
+
+def test_every_room_says_what_it_is() -> None:
+    rooms = [path for path in modules() if path.name == "__init__.py"]
+    assert [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))] == []
