@@ -27,7 +27,7 @@ ONE_IDEA = {
 
 
 def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if "env" != path.parent.name or "scaffold" not in path.parts)
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "env" or "scaffold" not in path.parts)
 
 
 def test_no_folder_holds_more_than_a_reader_takes_in_at_a_look() -> None:

@@ -29,6 +29,7 @@ from agentrl.store import MovedGroup, MovedMember, Partial, Snapshot
 from agentrl.store.codec import pack_answer, pack_messages, pack_task, unpack_answer, unpack_task
 from agentrl.store.episodes.endings import Ending
 from agentrl.store.interfaces import MovingStore
+from agentrl.tokens import staleness
 
 FORMAT: Final = "agentrl episodes 1"
 _LEVEL: Final = 3
@@ -192,7 +193,7 @@ def _group_line(group: MovedGroup, store: MovingStore) -> GroupLine:
     turns = [turn for one in group.members for turn in one.turns if turn.learns]
     parts = [one.partial for one in group.members if one.partial is not None]
     versions = {span.version for each in (*turns, *parts) for span in each.spans}
-    ages = {str(version): max(0, now - store.step_of(version)) for version in sorted(versions)}
+    ages = {str(version): staleness.lag(now, store.step_of(version)) for version in sorted(versions)}
     size, task = len(group.members), pack_task(group.task)
     return GroupLine(group=group.id, task=task, size=size, fork_turn=group.fork_turn, ages=ages)
 

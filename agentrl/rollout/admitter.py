@@ -21,6 +21,7 @@ from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.asynchronous.wait_for_work import Waiting
 from agentrl.store.buffer.admission import Bounds
 from agentrl.store.interfaces import AdmissionStore
+from agentrl.tokens import staleness
 
 _SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones, and those to be skipped
 _LOOK_S = 1.0  # admission looks so often even if nothing changed
@@ -67,7 +68,7 @@ class Admitter:
         """Start at most `limit` groups; returns how many. Forks that are due come first, as long as there are tasks
         whose places they can take; then tasks that infrastructure lost, then new ones."""
         self._observe()
-        bounds = replace(self.bounds, max_lag=min(self.bounds.max_lag, int(self.max_lag() or self.bounds.max_lag)))
+        bounds = replace(self.bounds, max_lag=staleness.bound_now(self.max_lag(), self.bounds.max_lag))
         started = passed = 0
         while started < limit and passed < _SKIPPED:
             room = self.store.admissible(bounds, limit=limit - started)

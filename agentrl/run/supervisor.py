@@ -61,6 +61,7 @@ from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.tokens import staleness
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
@@ -137,7 +138,7 @@ class Supervisor:
                     store,
                     tasks,
                     bounds,
-                    partial(store.meta, "max_lag"),
+                    partial(store.meta, staleness.BOUND_KEY),
                     Pivots.of(self.config, store),
                     partial(skips, skipped=self.config.rollout.skip_tasks),
                 )

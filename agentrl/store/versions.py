@@ -1,10 +1,4 @@
-"""Weight versions: minted once, never reused, each with the optimizer step that made it. Knows no group.
-
-The lag of a token (law 5) is counted in optimizer steps: ``max(0, step_now - step_of(version))``, where step_now is the
-step of the weights that the learner holds *before* the update it is about to make. So for a group taken for step k,
-step_now is k - 1, and tokens that those weights sampled have lag 0. The 0 in `max` is for tokens of steps that a
-rollback undid: they are off-policy but not old, and get the same importance correction as any others.
-"""
+"""Weight versions: minted once, never reused, each with the optimizer step that made it. Knows no group."""
 
 from __future__ import annotations
 
@@ -14,11 +8,6 @@ from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
 from agentrl.store.databases.database import Database, Part
 from agentrl.store.learner_fence import check_lead
-
-
-def lag(step: int, made_at: int | None) -> int:
-    """Lag of a token that weights of step `made_at` sampled, when it is trained in optimizer step `step`."""
-    return 0 if made_at is None else max(0, step - 1 - made_at)
 
 
 class Versions(Part):

@@ -34,6 +34,7 @@ from agentrl.algos.losses import Normalise, token_weights
 from agentrl.learner.data.ragged import Ragged
 from agentrl.learner.moe import expert_records
 from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, StopReason, Trajectory, Turn, VersionSpan
+from agentrl.tokens import staleness
 from agentrl.tokens.columns import KEPT, Column, column, filled, known
 
 StepOf = Callable[[int], int]
@@ -158,12 +159,12 @@ def group_rows(
     """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5). `by_role` has
     the algorithms of roles that `algo` does not train, `policies` the roles that have weights of their own.
 
-    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
+    A token older than `max_lag` is not scored (`agentrl.tokens.staleness`). `keeps_kv`:
     after a weight update engines go on with the keys and values that they have. `quorum`: how many scored members close
     a group (None: all of them)."""
 
     def lag_of(version: int) -> int:
-        return max(0, step_now - step_of(version))
+        return staleness.lag(step_now, step_of(version))
 
     def origin_of(turn: Turn, span: VersionSpan) -> Origin:
         if undone(span.version):
@@ -449,7 +450,7 @@ def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:
 def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
     """The row with only tokens of lag <= max_lag scored (None if none is left); the others are counted in `stale`."""
     lag_S = row.columns["lag"]
-    keep_S = lag_S <= max_lag
+    keep_S = staleness.trains(lag_S, max_lag)
     if bool(keep_S.all()):
         return row
     stale.update(lag_S[~keep_S].tolist())

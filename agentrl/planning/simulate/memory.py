@@ -20,7 +20,7 @@ from agentrl.store.buffer.admission import Bounds, Load, admissible_groups
 from agentrl.store.buffer.buffer import Expired
 from agentrl.store.buffer.closing import FULL, ClosePolicy
 from agentrl.store.episodes.groups import enough
-from agentrl.store.versions import lag
+from agentrl.tokens.staleness import lag_in_step, trains
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Member:
 
     def trains(self, step: int, max_lag: int) -> bool:
         """Whether optimizer step `step` may train a token of it."""
-        return self.scored and lag(step, self.newest) <= max_lag
+        return self.scored and trains(lag_in_step(step, self.newest), max_lag)
 
 
 @dataclass(slots=True, eq=False)

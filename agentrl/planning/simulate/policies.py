@@ -16,7 +16,7 @@ from agentrl.errors import UsageError
 from agentrl.planning.simulate.memory import MemoryBuffer, SimulatedGroup
 from agentrl.records import GroupState
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Quorum
-from agentrl.store.versions import lag
+from agentrl.tokens.staleness import lag_in_step, trains
 
 _WINDOW = 0.3  # of windowed FIFO: share of the groups in flight, oldest first, from which the learner may take
 _EXTRA = 0.25  # of first-G: so many more episodes are started than a group needs
@@ -27,7 +27,7 @@ class DiscardLate(MemoryBuffer):
 
     def _trains(self, group: SimulatedGroup, step: int, max_lag: int) -> bool:
         scored = [member for member in group.members if member.scored]
-        return bool(scored) and all(lag(step, member.oldest) <= max_lag for member in scored)
+        return bool(scored) and all(trains(lag_in_step(step, member.oldest), max_lag) for member in scored)
 
 
 class WindowedFifo(MemoryBuffer):

@@ -56,6 +56,7 @@ from agentrl.run.weights.publisher import MemoryParcel, NotDelivered, Parcel
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
 from agentrl.store import RunStore
 from agentrl.store.interfaces import LearnerStore
+from agentrl.tokens import staleness
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
 _LONG_S = 30.0  # after which a wait for members is named
@@ -121,8 +122,10 @@ class _Learning:
             if start.checkpoint is not None and self._league.is_due(start.version.step):
                 self._league.join(start.version, start.checkpoint)
         self._publisher = Publishers(self._config, self._as_leader, sender, locks=run.locks)
-        bound, full = store.meta("max_lag"), self._config.buffer.max_lag
-        self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
+        full = self._config.buffer.max_lag
+        self._bound = LagBound(
+            full, self._config.alarms.calm_steps, now=staleness.bound_now(store.meta(staleness.BOUND_KEY), full)
+        )
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes, self._writes = ThreadPoolExecutor(1, "push"), ThreadPoolExecutor(1, "checkpoint")
@@ -186,7 +189,7 @@ class _Learning:
             if self._league is not None:
                 row |= self._league.count(groups)
             row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
-            self._store.set_meta("max_lag", str(self._bound.after(alarms)))
+            self._store.set_meta(staleness.BOUND_KEY, str(self._bound.after(alarms)))
             self._record_hashes()
             version = self._publish(row)
             self._heartbeat.mark()

@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from agentrl.tokens.staleness import last_step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -63,6 +65,6 @@ def admissible_groups(load: Load, bounds: Bounds, *, step: int) -> int:
     altogether might hold too few groups for a step, and learner and workers would wait for each other."""
     places = math.ceil((bounds.max_running - load.running_episodes) / bounds.group_size)
     full = bounds.max_tokens is not None and load.buffered_tokens >= bounds.max_tokens
-    horizon = min((0 if full else bounds.max_lag) + step + 1, bounds.steps_total)
+    horizon = min(last_step(step, 0 if full else bounds.max_lag), bounds.steps_total)
     fresh = horizon * bounds.groups_per_step - (load.accepted_groups + load.running_groups)
     return max(0, min(places, fresh))

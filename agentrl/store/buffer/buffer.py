@@ -25,7 +25,7 @@ from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.reads import load_group
-from agentrl.store.versions import lag
+from agentrl.tokens import staleness
 
 STALE = "stale"
 DEADLINE = "deadline"
@@ -94,9 +94,9 @@ class Buffer(Part):
         result is None and nothing is taken. With `n` = 0 only late members are taken; None if there are none.
 
         Each `Group` holds only the members of this step, and the record that they are judged against. A group whose
-        members are all too old for `max_lag` expires first, whether or not enough groups remain (see `versions` for how
-        lag counts). So do, for each step, up to `skip_at_most` groups whose `returns` give no signal: they come with
-        the step, marked as skipped, so that their outcomes are reported. Beyond that number such groups are taken as
+        members are all too old for `max_lag` (`agentrl.tokens.staleness`) expires first, whether or not enough groups
+        remain. So do, for each step, up to `skip_at_most` groups whose `returns` give no signal: they come with the
+        step, marked as skipped, so that their outcomes are reported. Beyond that number such groups are taken as
         any other, so that a run with nothing left to learn still ends.
 
         Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
@@ -211,8 +211,8 @@ class Buffer(Part):
             raise StoreError(f"step {step}: members were taken for step {later} already: roll back first")
 
         def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
-            behind = lag(step, newest)
-            return _Ended(id, group_id, scored(stop_reason, outcome), behind, behind <= max_lag)
+            behind = staleness.lag_in_step(step, newest)
+            return _Ended(id, group_id, scored(stop_reason, outcome), behind, staleness.trains(behind, max_lag))
 
         members: defaultdict[int, list[_Ended]] = defaultdict(list)
         closed_s: dict[int, float] = {}
