@@ -548,6 +548,7 @@ def _without_noise(module: Any, folder: Path) -> None:
                 f"{type(module).__name__} in {str(folder)!r} computes something else in training than the engine does "
                 "when it samples: switch off what is random in its config.json"
             )
+        reshard(module)
     module.train()
 
 
