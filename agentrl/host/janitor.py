@@ -16,20 +16,17 @@ import contextlib
 import ctypes
 import errno
 import os
-import re
 import secrets
 import shutil
 import subprocess
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from agentrl.errors import SandboxError
-from agentrl.records import EngineKey
 
 _JANITOR = """
 read -r closed
@@ -250,47 +247,3 @@ def _pid_namespace() -> str:
         return str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         return "none"
-
-
-# --- which variables of the environment a child gets
-
-_ENGINES = {EngineKey.VALUE, EngineKey.SIGNING}
-_DATABASE = re.compile(r"PG[A-Z]+")  # libpq's: where the database is, and how to get in
-_WORDS = {
-    *("KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "AUTH", "CREDENTIAL", "CREDENTIALS"),
-    *("PASS", "PASSWD", "PASSWORD", "PASSPHRASE", "PASSFILE"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withheld:
-    """The secrets that a child does not get: variables of these `names`, PostgreSQL's (`database`), those of the run's
-    own engines (`engines`), and all whose name says that they hold one (`others`), save those that are `needed`."""
-
-    names: frozenset[str] = frozenset()
-    database: bool = False
-    engines: bool = False
-    others: bool = False
-    needed: frozenset[str] = frozenset()
-
-    def without(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """These variables, but for what is withheld."""
-        return {name: value for name, value in variables.items() if not self._has(name)}
-
-    def _has(self, name: str) -> bool:
-        if name in self.names:
-            return True
-        if _DATABASE.fullmatch(name):
-            return self.database
-        if name in _ENGINES:
-            return self.engines
-        ours = name.startswith("AGENTRL_")
-        return self.others and not ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
-
-
-NOTHING = Withheld()
-OF_THE_RUN = Withheld(database=True, engines=True)
-"""For a program of the user's, which a worker starts."""
-
-SECRETS = Withheld(database=True, engines=True, others=True)
-"""For a process that only computes."""

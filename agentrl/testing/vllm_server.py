@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 import httpx
 import trio
 
-from agentrl.http.http_server import Answer, Cut, Parts
+from agentrl.http.http_server import Answer, Cut, Parts, Typed
 from agentrl.records import Json
 
 Kind = Literal[
@@ -154,6 +154,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             status, body = await self.answer(request.method, url.path, url.query.decode(), headers, content)
         except Cut:
             raise httpx.ReadError("connection reset") from None
+        if isinstance(body, Typed):
+            return httpx.Response(status, content=body.data, headers={"content-type": body.type})
         if isinstance(body, bytes):
             return httpx.Response(status, content=body)
         return httpx.Response(status, stream=_Body(body))

@@ -21,7 +21,8 @@ import trio
 
 from agentrl.env.agent_programs import recording_proxy
 from agentrl.env.agent_programs.model_apis import Api, BadRequest, Conversation, Reply, apis, event_text
-from agentrl.host.janitor import OF_THE_RUN, OwnedFolder, owned_folder
+from agentrl.host.child_environment import OF_THE_RUN
+from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.records import Json
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
