@@ -298,13 +298,14 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    names = ("access", "weightfile", "fingerprint", "inbox", "objects", "sources")
-    shared = [root / "errors.py", root / "records.py", *(root / "engine" / f"{name}.py" for name in names)]
+    names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
+    shared = [root / "errors.py", root / "records.py", root / "engine" / "access.py"]
+    shared += [root / "engine" / "weight_sync" / f"{name}.py" for name in names]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    for name in ("agentrl", "agentrl/engine", "agentrl/engine/vllm"):
+    for name in ("agentrl", "agentrl/engine", "agentrl/engine/vllm", "agentrl/engine/weight_sync"):
         (folder / name / "__init__.py").write_text("")
     facts = folder / "agentrl_vllm_plugin-1.dist-info"
     facts.mkdir(exist_ok=True)
