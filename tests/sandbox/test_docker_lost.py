@@ -242,7 +242,7 @@ def test_a_run_whose_certificates_are_missing_ends_and_says_so(tmp_path: Path) -
     (tmp_path / "run.toml").write_text(RUN)
     command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "train", "run.toml", "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and f"cert_path = '{tmp_path}/certificates': there is no ca.pem" in done.stderr, done
+    assert done.returncode == 2 and f"cert_path = '{tmp_path}/certificates': there is no ca.pem" in done.stderr, done
 
 
 RUN = """
