@@ -21,7 +21,7 @@ import hmac
 import os
 import secrets
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -89,11 +89,13 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `start` (inclusive) to `end` (exclusive) of one generation were sampled under `version`."""
+    """Tokens `start` (inclusive) to `end` (exclusive) of one generation were sampled under `version`. `recomputed`:
+    here the turn went on in a new request, which computed all keys and values before `start` anew, under `version`."""
 
     version: int
     start: int
     end: int
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,13 +401,20 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable(reversed(parts)))
 
 
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Join equal neighbours into spans: `[3, 3, 4]` gives version 3 for [0, 2) and version 4 for [2, 3)."""
+def spans_of(versions: Sequence[int], recomputed: Collection[int] = ()) -> tuple[VersionSpan, ...]:
+    """Join equal neighbours into spans: `[3, 3, 4]` gives version 3 for [0, 2) and version 4 for [2, 3). `recomputed`
+    has the tokens before which keys and values were computed anew; where they had that version anyway, it is no news
+    and makes no span."""
     if versions and versions.count(versions[0]) == len(versions):  # most often
         return (VersionSpan(versions[0], 0, len(versions)),)
-    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
+    news, since = set[int](), 0
+    for at in sorted(recomputed):
+        if at < len(versions) and any(version != versions[at] for version in versions[since:at]):
+            news.add(at)
+            since = at
+    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1] or at in news]
     bounds = [0, *changes, len(versions)] if versions else []
-    return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))
+    return tuple(VersionSpan(versions[start], start, end, start in news) for start, end in pairwise(bounds))
 
 
 class GroupState(StrEnum):

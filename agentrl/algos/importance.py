@@ -24,7 +24,7 @@ class Origin(IntEnum):
     """Why, besides its age, a token's log-prob at sampling may differ from the learner's.
 
     `PLAIN`: one version of the weights made it and, as far as is known, all keys and values that it attends to.
-    `MIXED_KV`: its turn began under another version and keys and values were kept, so it may have no single version.
+    `MIXED_KV`: its request began under another version and keys and values were kept, so it may have no single version.
     `UNDONE`: a rollback undid its version: its step does not tell its age, and the weights are different."""
 
     PLAIN = 0

@@ -76,7 +76,7 @@ class SampledLine(_Line):
     prompt_ids: list[Id]
     token_ids: list[Id]
     logprobs: list[float]
-    spans: list[tuple[Age, Index, Index]]
+    spans: list[tuple[Age, Index, Index] | tuple[Age, Index, Index, Literal[1]]]  # 1: recomputed
     columns: dict[str, list[int | float]]
     started_s: Seconds
 
@@ -253,7 +253,7 @@ def _sampled(sampled: Turn | Partial) -> dict[str, Any]:
         "prompt_ids": list(sampled.prompt_ids),
         "token_ids": list(sampled.token_ids),
         "logprobs": list(sampled.logprobs),
-        "spans": [(span.version, span.start, span.end) for span in sampled.spans],
+        "spans": [(span.version, span.start, span.end, *[1] * span.recomputed) for span in sampled.spans],
         "columns": {name: list(values) for name, values in sampled.columns.items()},
         "started_s": sampled.started_s,
     }
@@ -425,7 +425,7 @@ def _of(line: SampledLine) -> dict[str, Any]:
     if (highest := max(line.logprobs, default=0.0)) > _ROUNDING:
         raise ValueError(f"{highest!r} as a log-prob")
     covered = 0
-    for _, start, end in line.spans:
+    for _, start, end, *_ in line.spans:
         if start != covered or end <= start:
             raise ValueError(f"versions that do not cover {n} tokens once")
         covered = end
@@ -437,7 +437,7 @@ def _of(line: SampledLine) -> dict[str, Any]:
         "prompt_ids": tuple(line.prompt_ids),
         "token_ids": tuple(line.token_ids),
         "logprobs": tuple(line.logprobs),
-        "spans": tuple(VersionSpan(*span) for span in line.spans),
+        "spans": tuple(VersionSpan(*span[:3], recomputed=len(span) > 3) for span in line.spans),
         "columns": {name: tuple(values) for name, values in line.columns.items()},
         "started_s": line.started_s,
     }

@@ -132,7 +132,7 @@ class _Log:
         chunks = self.chunks[before:]
         spans, base = list[VersionSpan](), 0
         for chunk in chunks:
-            spans += (VersionSpan(span.version, base + span.start, base + span.end) for span in chunk.spans)
+            spans += (replace(span, start=base + span.start, end=base + span.end) for span in chunk.spans)
             base += len(chunk.token_ids)
         self.posted = self.keep(
             replace(

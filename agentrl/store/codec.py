@@ -200,13 +200,14 @@ def unpack_messages(text: str) -> Messages:
 
 
 def pack_spans(spans: tuple[VersionSpan, ...]) -> str:
-    """Version spans as JSON `[[version, start, end], …]`."""
-    return f"[{','.join([f'[{span.version:d},{span.start:d},{span.end:d}]' for span in spans])}]"
+    """Version spans as JSON `[[version, start, end], …]`; a recomputed one has a 1 after these."""
+    numbers = ([one.version, one.start, one.end, *[1] * one.recomputed] for one in spans)
+    return json.dumps(list(numbers), separators=(",", ":"))
 
 
 def unpack_spans(text: str) -> tuple[VersionSpan, ...]:
     """Read what `pack_spans` wrote."""
-    return tuple(VersionSpan(version, start, end) for version, start, end in json.loads(text))
+    return tuple(VersionSpan(*span[:3], recomputed=len(span) > 3) for span in json.loads(text))
 
 
 def pack_task(task: Task) -> str:

@@ -315,7 +315,7 @@ class OutsideAuditor:
             f" AND e.outcome IS NOT NULL AND e.stop_reason NOT IN {_NOT_ITS_DOING}"
         ):
             found.setdefault(id, []).extend(
-                (step, max_lag, steps[version]) for version, _, _ in json.loads(spans) if version in steps
+                (step, max_lag, steps[version]) for version, *_ in json.loads(spans) if version in steps
             )
         for id, tokens in found.items():
             lags = [step - 1 - of - max_lag for step, max_lag, of in tokens]
@@ -334,7 +334,7 @@ class OutsideAuditor:
             " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns"
             " LEFT JOIN steps s ON s.turn_id = t.id WHERE e.taken_step IS NOT NULL"
         ):
-            for version, start, end in json.loads(spans):
+            for version, start, end, *_ in json.loads(spans):
                 lag = max(0, step - 1 - steps.get(version, step - 1))
                 if trained and masked:
                     continue
@@ -472,7 +472,7 @@ def _tokens_wrong(data: bytes, n_prompt: int, n_tokens: int) -> str | None:
 def _spans_wrong(spans: list[list[Any]], n_tokens: int, versions: set[int] | None) -> str | None:
     """`versions` are the minted versions; None for a turn of a model that does not learn."""
     at = 0
-    for version, start, end in spans:
+    for version, start, end, *_ in spans:
         if start != at or end <= start:
             return f"its spans leave a gap or overlap at token {at}"
         if versions is not None and version not in versions:

@@ -267,3 +267,12 @@ async def test_metrics_are_read_by_name() -> None:
 def test_equal_versions_join() -> None:
     assert spans_of([3, 3, 4]) == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
     assert spans_of([]) == ()
+
+
+def test_where_a_new_request_went_on_is_told_where_it_is_news() -> None:
+    one = VersionSpan(3, 0, 3), VersionSpan(4, 3, 5)
+    assert spans_of([3, 3, 3, 4, 4], {2}) == one, "all that was computed anew had version 3 already"
+    assert spans_of([3, 3, 3, 4, 4], {3}) == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 5, recomputed=True))
+    two = VersionSpan(3, 0, 3), VersionSpan(4, 3, 4), VersionSpan(4, 4, 5, recomputed=True)
+    assert spans_of([3, 3, 3, 4, 4], {1, 4}) == two
+    assert spans_of([3, 4, 4, 4], {2, 3}) == (*spans_of([3, 4]), VersionSpan(4, 2, 4, recomputed=True))

@@ -13,8 +13,12 @@ from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.importance import Origin
 from agentrl.algos.ppo import PPO
+from agentrl.engine.router.router import Fleet
+from agentrl.errors import EngineUnavailable
 from agentrl.learner.data.batch import GroupRows, group_rows, weigh
-from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Group, SamplingParams, Step, StopReason, Trajectory, Turn, VersionSpan
+from agentrl.testing.engine import Failure, FakeEngine
 
 from .making import episode, group_of, random_group, turn
 
@@ -203,6 +207,27 @@ def test_tokens_tell_what_besides_their_age_sets_them_apart(keeps_kv: bool, orig
     assert got.rows[0].columns["origin"].tolist() == origins
     assert got.rows[0].columns["lag"].tolist() == [5, 5, 3, 0]
     assert got.rows[1].columns["origin"].tolist() == [Origin.PLAIN]
+
+
+async def test_tokens_sampled_at_another_engine_have_keys_of_its_version_alone() -> None:
+    """The engine of version 3 breaks after two tokens. The next one computes prompt and both tokens anew under 5."""
+    gone = Failure(request=0, error=EngineUnavailable("gone"), after=2)
+    engines = FakeEngine(version=3, failures=[gone], url="fake://a"), FakeEngine(version=5, url="fake://b")
+    request = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
+    sampled = await Fleet(engines).generate(request)
+    went_on = replace(turn(0, [1], sampled.token_ids), spans=sampled.spans)
+    assert went_on.versions == (3, 3, 5, 5)
+    got = rows_of(group_of([episode(0, [went_on], 1.0), sibling()]), step_now=8, max_lag=100)
+    assert got.rows[0].columns["origin"].tolist() == [Origin.PLAIN] * 4
+
+
+def test_keys_are_mixed_again_after_an_update_at_the_second_engine() -> None:
+    """Under 3, then 5 by an update; a new request goes on under 5, then under 9 by an update."""
+    spans = (VersionSpan(3, 0, 1), VersionSpan(5, 1, 2), VersionSpan(5, 2, 3, recomputed=True), VersionSpan(9, 3, 4))
+    one = replace(turn(0, [1], [2, 3, 4, 5]), spans=spans)
+    got = rows_of(group_of([episode(0, [one], 1.0), sibling()]), step_now=8, max_lag=100)
+    expected = [Origin.PLAIN, Origin.MIXED_KV, Origin.PLAIN, Origin.MIXED_KV]
+    assert got.rows[0].columns["origin"].tolist() == expected
 
 
 def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:

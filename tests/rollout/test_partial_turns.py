@@ -127,7 +127,7 @@ async def test_law_1_a_worker_that_is_killed_at_any_chunk_loses_no_more_than_it_
     assert (await play(second, at(fleet(fake), **settings))).stop_reason is StopReason.DONE
     (turn,) = store.trajectory(first.episode_id).turns
     assert same(turn) == same(expected)
-    spans = (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH))
+    spans = (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=kept > 0))
     assert turn.spans == tuple(span for span in spans if span.start < span.end)
     (asked,) = fake.requests
     assert asked["token_ids"] == [*expected.prompt_ids, *expected.token_ids[:kept]]
@@ -225,7 +225,7 @@ async def test_law_2_of_two_workers_with_one_episode_only_the_second_writes(
     await play(third, at(fleet(server(2)), **settings))
     (turn,) = store.trajectory(first.episode_id).turns
     assert same(turn) == same(expected)
-    assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH))
+    assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=True))
 
 
 async def test_law_3_a_turn_that_goes_on_elsewhere_has_no_more_time_than_another(
@@ -299,7 +299,7 @@ async def test_a_frozen_roles_turn_keeps_the_versions_of_its_own_engines(
         await play(first, context)
     await play(next_claim(store, first), replace(context, frozen={POLICY: fleet(server(80))}))
     (turn,) = store.trajectory(first.episode_id).turns
-    assert turn.spans == (VersionSpan(70, 0, 9), VersionSpan(80, 9, LENGTH)) and not turn.learns
+    assert turn.spans == (VersionSpan(70, 0, 9), VersionSpan(80, 9, LENGTH, recomputed=True)) and not turn.learns
 
 
 async def test_a_full_disk_ends_no_turn_that_is_sampled(
@@ -362,7 +362,10 @@ async def test_law_1_a_later_turn_goes_on_in_the_conversation_that_it_belongs_to
     await play(second, talking(fake))
     turns, expected = (store.trajectory(claim.episode_id).turns for claim in (first, whole))
     assert [same(turn) for turn in turns] == [same(turn) for turn in expected]
-    assert len(fake.requests) == 1 and turns[1].spans == (VersionSpan(1, 0, 9), VersionSpan(2, 9, LENGTH))
+    assert len(fake.requests) == 1 and turns[1].spans == (
+        VersionSpan(1, 0, 9),
+        VersionSpan(2, 9, LENGTH, recomputed=True),
+    )
 
 
 async def test_law_1_a_worker_that_leaves_hands_its_turns_on_with_all_tokens_and_no_lease_is_waited_for(
@@ -384,5 +387,5 @@ async def test_law_1_a_worker_that_leaves_hands_its_turns_on_with_all_tokens_and
     await play(second, at(fleet(server(2))))
     (turn,) = store.trajectory(second.episode_id).turns
     assert same(turn) == same(expected)
-    assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH))
+    assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=True))
     assert store.restarts(second.episode_id) == []

@@ -47,7 +47,9 @@ def there(tmp_path: Path) -> Any:
         store.begin(id, fence, START)
         store.journal_turn(id, fence, replace(turn(0, 1), text=SURROGATE))
         store.journal_step(id, fence, 0, answer(0))
-        store.journal_turn(id, fence, replace(turn(1, 1), spans=(VersionSpan(one, 0, 1), VersionSpan(two, 1, 3))))
+        store.journal_turn(
+            id, fence, replace(turn(1, 1), spans=(VersionSpan(one, 0, 1), VersionSpan(two, 1, 3, recomputed=True)))
+        )
         store.journal_step(id, fence, 1, answer(1))
         store.journal_partial(id, fence, part(turn(2, two), 0, 2))
         store.keep_snapshot(id, fence, Snapshot(turn=1, data=b"\x00state", seconds=2.5))

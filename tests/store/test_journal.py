@@ -93,7 +93,8 @@ def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
         token_ids=tuple(draw(st.lists(ids, min_size=n, max_size=n))),
         logprobs=tuple(draw(st.lists(log_probs, min_size=n, max_size=n))),
         spans=tuple(
-            VersionSpan(draw(st.sampled_from(versions)), start, end) for start, end in itertools.pairwise(edges)
+            VersionSpan(draw(st.sampled_from(versions)), start, end, draw(st.booleans()))
+            for start, end in itertools.pairwise(edges)
         ),
         finish=draw(st.sampled_from(["stop", "length", "abort"])),
         text=draw(texts),

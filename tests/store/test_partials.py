@@ -60,6 +60,7 @@ chunks = st.lists(
         st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(max_value=0, allow_nan=False)), min_size=1, max_size=5),
         st.integers(0, 3),  # the version of its tokens
         st.integers(0, 6),  # of how many tokens before it says another word
+        st.booleans(),  # whether it is a new request's first
     ),
     min_size=1,
     max_size=6,
@@ -69,7 +70,7 @@ chunks = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(chunks)
 def test_law_1_tokens_of_a_turn_under_way_come_back_as_they_were_sampled(
-    tmp_path_factory: pytest.TempPathFactory, given_chunks: list[tuple[list[tuple[int, float]], int, int]]
+    tmp_path_factory: pytest.TempPathFactory, given_chunks: list[tuple[list[tuple[int, float]], int, int, bool]]
 ) -> None:
     stitcher, clock = Stitcher(), Clock()
     with RunStore.create(tmp_path_factory.mktemp("store") / "s.sqlite", "{}", clock=clock) as store:
@@ -78,9 +79,9 @@ def test_law_1_tokens_of_a_turn_under_way_come_back_as_they_were_sampled(
         claim = store.claim("first", 1, lease_s=30.0)[0]
         store.begin(claim.episode_id, claim.fence, START)
         at = 0
-        for tokens, version, earlier in given_chunks:
+        for tokens, version, earlier, recomputed in given_chunks:
             ids, logprobs = tuple(id for id, _ in tokens), tuple(logprob for _, logprob in tokens)
-            spans = (VersionSpan(version, -min(earlier, at), len(ids)),)
+            spans = (VersionSpan(version, -min(earlier, at), len(ids), recomputed),)
             stitcher.add(Chunk(token_ids=ids, logprobs=logprobs, spans=spans))
             one = replace(part(at), token_ids=ids, logprobs=logprobs, spans=spans)
             store.journal_partial(claim.episode_id, claim.fence, one)

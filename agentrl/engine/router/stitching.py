@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentrl.errors import EngineError, UnknownIdError
 from agentrl.protocols import Chunk
 from agentrl.records import Finish, Generation, RoutedExperts, spans_of
@@ -16,6 +18,7 @@ class Stitcher:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._versions: list[int] = []
+        self._recomputed: set[int] = set()
         self._experts: RoutedExperts | None = None
         self._parts: list[tuple[int, columns.Columns]] = []
 
@@ -39,6 +42,8 @@ class Stitcher:
             if not 0 <= start <= end <= len(self.token_ids):
                 raise EngineError(f"a chunk's version span {span} lies outside the {len(self.token_ids)} tokens")
             self._versions[start:end] = [span.version] * (end - start)
+            if span.recomputed:
+                self._recomputed.add(start)
         if -1 in self._versions[base:]:
             raise EngineError("a chunk has tokens without a weight version")
 
@@ -47,7 +52,7 @@ class Stitcher:
         return Generation(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
-            spans=spans_of(self._versions),
+            spans=spans_of(self._versions, self._recomputed),
             finish=finish,
             experts=self._experts,
             columns=columns.joined(self._parts),
@@ -55,7 +60,7 @@ class Stitcher:
 
 
 def joined(before: Chunk, rest: Generation) -> Generation:
-    """A generation that began elsewhere with `before`."""
+    """A generation that began elsewhere with `before`; the request for the rest computed keys and values anew."""
     if not before.token_ids:
         return rest
     stitcher = Stitcher()
@@ -64,7 +69,7 @@ def joined(before: Chunk, rest: Generation) -> Generation:
         Chunk(
             token_ids=rest.token_ids,
             logprobs=rest.logprobs,
-            spans=rest.spans,
+            spans=tuple(replace(span, recomputed=span.recomputed or span.start == 0) for span in rest.spans),
             experts=rest.experts,
             columns=rest.columns,
         )

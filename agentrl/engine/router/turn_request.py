@@ -79,6 +79,8 @@ class Turn:
         text began at another engine, or the policy's time is over."""
         # "abort": the engine was paused or drained with abort; the caller did not ask for it.
         chunk = replace(chunk, finish=None if chunk.finish == "abort" else chunk.finish, spent_s=self.spent_s)
+        if chunk.spans and 0 < self._seam == len(self.received):  # the request computed all that came before
+            chunk = replace(chunk, spans=(replace(chunk.spans[0], recomputed=True), *chunk.spans[1:]))
         for count in range(1, len(chunk.token_ids) + 1):
             self.received.append(chunk.token_ids[count - 1])
             if self._stops_over_the_seam():

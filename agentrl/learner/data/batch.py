@@ -169,7 +169,8 @@ def group_rows(
     def origin_of(turn: Turn, span: VersionSpan) -> Origin:
         if undone(span.version):
             return Origin.UNDONE
-        return Origin.MIXED_KV if keeps_kv and span.version != turn.spans[0].version else Origin.PLAIN
+        began = [one for one in turn.spans if one.start <= span.start and (one.recomputed or one.start == 0)][-1]
+        return Origin.MIXED_KV if keeps_kv and span.version != began.version else Origin.PLAIN
 
     record = group.record
     trained = [member for member in group.trajectories if member.scored]

@@ -164,15 +164,15 @@ def _check_spans(
 ) -> int | None:
     """Check that each token of a turn has one known version; return the step of the oldest one. `steps_of` is None for
     a turn of a frozen policy, whose versions are not the run's."""
-    covered = [token for _, start, end in spans for token in range(start, end)]
+    covered = [token for _, start, end, *_ in spans for token in range(start, end)]
     if covered != list(range(n_tokens)):
         report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
     if steps_of is None:
         return None
-    unknown = sorted({version for version, _, _ in spans if version not in steps_of})
+    unknown = sorted({version for version, *_ in spans if version not in steps_of})
     if unknown:
         report.breach("tokens_incomplete", f"{where}: versions {unknown} were never minted")
-    return min((steps_of[version] for version, _, _ in spans if version in steps_of), default=None)
+    return min((steps_of[version] for version, *_ in spans if version in steps_of), default=None)
 
 
 def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
@@ -410,7 +410,7 @@ def _check_lag(db: Database, report: AuditReport) -> None:
     )
     lags: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for episode, step, bound, spans in rows:
-        for version, start, end in json.loads(spans):
+        for version, start, end, *_ in json.loads(spans):
             behind = max(0, step - 1 - steps_of.get(version, step - 1))
             lags[episode, step, bound].append(behind)
             if behind > bound:

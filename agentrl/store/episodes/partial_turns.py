@@ -67,6 +67,7 @@ def load_partials(db: Database, episodes: Sequence[int]) -> list[Partial | None]
 def _joined(rows: Sequence[Row]) -> Partial:
     """A turn from its parts."""
     prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
+    recomputed = set[int]()
     named = list[tuple[int, Columns]]()
     for at, n, *_, spans, _, _, data in rows:
         (size,) = struct.unpack_from("<I", data)
@@ -78,6 +79,8 @@ def _joined(rows: Sequence[Row]) -> Partial:
         versions += [-1] * n
         for span in unpack_spans(spans):
             versions[at + span.start : at + span.end] = [span.version] * (span.end - span.start)
+            if span.recomputed:
+                recomputed.add(at + span.start)
     *_, (_, _, index, parent, role, _, started_s, spent_s, _) = rows
     return Partial(
         index=index,
@@ -86,7 +89,7 @@ def _joined(rows: Sequence[Row]) -> Partial:
         prompt_ids=prompt,
         token_ids=tuple(tokens),
         logprobs=tuple(logprobs),
-        spans=spans_of(versions),
+        spans=spans_of(versions, recomputed),
         started_s=started_s,
         spent_s=spent_s,
         columns=joined(named),
