@@ -295,6 +295,21 @@ async def test_an_engine_that_somebody_else_paused_or_put_to_sleep_goes_on_and_a
 
 
 @pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("engine", [{"sync": "nccl"}, {"shared": True}])
+async def test_a_pause_is_left_alone_where_it_may_be_the_learners_or_a_tenants(
+    scene: Scene, engine: dict[str, object]
+) -> None:
+    scene.config = scene.config.model_copy(update={"engine": scene.config.engine.model_copy(update=engine)})
+    scene.server.version, scene.server.paused = "3", True
+    said: list[str] = []
+    async with scene.watched() as found:
+        found.say = said.append
+        asked = scene.server.calls.count
+        await scene.until(lambda: asked("GET /weight_info") + asked("GET /health") > 9)
+    assert scene.server.paused and not said and not [call for call in scene.server.calls if call.startswith("POST")]
+
+
+@pytest.mark.usefixtures("often")
 async def test_an_engine_that_was_put_to_sleep_is_given_its_weights_and_wakes(scene: Scene) -> None:
     """Full weights: its sleep may have dropped them."""
     scene.server.sleeps = True
