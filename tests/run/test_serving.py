@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -147,6 +149,40 @@ def test_a_server_is_started_on_the_gpus_it_is_given(
         main()
     assert ended.value.code == RunFailed.exit_code and "it ended" in capsys.readouterr().err
     assert [server.gpus for server in given] == [(2, 3)]
+
+
+async def test_the_log_of_a_server_has_a_name_that_nobody_can_guess(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Somebody planted files, and a link to a file of ours, under the name that follows from the port."""
+    logs: list[Path] = []
+
+    def running(server: VLLMServer, *, log: Path, **_: object) -> AbstractAsyncContextManager[object]:
+        status = log.stat()
+        assert (stat.S_IMODE(status.st_mode), status.st_size, status.st_uid) == (0o600, 0, os.getuid())
+        logs.append(log)
+        raise RunFailed("it ended")
+
+    monkeypatch.setattr(launch, "find_build", lambda **_: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
+    monkeypatch.setattr(launch, "running", running)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours, planted = tmp_path / "ours", [tmp_path / f"agentrl-vllm-{port}.log", tmp_path / "agentrl-vllm-.log"]
+    ours.write_text("kept")
+    planted[0].symlink_to(ours)
+    planted[1].write_text("planted")
+    door = Door(host="127.0.0.1", port=port, key=EngineKey.fresh())
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="it ended"):
+            async with running_engine(
+                model_dir("agentrl/tiny-coder"), EngineSettings(kind="vllm"), door=door, max_context=64
+            ):
+                raise AssertionError("no engine runs")
+    assert len({*logs, *planted}) == 4 and str(port) not in logs[0].name
+    assert (ours.read_text(), planted[1].read_text()) == ("kept", "planted")
+    assert all(log.parent == tmp_path and not log.is_symlink() for log in logs)
 
 
 def vllm_of(tmp_path: Path, port: int, **options: object) -> VLLMServer:
