@@ -60,7 +60,8 @@ def lambda_of_length(length_B: Tensor, alpha: float) -> Tensor:
 
 def centred(advantage_T: Tensor, weight_T: Tensor, episode_T: Tensor, role_T: Tensor, turn_T: Tensor) -> Tensor:
     """Advantages less the mean of those that other episodes of the step have in the same role and turn, by `weight_T`:
-    [T]. A token of a turn that no other episode played keeps its own.
+    [T]. `turn_T` counts the turns of each role, so that it is the same whoever began. A token of a turn that no other
+    episode played keeps its own.
 
     A critic that is wrong about a turn by a constant makes all its advantages positive, or all negative. The policy
     then goes towards, or away from, whatever it did there; with stale tokens it does so for steps before it can see it.

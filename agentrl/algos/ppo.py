@@ -47,7 +47,7 @@ class PPO(Clipped):
     value_weight: Positive = 0.5  # of the critic's loss
     critic: Literal["own", "shared"] = "own"  # the value head's trunk: a second model, or the policy itself
     critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
-    centre: bool = True  # advantages less those of the step's other episodes in the same turn, on average
+    centre: bool = True  # advantages less those of the step's other episodes in the role's same turn, on average
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 5  # first steps, which train the critic alone
 
     @property
@@ -61,7 +61,10 @@ class PPO(Clipped):
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import reward_to_go
 
-        return {"to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT)}
+        return {
+            "to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT),
+            "own_turn": siblings.rewards_GT.new_ones(siblings.rewards_GT.shape).cumsum(1),  # 1, 2, … of the role
+        }
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
@@ -97,7 +100,7 @@ class PPO(Clipped):
         floor, cap, mode = self.importance_floor, self.importance_cap, self.importance_mode
         advantage_T = sequences.tokens(advantages_BU)
         if self.centre:
-            keys = (tokens["episode"], tokens["role"], tokens["turn"])
+            keys = (tokens["episode"], tokens["role"], tokens["own_turn"].long())
             advantage_T = centred(advantage_T, tokens["weight"], *keys)
         begins_T = sequences.begins()
         share_T = tokens["weight"] * begins_T

@@ -199,6 +199,7 @@ def test_every_clipped_kind_takes_the_corrections(kind: str) -> None:
     algo = config.algorithm(kind).model_validate({"reject": "geometric", "reject_above": 1.5, "reject_below": 0.0})
     assert algo.ahead
     tokens = {**columns(), "to_go": columns()["advantage"], "values": torch.zeros(len(TOKENS), dtype=torch.float64)}
+    tokens |= {"own_turn": tokens["turn"]}
     tokens |= algo.advantages(tokens)
     assert tokens["kept"].tolist() == [(episode, role) != (1, 0) for episode, role in TOKENS]
     now = tokens["proximal"].clone().requires_grad_()

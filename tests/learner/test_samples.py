@@ -209,6 +209,37 @@ def test_tokens_tell_what_besides_their_age_sets_them_apart(keeps_kv: bool, orig
     assert got.rows[1].columns["origin"].tolist() == [Origin.PLAIN]
 
 
+def test_ppo_centres_a_roles_turn_on_the_others_turn_of_the_same_number_whoever_began() -> None:
+    """By hand: without a critic, an advantage is what the role still earns. Ann begins the first episode."""
+    played = [
+        [("ann", 1.0), ("bob", 2.0), ("ann", 10.0)],  # to go: 11, 2, 10
+        [("bob", 4.0), ("ann", 3.0), ("bob", 6.0), ("ann", 20.0)],  # 10, 23, 6, 20
+        [("bob", 9.0), ("ann", 5.0)],
+    ]
+    expected = [
+        [11 - (23 + 5) / 2, 2 - (10 + 9) / 2, 10 - 20],
+        [10 - (2 + 9) / 2, 23 - (11 + 5) / 2, 6, 20 - 10],  # nobody else had a second turn as bob
+        [9 - (2 + 10) / 2, 5 - (11 + 23) / 2],
+    ]
+    members = [
+        episode(member, [turn(at, [1], [2], role=role, reward=reward) for at, (role, reward) in enumerate(turns)], 0.0)
+        for member, turns in enumerate(played)
+    ]
+    algo = PPO(gae_lambda=1.0, discount=1.0)
+    rows = group_rows(group_of(members), algo, step_of=lambda _: 0, step_now=0, max_lag=9).rows
+    tokens = {name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns}
+    tokens |= {"values": torch.zeros(len(tokens["turn"])), "proximal": tokens["behaviour"]}
+    by_turn = dict(
+        zip(
+            zip(tokens["episode"].tolist(), tokens["turn"].tolist(), strict=True),
+            algo.advantages(tokens)["advantage"].tolist(),
+            strict=True,
+        )
+    )
+    got = [[by_turn[member.episode_id, at] for at in range(len(member.turns))] for member in members]
+    assert got == [pytest.approx(line) for line in expected]
+
+
 async def test_tokens_sampled_at_another_engine_have_keys_of_its_version_alone() -> None:
     """The engine of version 3 breaks after two tokens. The next one computes prompt and both tokens anew under 5."""
     gone = Failure(request=0, error=EngineUnavailable("gone"), after=2)
