@@ -69,6 +69,23 @@ test-numeric: setup $(VENV)/.dev ## the numeric tests as another CPU would compu
 gpu-check: setup ## check what needs an NVIDIA GPU, at most 40 minutes; ARGS=--tiny runs the same cases on this CPU
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
+# Their pins and those of the adapters exclude each other.
+REMOTE := $(VENV)-remote
+.PHONY: remote test-remote
+remote: $(REMOTE)/.ready ## make .venv-remote with SWE-ReX and inspect_ai, for the tests marked remote
+
+$(REMOTE)/.ready: requirements/remote.txt pyproject.toml | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(REMOTE)
+	$(BIN)/uv pip install --quiet --python $(REMOTE)/bin/python -r requirements/remote.txt
+	$(BIN)/uv pip install --quiet --python $(REMOTE)/bin/python --no-deps -e .
+	@touch $@
+
+# Only the files that name the marker are collected: to import all of the tests takes a minute. A library has a file,
+# and so a worker, of its own.
+test-remote: remote ## the tests marked remote, in .venv-remote
+	AGENTRL_REQUIRE=remote $(REMOTE)/bin/python -m pytest -n $(WORKERS) --durations=10 -m remote \
+	  $$(grep -rlF mark.remote tests --include='*.py') $(ARGS)
+
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,13 +114,15 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev adapters trl vllm)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote trl vllm)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
 	$(COMPILE) --extra train pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(COMPILE) --extra train --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
 	$(COMPILE) --extra train --extra dev --extra adapters pyproject.toml requirements/runtime.in -o requirements/adapters.txt
+	$(COMPILE) --extra train --extra dev --extra inspect --extra swe-rex pyproject.toml requirements/runtime.in \
+	  -o requirements/remote.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
@@ -115,4 +134,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(TEMPLATES) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) .pytest_cache .ruff_cache .hypothesis

@@ -100,6 +100,11 @@ def _adapters() -> str | None:
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
 
+def _remote() -> str | None:
+    missing = [name for name in ("swerex", "inspect_ai") if not importlib.util.find_spec(name)]
+    return f"not installed: {', '.join(missing)} (make test-remote)" if missing else None
+
+
 def _templates() -> str | None:
     from templates.catalogue import missing
 
@@ -123,6 +128,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "postgres": _postgres,
     "vllm": _vllm,
     "adapters": _adapters,
+    "remote": _remote,
     "templates": _templates,
     "ray": _ray,
     "netns": _netns,

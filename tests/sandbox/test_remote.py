@@ -1,5 +1,5 @@
-"""Boxes elsewhere: the promises on the two adapters' local kinds, and on a container that only `docker exec` reaches;
-connections that break, and what is left of a box whose owner was killed."""
+"""Boxes elsewhere: the promises over calls of our own, and on a container that only `docker exec` reaches; connections
+that break, and what is left of a box whose owner was killed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import subprocess
 import sys
 import time
 import uuid
-import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
-from agentrl.errors import SandboxLost, SandboxUnavailable, UsageError
+from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.remote import box as remote_box
@@ -140,6 +138,23 @@ async def test_a_box_without_python_says_so() -> None:
     await backend.aclose()
 
 
+@pytest.mark.parametrize("do", ["snapshot", "fork", "read"])
+async def test_a_box_that_is_closed_under_a_call_names_no_path(here: HereBackend, do: str) -> None:
+    """Its folders are gone as the call arrives: that is not a file which the policy named wrongly."""
+    box = await here.create()
+    (remote,) = here.made
+    execute = remote.execute
+
+    async def closes_first(argv: Sequence[str], *, deadline_s: float) -> str:
+        remote.execute = execute
+        await box.close()
+        return await execute(argv, deadline_s=deadline_s)
+
+    remote.execute = closes_first
+    with pytest.raises(SandboxError, match="the box is closed"):
+        await (box.read("f") if do == "read" else getattr(box, do)())
+
+
 # --- what is left
 
 
@@ -227,24 +242,6 @@ PROMISES = [each for each in CASES if not each.isolation]
 @pytest.mark.parametrize("case", PROMISES, ids=str)
 async def test_a_box_behind_calls_keeps_promise(case: Case, here: HereBackend) -> None:
     await case.run(here)
-
-
-LIBRARIES = {"swe-rex": "swerex", "inspect": "inspect_ai"}  # in no pinned set: their pins and ours exclude each other
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [name for name, module in LIBRARIES.items() if find_spec(module)])
-@pytest.mark.parametrize("case", PROMISES, ids=str)
-async def test_a_local_box_of_a_library_keeps_promise(case: Case, kind: str) -> None:
-    backend: Any = (
-        SweRex(deployment="local", network=True) if kind == "swe-rex" else Inspect(kind="local", network=True)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            await case.run(backend)
-        finally:
-            await backend.aclose()
 
 
 PROVIDERS = (  # walls that a provider's container has or has not: no program in it can make them

@@ -289,8 +289,10 @@ class RemoteBox:
 
     async def _path(self, named: str, do: str, /, **request: Any) -> dict[str, Any]:
         """A file operation; a refusal raises SandboxPathError."""
+        self.must_be_open()
         reply = await self.ask(do, **request)
         if "error" in reply:
+            self.must_be_open()  # closed under the call: its folders are gone, and no path was wrong
             raise SandboxPathError(f"{named!r}: {reply['error']}")
         return reply
 
