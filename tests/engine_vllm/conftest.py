@@ -210,8 +210,13 @@ async def _advice(stock: Policy, config: RunConfig) -> str:
     fake.lacks = {"tokens", "admin", "processed", "transfer", "plugin", "lora"}
     first = WeightVersion(version=1, step=0)
     async with listening(fake) as url:
+        engine = config.engine.model_copy(update={"urls": [url]})  # a key is shown to the run's own engines alone
         with pytest.raises(UsageError) as caught:
-            await attach(url, Weights(model=stock.folder, base=first, current=first), config)
+            await attach(
+                url,
+                Weights(model=stock.folder, base=first, current=first),
+                config.model_copy(update={"engine": engine}),
+            )
     return str(caught.value).partition("with: ")[2]
 
 

@@ -113,7 +113,7 @@ def command_line(pid: int) -> str:
 
 
 def kill_engine(run: RunDir) -> None:
-    (engine,) = (pid for pid in processes_of(run) if "plugin.host" in command_line(pid))
+    (engine,) = (pid for pid in processes_of(run) if "plugin.server" in command_line(pid))
     os.kill(engine, signal.SIGKILL)
 
 

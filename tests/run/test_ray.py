@@ -113,7 +113,7 @@ def lives(run: RunDir) -> dict[str, int]:
         if words[3:4] == ["worker"]:
             found[f"worker-{words[5]}"] = pid
     learner = found.get("learner")
-    ranks = [pid for pid, parent, words in processes() if parent == learner and "parallel.worker" in words]
+    ranks = [pid for pid, parent, words in processes() if parent == learner and "parallel.rank_process" in words]
     return found | dict(zip(["rank"], ranks, strict=False))
 
 
