@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.env.gymnasium_ids import make, make_vec, register, register_all
 from agentrl.host import renamed_modules
+from agentrl.registration import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
     from agentrl.env import Env as Env

@@ -341,7 +341,7 @@ def test_every_setting_whose_default_is_none_takes_false() -> None:
 
 def test_what_cannot_be_none_is_not_switched_off() -> None:
     assert switched_off({"canary": False, "kind": "off"}, config.EngineSettings) == {"canary": False, "kind": "off"}
-    assert switched_off({"prompt": "off"}, config.RewardSource) == {"prompt": "off"}  # a text may be this
+    assert switched_off({"prompt": "off"}, config.run_config.RewardSource) == {"prompt": "off"}  # a text may be this
     assert broken(train={"lr": "off"}).field == "train.lr"
     assert broken(train={"lr": False}).field == "train.lr"
 

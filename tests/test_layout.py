@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 MOST_FILES = 20  # of one folder, `__init__.py` among them
-LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registry.py"}
+LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registration.py", "registry.py"}
 ONE_IDEA = {
     "backend.py": "the backend of a kind of box",
     "chaos.py": "faults on purpose: the command, the run, the kit",

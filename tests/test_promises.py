@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from agentrl import config
+from agentrl.config import run_config as config
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = "\n".join(path.read_text() for path in sorted((ROOT / "agentrl").rglob("*.py")))

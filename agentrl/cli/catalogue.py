@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from agentrl import registry
-from agentrl.env.gymnasium_ids import parameters_of
 from agentrl.errors import UnknownIdError, UsageError
+from agentrl.registration import parameters_of
 from agentrl.tokens.columns import column
 
 KINDS: tuple[registry.Kind, ...] = get_args(registry.Kind)

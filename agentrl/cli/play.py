@@ -10,13 +10,13 @@ from typing import Any
 import trio
 
 from agentrl.env import as_async
-from agentrl.env.gymnasium_ids import make
 from agentrl.env.gymnasium_wrappers import shown
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import EnvError, PolicyFault, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
+from agentrl.registration import make
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
 

@@ -23,7 +23,6 @@ from agentrl.config import RunConfig, league, machine_defaults
 from agentrl.config.contradictions import contradictions
 from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.engine.weight_sync import object_store
-from agentrl.env.gymnasium_ids import make
 from agentrl.env.tools.parsers import FORMATS, get_format
 from agentrl.errors import (
     AgentRLError,
@@ -38,6 +37,7 @@ from agentrl.errors import (
 from agentrl.models.resolve import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
+from agentrl.registration import make
 from agentrl.run import resume_overrides
 from agentrl.run.dataset import run_file
 from agentrl.run.dataset.notebook import reference_of

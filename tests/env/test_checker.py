@@ -17,8 +17,8 @@ import agentrl
 from agentrl.env import Env
 from agentrl.env.checks.check_env import Report
 from agentrl.env.checks.checks import runs_eight_at_once
-from agentrl.env.gymnasium_ids import register
 from agentrl.errors import EnvCheckFailed, UsageError
+from agentrl.registration import register
 
 GO = {"role": "user", "content": "go"}
 

@@ -79,7 +79,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
         with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGABRT.* had not written its part of a checkpoint"):
             write()
         said = capfd.readouterr().err
-        assert "Fatal Python error: Aborted" in said and "parallel/worker.py" in said
+        assert "Fatal Python error: Aborted" in said and "parallel/rank_process.py" in said
         (draft,) = tmp_path.iterdir()
         assert draft.name.startswith(".draft-") and newest(tmp_path) is None
     finally:

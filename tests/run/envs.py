@@ -19,7 +19,6 @@ from agentrl.rewards import Judge, ScoringClient
 from agentrl.testing.fake_sandbox import FakeBackend
 from agentrl.testing.scoring import FakeScoring
 
-
 HELD_OUT = 1_000_000_000  # the first seed of `[[eval.sets]]`, if the run file names none
 
 
@@ -44,8 +43,8 @@ class Vowels(agentrl.Env):
 
 
 class Held(Vowels):
-    """Tasks from seed `at` on begin when the file `gate` is there: until then a run of it cannot be over. Held-out tasks
-    do not wait."""
+    """Tasks from seed `at` on begin when the file `gate` is there: until then a run of it cannot be over.
+    Held-out tasks do not wait."""
 
     def __init__(self, gate: str, at: int = 20) -> None:
         super().__init__()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from agentrl.config import from_json, load, parse, to_json
-from agentrl.env.gymnasium_ids import make
 from agentrl.env.tasks import Curriculum
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import GroupState
+from agentrl.registration import make
 from agentrl.run.run_folder import RunDir
 from agentrl.run.task_sources import changed_rows, digests_of, task_source
 from agentrl.run.trainer import Trainer, check_startable

@@ -19,8 +19,8 @@ import gymnasium
 
 from agentrl.env.checks.checks import CHECKS
 from agentrl.env.checks.runner import Broke, Flaw, Skipped, Subject, place_of
-from agentrl.env.gymnasium_ids import make
 from agentrl.errors import EnvCheckFailed, UsageError
+from agentrl.registration import make
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import trio
 
 from agentrl.env import as_async
 from agentrl.env.checks.oracles import HasTasks, Verdict, judge
-from agentrl.env.gymnasium_ids import make
 from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
+from agentrl.registration import make
 
 _WORDS = 400  # characters of a reason
 

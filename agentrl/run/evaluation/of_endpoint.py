@@ -25,7 +25,6 @@ from agentrl.config import Rollout, RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env import as_async, step_results
-from agentrl.env.gymnasium_ids import make
 from agentrl.env.tools.calls import Malformed, ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import (
@@ -41,6 +40,7 @@ from agentrl.errors import (
 )
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
+from agentrl.registration import make
 from agentrl.rollout.env_calls import Guard, TimeUp
 from agentrl.run.evaluation.held_out import EvalResult, tasks_of
 from agentrl.sandbox import shared_backend
