@@ -29,7 +29,7 @@ ROUGH = 0.3  # nats: what bfloat16 may make of one token's log-prob; other weigh
 async def test_a_stock_server_is_attached_by_what_its_refusal_says(
     stock_server: Started, stock: Policy, stock_config: RunConfig
 ) -> None:
-    (url,), key = stock_config.engine.urls, stock_config.engine.api_key()
+    (url,), key = stock_config.engine.urls, stock_config.engine.key_of(stock_config.engine.urls[0])
     first = WeightVersion(version=7, step=0)
     await attach(url, Weights(model=stock.folder, base=first, current=first), stock_config)
     async with aclosing(EngineClient(url, api_key=key)) as client:
@@ -58,7 +58,7 @@ async def test_a_bfloat16_layer_that_missed_one_small_step_is_seen(
     stock_server: Started, stock: Policy, stock_config: RunConfig
 ) -> None:
     """The numbers of the probe do not show it: what is left out is less than what bfloat16 makes of them."""
-    (url,), key = stock_config.engine.urls, stock_config.engine.api_key()
+    (url,), key = stock_config.engine.urls, stock_config.engine.key_of(stock_config.engine.urls[0])
     async with aclosing(EngineClient(url, api_key=key)) as client:
         try:
             version, file = stock.update()

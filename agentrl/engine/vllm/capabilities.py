@@ -209,7 +209,7 @@ async def _takes_adapters(client: EngineClient) -> bool:
     try:
         await client.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=_DEADLINE_S)
     except EngineError as error:
-        return "No adapter found" in str(error)
+        return bool(re.search("No adapter found|cannot load the adapter", str(error)))  # vLLM's words, our plugin's
     return True
 
 

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl.engine.vllm.plugin import cpu_fixes, staging
+from agentrl.engine.vllm.plugin import cpu_fixes, read_weights, staging
 from agentrl.engine.vllm.plugin.file_transfer import Base, Stage, Superseded, Update, load
 from agentrl.engine.weight_sync import fingerprints, weight_file
 from agentrl.errors import WeightSyncError
@@ -56,6 +56,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        read_weights.serves(str(self.vllm_config.model_config.model))
         self.base = Base()
         self.stage = Stage(self.base, self._second)
         self._open = False  # the model's layers stand ready to be loaded and cannot run

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+from pathlib import Path
 
 from agentrl.engine.vllm.plugin import INBOX_VARIABLE, SOURCES_VARIABLE, version_stamps
 from agentrl.engine.weight_sync.uploads import Inbox, new_place
@@ -26,6 +27,15 @@ def decide() -> None:
     """Decide for this process and those that it starts. Safe to call again."""
     os.environ.setdefault(INBOX_VARIABLE, new_place())
     os.environ.setdefault(SOURCES_VARIABLE, json.dumps(everyday()))
+
+
+def serves(model: str) -> None:
+    """The folder of the model that this process serves may be read from too: a run sends the weights it starts from."""
+    decide()
+    places = json.loads(os.environ[SOURCES_VARIABLE])
+    if Path(model).is_dir() and model not in places:
+        os.environ[SOURCES_VARIABLE] = json.dumps([*places, model])
+        sources.cache_clear()
 
 
 @functools.cache
@@ -70,6 +80,10 @@ def install() -> None:
         given = {module.path for module in self.static_lora_modules or ()}  # on the command line
         if refused is not None or request.lora_path in given:
             return refused
+        config = getattr(self.engine_client, "vllm_config", None)
+        if config is not None and config.lora_config is None:  # vLLM would find that out after a look at the path
+            hint = "LoRA is not enabled: start the server with --enable-lora"
+            return create_error_response(message=hint, err_type="InvalidUserInput")
         try:
             _adapters().adapter(request.lora_path)
         except WeightSyncError as error:
