@@ -24,7 +24,8 @@ _FORMATS: Final = ".jsonl, .json, .csv or .tsv (each also with .gz), .parquet, o
 
 def read_rows(where: str) -> Rows:
     """The rows of a file, by the end of its name: `.jsonl` (also `.ndjson`), `.json` (an array of objects, or lines of
-    them), `.csv` and `.tsv` (a line of names first; values are texts), each also with `.gz` behind it, or `.parquet`.
+    them), `.csv` and `.tsv` (a line of names first; values are texts), each also with `.gz` behind it, or `.parquet`; a
+    name without an end is one of JSON lines.
     Or of `hf:NAME`, `hf:NAME:SPLIT`, `hf:NAME:CONFIG:SPLIT`: a Hugging Face data set, of its split `train` if none is
     named. Text is UTF-8, with or without a byte order mark.
 
@@ -39,7 +40,7 @@ def read_rows(where: str) -> Rows:
             table = require("pyarrow.parquet", what=f"reading {where!r}")
             with boundary(UsageError, f"cannot read {where!r}:", passes=(UsageError,)):
                 return _plain(table.read_table(path).to_pylist(), where)
-        read = _READERS.get(kind)
+        read = _READERS.get(kind or ".jsonl")
         if read is None:
             raise UsageError(f"cannot read {where!r}: give {_FORMATS}")
         data = path.read_bytes()

@@ -129,7 +129,7 @@ def test_loading_gives_up_between_two_tensors(tmp_path: Path) -> None:
 
     model = SimpleNamespace(load_weights=lambda weights: taken.extend(name for name, _ in weights), modules=list)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_transfer.mending, "ready_for_update", lambda _: None)
+        patch.setattr(file_transfer.cpu_fixes, "ready_for_update", lambda _: None)
         seen = SimpleNamespace(load_weights=lambda weights: [taken.append(name) for name, _ in weights])
         with pytest.raises(Superseded):
             file_transfer.load(seen, np.fromfile(path, dtype=np.uint8), waited_for)

@@ -91,7 +91,7 @@ if "learner" in sys.orig_argv:
     import stand_in_gloo
     import torch
 
-    from agentrl.run import learner
+    from agentrl.run.processes import learner_process as learner
 
     stand_in_gloo.register()
     learner.device_of = lambda config: torch.device("cpu")

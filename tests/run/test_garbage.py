@@ -15,7 +15,7 @@ from agentrl.host import gc_pauses
 
 MAKE_MANY_OBJECTS = """
 import gc
-from agentrl.run import garbage
+from agentrl.host import gc_pauses as garbage
 whole = []
 if {spared}:
     garbage.spare_old_objects()

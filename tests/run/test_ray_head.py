@@ -251,7 +251,7 @@ def test_a_run_that_lost_its_cluster_ends_at_once(
 LOSES_ITS_NODE = """if True:
     import os, ray, trio
     from ray.cluster_utils import Cluster
-    from agentrl.run import ray_head
+    from agentrl.run.cluster import ray_head
 
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}
     first = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}

@@ -92,7 +92,7 @@ def test_scratch_is_emptied_of_what_a_killed_start_left(tmp_path: Path) -> None:
 EACH_CALL = """
 import os, subprocess, sys
 from pathlib import Path
-from agentrl.run import rundir
+from agentrl.run import run_folder as rundir
 from agentrl.testing.chaos import killed_after_each_call
 from agentrl.testing.sandbox.case import host_processes
 

@@ -99,7 +99,7 @@ async def test_a_signal_is_named_where_no_line_was_left(tmp_path: Path) -> None:
 
 async def test_a_child_that_crashes_in_a_librarys_code_says_where(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom agentrl.run import child\ndef crashes(*_): os.abort()\n"
+        "import os, sys\nfrom agentrl.run.processes import child\ndef crashes(*_): os.abort()\n"
         "child.run_role, sys.argv = crashes, ['', 'worker', 'run', '0']\nchild.main()"
     )
     one = child(tmp_path, code)

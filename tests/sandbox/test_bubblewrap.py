@@ -71,7 +71,7 @@ async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewra
 
 OWNER = """
 import os, signal, sys, trio
-from agentrl.sandbox import namespace
+from agentrl.sandbox.bubblewrap import bwrap_process as namespace
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap, BubblewrapBox
 
 def dying_after(function, when=lambda *arguments: True):
@@ -124,7 +124,7 @@ def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
 
 EACH_CALL = """
 import sys, trio
-from agentrl import owner
+from agentrl.host import janitor as owner
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 from agentrl.testing.chaos import killed_after_each_call
 

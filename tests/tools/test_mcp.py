@@ -68,7 +68,7 @@ EACH_CALL = """
 import sys, trio
 import mcp.client.stdio  # once, not in every fork
 from agentrl.errors import InfrastructureError
-from agentrl import owner
+from agentrl.host import janitor as owner
 from agentrl.testing.chaos import killed_after_each_call
 from agentrl_tools.mcp import McpServer
 

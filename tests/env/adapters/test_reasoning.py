@@ -126,11 +126,8 @@ def asked_in_processes(tasks, *hashes):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-W", "ignore", "-c", ASKS, *tasks]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
-        yield {
-            line.split()[0]: line.split(maxsplit=2)[1:]
-            for line in done.stdout.splitlines()
-            if " True " in line or " False " in line
-        }
+        lines = [line.split(maxsplit=3)[1:] for line in done.stdout.splitlines() if line.startswith("@ ")]
+        yield {task: (flag, questions) for task, flag, questions in lines}
 
 
 def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed():

@@ -443,7 +443,7 @@ async def test_closing_ends_a_program_in_the_middle(tmp_path):
 EACH_CALL = """
 import sys, trio
 from agentrl.env.agent_programs import ProgramEnv
-from agentrl import owner
+from agentrl.host import janitor as owner
 from agentrl.testing.chaos import MAKING, killed_after_each_call
 
 owner.reap = lambda home: []  # nobody else cleans up here
