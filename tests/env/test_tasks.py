@@ -192,7 +192,7 @@ def test_json_lines(tmp_path):
         ("rows.csv", b"q,q\n1,2\n", "rows.csv, line 1: .* are not the names of columns"),
         ("rows.jsonl.gz", b"\x1f\x8b no", "rows.jsonl.gz is no gzip file"),
         ("rows.xml", b"any", "rows.xml': give .jsonl, .json, .csv"),
-        ("rows", b"any", "rows': give .jsonl"),
+        ("rows", b"any", "rows, line 1 is not JSON"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, name, content, said):
