@@ -320,6 +320,7 @@ class Waiting:
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _store=SimpleNamespace(
                 meta=lambda key: self.phase,
+                set_meta=lambda key, value: None,
                 late_open=lambda: int(self.now_s < late_s),
                 ready_count=lambda: int(self.now_s >= ready_s),
                 take=lambda step, n, **_: ["a group"] if self.now_s >= ready_s else None,

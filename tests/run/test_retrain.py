@@ -314,7 +314,7 @@ def test_a_teacher_that_is_gone_is_named(tmp_path: Path, model: Path) -> None:
     teacher = tiny_qwen3(tmp_path / "teacher", seed=5)
     run = run_of(tmp_path / "run", model, steps=1, algo={"kind": "distil", "teacher": str(teacher)})
     shutil.rmtree(teacher)
-    with pytest.raises(ModelError, match=r"teacher.*is neither a folder"):
+    with pytest.raises(ModelError, match=r"there is no folder .*teacher"):
         retrain(run, 1)
 
 

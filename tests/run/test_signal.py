@@ -98,8 +98,11 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     def metrics(kind: str, after: int = -1) -> list[Any]:
         return [row for row in known if row.step > after]
 
-    store = SimpleNamespace(metrics=metrics)
-    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time())
+    store = SimpleNamespace(
+        metrics=metrics, failures=lambda: SimpleNamespace(failed=0), failed_tasks=lambda after_s: ()
+    )
+    run = SimpleNamespace(path=Path("run"))
+    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time(), run=run)
     for number, values in enumerate(rows, 1):
         known.append(SimpleNamespace(step=number, values=values))
         view.tick(supervisor)
@@ -146,7 +149,7 @@ def test_the_live_view_shows_it_beside_the_curves(learner: Learner, tmp_path: Pa
     run = RunDir.create(tmp_path / "run", config)
     stream = io.StringIO()
     with RunStore.open(run.store_path) as store:
-        supervisor: Any = SimpleNamespace(phase="train", config=config, store=store, started_s=time.time())
+        supervisor: Any = SimpleNamespace(phase="train", config=config, store=store, started_s=time.time(), run=run)
         for number in (1, 2, 3):
             with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
                 view.tick(supervisor)
