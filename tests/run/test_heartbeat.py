@@ -219,7 +219,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
 
 
 def _runs(code: str, make: Callable[..., Child]) -> Callable[..., Child]:
-    def child(self: RunProcesses, name: str, argv: list[str], threads: int, *own: Any) -> Child:
+    def child(self: RunProcesses, name: str, argv: list[str], threads: int, *own: object) -> Child:
         return make(self, name, ["-c", code], threads)
 
     return child
