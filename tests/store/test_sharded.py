@@ -66,7 +66,7 @@ def store(path: Path, server: Server) -> Generator[RunStore]:
 
 CONTROL = {
     "attempt", "current_version", "is_undone", "knows_version", "latest_checkpoint", "meta",
-    "metrics", "path", "push_times", "record", "run_id", "set_meta", "sources", "step_of", "tasks_started",
+    "metrics", "now", "path", "push_times", "record", "run_id", "set_meta", "sources", "step_of", "tasks_started",
     "version_at", "weights_path",
 }  # fmt: skip
 """What belongs to no group: the control store answers."""
