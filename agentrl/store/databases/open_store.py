@@ -83,14 +83,16 @@ def own(path: Path) -> None:
 
 
 @contextmanager
-def supervising(path: Path) -> Generator[Callable[[], None]]:
+def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], None]]:
     """Be the only supervisor of a run in the block, on whatever host others are; for a file the lock in the run's
     folder is enough. What it yields looks whether this is still so: call it now and then. Raises UsageError, which
-    names the other supervisor, or for a folder that is a copy (see `own`), StoreAway; the look raises RunFailed."""
+    names the other supervisor, or for a folder that is a copy (see `own`) unless `of_copy`, StoreAway; the look raises
+    RunFailed."""
     if path.suffix != SUFFIX:
         yield lambda: None
         return
-    ownership.check(path)
+    if not of_copy:
+        ownership.check(path)
     _require_driver()
     from agentrl.store.databases.postgres.postgres import Address
     from agentrl.store.databases.postgres.supervisor_lock import Supervision
