@@ -53,7 +53,7 @@ from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
 from agentrl.run.scratch_space import check_room, watch_disk
 from agentrl.run.start_point import WENT_BACK, StartPoint, start_point
-from agentrl.run.task_sources import changed_rows, digests_of, task_source
+from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import ENGINE_URLS, objects_of
 from agentrl.store import RunStore, close_policy
@@ -111,7 +111,8 @@ class Supervisor:
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
         await self._with_space(_go_on)
-        digests = await trio.to_thread.run_sync(digests_of, self.config)
+        named = data_sets_of(self.config)  # without any nothing is read, and nobody waits for a thread
+        digests = await trio.to_thread.run_sync(digests_of, self.config) if named else {}
         for name in await self._with_space(partial(changed_rows, digests)):
             said = "the data set has changed since the run went on last: from now on its tasks are others"
             print(f"agentrl: warning: {name}: {said}", file=sys.stderr)

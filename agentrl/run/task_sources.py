@@ -45,15 +45,20 @@ def source_tasks(config: RunConfig, count: int) -> list[list[Task]]:
     return [[one.task(at) for at in range(min(count, count if one.size is None else one.size))] for one in sources]
 
 
-def digests_of(config: RunConfig) -> dict[str, str]:
-    """A digest of each data set of the run file, by field and name. Raises UsageError for one that cannot be read."""
+def data_sets_of(config: RunConfig) -> dict[str, str]:
+    """The data sets of the run file, by field and name."""
     named = {f"tasks.{at}.rows": table.rows for at, table in enumerate(config.tasks)}
     named |= {
         f"eval.sets.{at}.kwargs.rows": {**config.env.kwargs, **one.kwargs}.get("rows")
         for at, one in enumerate(config.eval.sets)
         if (one.id or config.env.id) == dataset_env.ID
     }
-    return {f"{field} = {where!r}": digest(where) for field, where in named.items() if where is not None}
+    return {f"{field} = {where!r}": where for field, where in named.items() if where is not None}
+
+
+def digests_of(config: RunConfig) -> dict[str, str]:
+    """A digest of each of `data_sets_of`. Raises UsageError for one that cannot be read."""
+    return {name: digest(where) for name, where in data_sets_of(config).items()}
 
 
 def changed_rows(now: Mapping[str, str], store: ControlStore) -> list[str]:

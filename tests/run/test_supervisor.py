@@ -55,13 +55,6 @@ class NoChildren:
 
 
 @pytest.fixture
-def autojump_clock(autojump_clock: MockClock) -> MockClock:
-    """The supervisor's store is called in threads: time must not jump while one of them works."""
-    autojump_clock.autojump_threshold = 0.01
-    return autojump_clock
-
-
-@pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     opened: list[Supervisor] = []
 
