@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
@@ -87,8 +88,12 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
     row = {"outcome_mean": 0.5, "success_mean": 0.5, "lag_mean": 0.0, "lag_max": 0, "tokens_scored": 8}
     row |= {"busy_s": 1.0, "idle_s": 0.0, "updated": True, "grad_norm": 1.0, "alarms": ["a long line " * 20]}
     rows = [SimpleNamespace(step=number, values=row) for number in range(1, 2_001)]
-    store = SimpleNamespace(metrics=lambda kind, after: [one for one in rows if one.step > after])
-    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time())
+    store = SimpleNamespace(
+        metrics=lambda kind, after: [one for one in rows if one.step > after],
+        failures=lambda: SimpleNamespace(failed=0),
+    )
+    run = SimpleNamespace(path=Path("run"))
+    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time(), run=run)
 
     def watch() -> None:
         with redirect_stdout(pipe.stream), redirect_stderr(pipe.stream), LiveView() as view:
