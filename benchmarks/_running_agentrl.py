@@ -35,7 +35,7 @@ async def main(url: str, n: int, path: Path, workers: int) -> None:
             make_env=lambda _: Lines(),
         )
         name = f"worker-{time.time_ns()}"
-        worker = Worker(name, config, desk, context)
+        worker = Worker(name, desk, context, config.buffer.groups_ahead)
         before, peak = memory_kib(), 0
         began, cpu = time.perf_counter(), time.process_time()
         async with trio.open_nursery() as nursery:

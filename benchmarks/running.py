@@ -84,7 +84,7 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
     context = RolloutContext(
         engine=engine, renderer=renderer, store=desk, settings=config.rollout, make_env=lambda _: Lines()
     )
-    worker = Worker("worker", config, desk, context)
+    worker = Worker("worker", desk, context, config.buffer.groups_ahead)
     delays, found = Delays(), dict[str, Any]()
     began_kib, began, cpu = memory_kib(), time.perf_counter(), time.process_time()
     async with trio.open_nursery() as nursery:

@@ -54,7 +54,7 @@ from agentrl.rollout.restore import replay, replay_after
 from agentrl.rollout.resume_modes import resumed
 from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
-from agentrl.store.interfaces import RolloutStore
+from agentrl.store.interfaces import EpisodeStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class RolloutContext:
 
     engine: Engine
     renderer: Renderer
-    store: RolloutStore
+    store: EpisodeStore
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None

@@ -12,7 +12,7 @@ from agentrl.config.league import META, LeagueSettings, draw, from_json, given
 from agentrl.records import Turn
 from agentrl.store import Claim, Partial
 from agentrl.store.episodes.groups import TRAIN
-from agentrl.store.interfaces import RolloutStore
+from agentrl.store.interfaces import EpisodeStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Opponents:
         return given(self.plays, settings, seed=self.seed, group_id=claim.group_id)
 
     async def version(
-        self, store: RolloutStore, claim: Claim, role: str, turns: Sequence[Turn], begun: Partial | None
+        self, store: EpisodeStore, claim: Claim, role: str, turns: Sequence[Turn], begun: Partial | None
     ) -> int | None:
         """The weight version that plays `role` in an episode; None if the policy that learns does.
 

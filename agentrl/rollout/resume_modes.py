@@ -21,14 +21,14 @@ from agentrl.config import Rollout
 from agentrl.errors import LeaseLost
 from agentrl.rollout.generate_turn import BrokenOff
 from agentrl.store import Claim
-from agentrl.store.interfaces import RolloutStore
+from agentrl.store.interfaces import EpisodeStore
 
 _T = TypeVar("_T")
 _BREAKS = 3  # of one claim's turns: then it goes on from tokens, and the fleet judges whether the request is to blame
 
 
 async def resumed(
-    claim: Claim, store: RolloutStore, settings: Rollout, play: Callable[[Claim, bool], Awaitable[_T]]
+    claim: Claim, store: EpisodeStore, settings: Rollout, play: Callable[[Claim, bool], Awaitable[_T]]
 ) -> _T:
     """Call `play` with that part of the claim from which the run goes on, and with whether each turn must come from one
     engine; call it again when it raises BrokenOff. Raises LeaseLost if the episode's group starts anew."""
@@ -43,7 +43,7 @@ async def resumed(
             claim = await store.reload(claim)
 
 
-async def _going_on(claim: Claim, store: RolloutStore, settings: Rollout) -> Claim:
+async def _going_on(claim: Claim, store: EpisodeStore, settings: Rollout) -> Claim:
     resume = settings.resume
     if not claim.resumed or claim.fork_turn is not None or resume == "tokens":
         return claim

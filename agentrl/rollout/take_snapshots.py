@@ -14,7 +14,7 @@ from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
 from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedSnapshots, SnapshotEnv
 from agentrl.rollout.env_calls import Guard, TimeUp, one_line
 from agentrl.store import Claim, Snapshot
-from agentrl.store.interfaces import RolloutStore
+from agentrl.store.interfaces import EpisodeStore
 
 _ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn and their paths: more is no source that anyone wrote
 _ARTIFACT_FILES: Final = 1000  # of a turn: each costs its test a file of a box
@@ -27,7 +27,7 @@ def prepare(env: AsyncEnv, settings: Rollout) -> None:
 
 
 async def keep_snapshot(
-    env: AsyncEnv, guard: Guard, store: RolloutStore, settings: Rollout, claim: Claim, turn: int
+    env: AsyncEnv, guard: Guard, store: EpisodeStore, settings: Rollout, claim: Claim, turn: int
 ) -> bool:
     """Keep a snapshot after the answer to `turn`, if the environment offers them and one is due. If that fails, the
     reason is noted and the result is False: it should not be asked again. The turns can still be replayed, and the
@@ -55,7 +55,7 @@ async def keep_snapshot(
 
 
 async def keep_artifacts(
-    env: AsyncEnv, guard: Guard, store: RolloutStore, claim: Claim, turn: str, policy_s: float
+    env: AsyncEnv, guard: Guard, store: EpisodeStore, claim: Claim, turn: str, policy_s: float
 ) -> None:
     """Keep the files that a reward source tests, as they stand after a turn; does nothing if the environment declares
     none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises

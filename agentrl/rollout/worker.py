@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import trio
 
-from agentrl.config import RunConfig
 from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
 from agentrl.rollout.episode import RolloutContext, play
@@ -28,15 +27,18 @@ _AT_ONCE = 16  # episodes that start before the loop's other tasks run again
 
 @dataclass(slots=True)
 class Worker:
-    """Runs episodes until `stop` is set in the store, or it has to `leave`. `now` is the wall clock of its leases;
-    `sharing` is the number of workers that share `rollout.max_running`, if it is not that of the run file."""
+    """Runs episodes until `stop` is set in the store, or it has to `leave`, by the settings of `context`. `ahead` is
+    the most groups, of those that are not trained, that it plays at (None: all that were admitted). `now` is the wall
+    clock of its leases; `sharing` is the number of workers that share `rollout.max_running`, if it is not that of the
+    settings. `on_end` gets the id of each episode that ended here."""
 
     name: str
-    config: RunConfig
     store: RolloutStore
     context: RolloutContext
+    ahead: int | None = None
     now: Callable[[], float] = time.time
     sharing: int | None = None
+    on_end: Callable[[int], None] = lambda _: None
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
     _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for work
@@ -45,7 +47,7 @@ class Worker:
     @property
     def capacity(self) -> int:
         """Episodes this worker runs at once: its share of `rollout.max_running`."""
-        return math.ceil(self.config.rollout.max_running / (self.sharing or self.config.rollout.workers))
+        return math.ceil(self.context.settings.max_running / (self.sharing or self.context.settings.workers))
 
     def leave(self) -> None:
         """Have `run` hand its episodes back and return: others go on with them at once, from the tokens they have."""
@@ -76,7 +78,7 @@ class Worker:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
         latest: an episode whose environment hangs fails here, and cannot hang another worker."""
         self.context.leaving.set()
-        with trio.move_on_after(3 * self.config.rollout.step_deadline_s):
+        with trio.move_on_after(3 * self.context.settings.step_deadline_s):
             while self._running:
                 self._ended = trio.Event()
                 await self._ended.wait()
@@ -92,9 +94,9 @@ class Worker:
             claims = await self.store.claim(
                 self.name,
                 free,
-                lease_s=self.config.rollout.lease_s,
+                lease_s=self.context.settings.lease_s,
                 now=self.now(),
-                ahead=self.config.buffer.groups_ahead,
+                ahead=self.ahead,
             )
         except DiskFull:  # the next look tries again
             return False
@@ -110,6 +112,7 @@ class Worker:
             with trio.CancelScope() as scope:
                 self._scopes[claim.episode_id] = scope
                 await play(claim, self.context)
+                self.on_end(claim.episode_id)
         except HandedBack:
             pass  # it goes on elsewhere once this worker has left
         except LeaseLost:
@@ -123,13 +126,13 @@ class Worker:
 
     async def _keep_leases(self) -> None:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
-        pause_s = self.config.rollout.lease_s / 3
+        pause_s = self.context.settings.lease_s / 3
         while True:
             await trio.sleep(pause_s)
-            pause_s = self.config.rollout.lease_s / 3
+            pause_s = self.context.settings.lease_s / 3
             held = dict(self._running)  # claims that come meanwhile are not among those kept
             try:
-                kept = await self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
+                kept = await self.store.renew(self.name, lease_s=self.context.settings.lease_s, now=self.now())
             except DiskFull:  # nobody else can claim on it either
                 pause_s = min(pause_s, _DISK_S)
                 continue

@@ -10,7 +10,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.router import Fleet
 from agentrl.errors import DiskFull, LeaseLost
@@ -373,8 +372,7 @@ async def test_law_1_a_worker_that_leaves_hands_its_turns_on_with_all_tokens_and
 ) -> None:
     expected = await whole_turn(claim_one, at(fleet(server(stream_tokens=1))))
     leaver = at(fleet(server(stream_tokens=1, token_s=1.0)))
-    config = parse({"model": "m", "env": {"id": "test/Env"}, "rollout": {"max_running": 8}})
-    worker = Worker("leaver", config, leaver.store, leaver, now=trio.current_time)
+    worker = Worker("leaver", leaver.store, leaver, now=trio.current_time)
     with trio.fail_after(15):  # far less than the turn takes
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.run)

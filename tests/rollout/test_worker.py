@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -30,13 +31,20 @@ def config(**sections: Any) -> RunConfig:
     return parse({"model": "m", "env": {"id": "test/Env"}, **sections})
 
 
+@dataclass(slots=True)
+class OfRun(Worker):
+    """A worker, with the run file that its run's admitter reads."""
+
+    run_file: RunConfig = field(kw_only=True)
+
+
 @pytest.fixture
-def worker(store: RunStore, context: Any) -> Callable[..., Worker]:
-    def make(env: Callable[[Task], ScriptedEnv], **sections: Any) -> Worker:
+def worker(store: RunStore, context: Any) -> Callable[..., OfRun]:
+    def make(env: Callable[[Task], ScriptedEnv], **sections: Any) -> OfRun:
         chosen = config(**sections)
         place = context(ScriptedEnv([]), **chosen.rollout.model_dump())
         object.__setattr__(place, "make_env", env)
-        return Worker("w.1", chosen, place.store, place, now=trio.current_time)
+        return OfRun("w.1", place.store, place, chosen.buffer.groups_ahead, now=trio.current_time, run_file=chosen)
 
     return make
 
@@ -47,20 +55,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(1)
 
 
-async def run(worker: Worker, condition: Callable[[], bool], tasks: TaskSource | None = None) -> None:
+async def run(worker: OfRun, condition: Callable[[], bool], tasks: TaskSource | None = None) -> None:
     """Run the worker, and the admitter of its run if `tasks` are there to play."""
     store: RunStore = worker.store._store  # type: ignore[attr-defined]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         if tasks is not None:
-            nursery.start_soon(Admitter(store, tasks, bounds_of(worker.config)).run, Aside(store, inline=True))
+            nursery.start_soon(Admitter(store, tasks, bounds_of(worker.run_file)).run, Aside(store, inline=True))
         await until(condition)
         store.set_meta("phase", "stop")
         nursery.cancel_scope.cancel()
 
 
 async def test_a_worker_plays_what_is_admitted_and_stops_with_its_phase(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     one = worker(
         lambda task: ScriptedEnv([going(), done()]),
@@ -74,7 +82,7 @@ async def test_a_worker_plays_what_is_admitted_and_stops_with_its_phase(
 
 
 async def test_many_free_places_are_filled_a_few_at_a_time(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     """Other tasks of the loop run between claims: the episodes that run are not kept waiting. (Trio runs the tasks of a
     round in any order, so a task may see the claims of two rounds.)"""
@@ -99,7 +107,7 @@ TRAINING: dict[str, Any] = {
 
 
 async def test_no_task_is_admitted_past_the_end_of_its_source(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     one = worker(lambda task: ScriptedEnv([done()]), **TRAINING)
     store.set_meta("phase", "train")
@@ -110,7 +118,7 @@ async def test_no_task_is_admitted_past_the_end_of_its_source(
 
 
 async def test_a_curriculum_sees_what_is_in_the_store_also_after_a_restart(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     """Two tasks; that of seed 0 is always solved, and pauses then: only the other one comes, which half solve."""
     made = itertools.count()
@@ -144,7 +152,7 @@ def test_results_stop_at_the_first_open_group(store: RunStore) -> None:
 
 
 async def test_no_training_episode_starts_while_the_phase_is_evaluation(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
@@ -156,7 +164,7 @@ async def test_no_training_episode_starts_while_the_phase_is_evaluation(
 
 
 async def test_law_4_an_expired_group_cancels_its_episodes(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     async def hang() -> Any:
         await trio.sleep(5000)
@@ -177,7 +185,7 @@ async def test_law_4_an_expired_group_cancels_its_episodes(
 
 
 async def test_an_episode_that_was_taken_back_and_comes_again_is_played_once(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     """As a rollback of the learner may do it; the worker hears of it by getting the episode anew."""
 
@@ -205,7 +213,7 @@ async def test_an_episode_that_was_taken_back_and_comes_again_is_played_once(
 
 
 async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, journal = [DiskFull("no space left")] * 5, written(store, "journal_turn")
 
@@ -227,7 +235,7 @@ async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
 @pytest.mark.parametrize("write", ["begin", "journal_turn", "journal_step", "finish"])
 async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice(
     store: RunStore,
-    worker: Callable[..., Worker],
+    worker: Callable[..., OfRun],
     autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     write: str,
@@ -257,7 +265,7 @@ async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice
 
 
 async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, journal = [DiskFull("no space left")] * 5, written(store, "journal_turn")
 
@@ -284,7 +292,7 @@ async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
 
 
 async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def journal_turn(*args: Any) -> None:
         raise DiskFull("no space left")
@@ -316,7 +324,7 @@ class Stuck(agentrl.Env):
 
 
 async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_be_started_anew(
-    store: RunStore, worker: Callable[..., Worker], mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, worker: Callable[..., OfRun], mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock jumps past the deadline of four steps once they hang, while another episode samples its first turn."""
     mock_clock.rate = 1.0
@@ -368,7 +376,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
 
 
 async def test_a_task_that_infrastructure_lost_is_played_again_by_the_next_admission(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     made: list[int] = []
 

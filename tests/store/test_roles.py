@@ -15,7 +15,7 @@ ROOT = Path(agentrl.__file__).parent
 
 MAY_HOLD = {
     "rollout/worker.py": {"RolloutStore"},
-    "rollout/episode.py": {"RolloutStore"},
+    "rollout/episode.py": {"EpisodeStore"},
     "rollout/generate_turn.py": {"Posted"},
     "rollout/admitter.py": {"AdmissionStore"},
     "rewards/scorer.py": {"RewardStore"},

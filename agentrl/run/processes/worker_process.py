@@ -97,7 +97,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
-    worker = Worker(name, config, store, context, sharing=len(known.workers))
+    worker = Worker(name, store, context, config.buffer.groups_ahead, sharing=len(known.workers))
     telemetry = Telemetry(opened, run.metrics, name)
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)

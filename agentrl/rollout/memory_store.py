@@ -1,0 +1,154 @@
+"""The journal of episodes in memory: `play` works without a database.
+
+For episodes that nobody goes on with once this process is gone: evaluation at an endpoint, demonstrations, notebooks.
+It answers the calls of `agentrl.store.interfaces.EpisodeStore` as a run's store does, and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from agentrl.errors import LeaseLost
+from agentrl.records import Messages, Step, StopReason, Task, Trajectory, Turn
+from agentrl.store import TRAIN, Claim, Partial, Snapshot
+from agentrl.store.databases.batched_calls import Result
+
+
+class _Written:
+    """A write that is made already."""
+
+    @property
+    def result(self) -> Result:
+        return Result()
+
+
+@dataclass(slots=True)
+class _Entry:
+    claim: Claim
+    turns: list[Turn] = field(default_factory=list[Turn])
+    start: Messages | None = None
+    trial: int = 0
+    snapshot: Snapshot | None = None
+    unsaved: str = ""
+    ended: Trajectory | None = None
+    detail: str = ""
+
+
+class MemoryStore:
+    """An `EpisodeStore`. `claim` starts an episode, `take` gives it back once it has ended, and forgets it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._episodes = 0
+
+    def claim(self, task: Task, *, group_id: int = 1, member: int = 0, size: int = 1, purpose: str = TRAIN) -> Claim:
+        """A new episode of a task, to be played."""
+        self._episodes += 1
+        claim = Claim(
+            episode_id=self._episodes,
+            group_id=group_id,
+            member=member,
+            size=size,
+            task=task,
+            purpose=purpose,
+            fence=1,
+            trial=0,
+            start=None,
+            turns=(),
+        )
+        self._entries[claim.episode_id] = _Entry(claim)
+        return claim
+
+    def take(self, episode_id: int) -> tuple[Trajectory, str]:
+        """An episode that has ended, and the cause of its failure in a line, if it failed; it is forgotten here. Raises
+        LeaseLost for one that was taken, LookupError for one that has not ended."""
+        entry = self._held(episode_id)
+        if entry.ended is None:
+            raise LookupError(f"episode {episode_id} has not ended")
+        del self._entries[episode_id]
+        return entry.ended, entry.detail
+
+    def forget(self, episode_id: int) -> None:
+        """Drop an episode, whether or not it has ended."""
+        self._entries.pop(episode_id, None)
+
+    # --- an EpisodeStore ----------------------------------------------------------------------------------------
+
+    async def reload(self, claim: Claim) -> Claim:
+        entry = self._held(claim.episode_id)
+        return replace(claim, trial=entry.trial, start=entry.start, turns=tuple(entry.turns), resumed=True)
+
+    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
+        self._held(episode_id).start = start
+
+    async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
+        self._held(episode_id).turns.append(turn)
+
+    def post_partial(self, episode_id: int, fence: int, part: Partial) -> _Written:
+        return _Written()  # nobody goes on with it
+
+    async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
+        turns = self._held(episode_id).turns
+        turns[turn_index] = replace(turns[turn_index], step=step)
+
+    async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
+        entry = self._held(episode_id)
+        entry.trial, entry.start, entry.snapshot = entry.trial + 1, None, None
+        entry.turns.clear()
+
+    async def discard_turn(self, episode_id: int, fence: int) -> None:
+        """Nothing of a turn under way is here."""
+
+    async def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
+        return False
+
+    async def finish(
+        self,
+        episode_id: int,
+        fence: int,
+        *,
+        stop_reason: StopReason,
+        outcome: float | None,
+        success: bool | None,
+        outcomes: Mapping[str, float] | None = None,
+        detail: str = "",
+    ) -> None:
+        entry = self._held(episode_id)
+        claim, entry.detail, entry.snapshot = entry.claim, detail, None
+        entry.ended = Trajectory(
+            episode_id=episode_id,
+            group_id=claim.group_id,
+            member=claim.member,
+            task=claim.task,
+            start=entry.start or (),
+            turns=tuple(entry.turns),
+            stop_reason=stop_reason,
+            outcome=outcome,
+            success=success,
+            outcomes=dict(outcomes or {}),
+        )
+
+    async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
+        self._held(episode_id).snapshot = snapshot
+
+    async def snapshot(self, episode_id: int) -> Snapshot | None:
+        return self._held(episode_id).snapshot
+
+    async def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
+        self._held(episode_id).unsaved = f"no snapshot of turn {turn}: {reason}"
+
+    async def unsaved(self, episode_id: int) -> str:
+        return self._held(episode_id).unsaved
+
+    async def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
+        """Reward sources that test files read a run's store."""
+
+    async def meta(self, key: str) -> str | None:
+        return None
+
+    def _held(self, episode_id: int) -> _Entry:
+        entry = self._entries.get(episode_id)
+        if entry is None:
+            raise LeaseLost(f"episode {episode_id} is not held here: it was dropped")
+        return entry
