@@ -113,7 +113,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """The results as Markdown."""
-    lines = ["# What was checked on a GPU", "", "`python3 benchmarks/gpu.py` wrote this; see `docs/gpu.md`.", ""]
+    lines = ["# What was checked on a GPU", "", "`python3 benchmarks/gpu.py` wrote this; see `docs/how-to/gpu.md`.", ""]
     lines += ["| case | status | s | |", "|---|---|---|---|"]
     lines += [f"| {one['case']} | {one['status']} | {one['seconds']} | {one.get('why', '')} |" for one in results]
     for one in results:

@@ -10,7 +10,7 @@ is made cheap by what does not make it easier: 4 groups a step instead of 16, an
 of held-out tasks solved within the episode's turns, sampled as in training (temperature 1).
 
 Each finished run adds a row to learning.json. A run that is there with the same settings is not made again, so a table
-may grow over days; a run that fails is told and left out. Writes the table of learning.md and docs/learning.svg.
+may grow over days; a run that fails is told and left out. Writes the table of learning.md and docs/images/learning.svg.
 With `--set train.device=cuda`, and others that belong to a machine and not to what is learned, the row says so.
 """
 
@@ -37,7 +37,7 @@ from agentrl import registry
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RUN_FILE = ROOT / "examples" / "tiny_coder.toml"
-PAGE, PLOT = HERE / "learning.md", ROOT / "docs" / "learning.svg"
+PAGE, PLOT = HERE / "learning.md", ROOT / "docs" / "images" / "learning.svg"
 BEGIN, END = "<!-- the table, by `agentrl bench learning` -->", "<!-- the end of the table -->"
 RUN_DEADLINE_S = 3600
 END_S = 30  # for a run that is ended to end its processes

@@ -8,7 +8,7 @@ is shown a letter, and should answer with its partner; it may also stop. The out
 answered rightly, all turns share it. The learning rate is high, so that a policy of some steps ago is another one.
 
 Success is the share of right answers of 256 episodes that the last weights play. A run that is in staleness.json with
-the same settings is not made again. Writes staleness.json, the table of staleness.md and docs/staleness.svg.
+the same settings is not made again. Writes staleness.json, the table of staleness.md and docs/images/staleness.svg.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentrl.learner.learner import Learner
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 
 HERE = Path(__file__).resolve().parent
-PAGE, PLOT = HERE / "staleness.md", HERE.parent / "docs" / "staleness.svg"
+PAGE, PLOT = HERE / "staleness.md", HERE.parent / "docs" / "images" / "staleness.svg"
 BEGIN, END = "<!-- the tables, by `agentrl bench staleness` -->", "<!-- the end of the tables -->"
 LETTERS, TURNS, STOP = 6, 4, 0  # tokens: to stop, the answers, the letters
 VOCABULARY = 1 + 2 * LETTERS

@@ -186,8 +186,8 @@ def test_json_carries_the_whole_configuration() -> None:
 def test_the_page_of_all_keys_is_that_of_the_code() -> None:
     from agentrl.config.reference import all_keys, page
 
-    written = (Path(__file__).parent.parent / "docs" / "run-file.md").read_text()
-    assert written == page(), "write it anew: agentrl keys --page > docs/run-file.md"
+    written = (Path(__file__).parent.parent / "docs" / "reference" / "run-file.md").read_text()
+    assert written == page(), "write it anew: agentrl keys --page > docs/reference/run-file.md"
     expected = list(leaves(RunConfig))  # with the keys that all algorithms share
     shared = [name for name in expected if name.startswith("algo.")]
     kinds = [config.algorithm(kind) for kind in registry.ids("algorithms")]

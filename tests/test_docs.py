@@ -319,7 +319,7 @@ def test_links_and_names(document: Path) -> None:
 
 
 def test_every_table_of_the_store_is_explained(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "store.md").read_text()
+    text = (ROOT / "docs" / "reference" / "store.md").read_text()
     RunStore.create(tmp_path / "store.sqlite", "{}").close()
     with contextlib.closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")

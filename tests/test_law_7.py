@@ -11,7 +11,7 @@ import pytest
 from agentrl.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))
 CLAIM = re.compile(
     r"[\d.,]+\s?(?:\u00d7|times)\s(?:as\s)?(?:faster|fast|slower|quicker|the\s(?:speed|throughput))", re.IGNORECASE

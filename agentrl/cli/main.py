@@ -369,7 +369,7 @@ def list_ids(
 def keys(
     of: Annotated[str, typer.Argument(help="Only keys with this beginning, such as rollout")] = "",
     page: Annotated[
-        bool, typer.Option("--page", help="The whole table as Markdown, as docs/run-file.md has it")
+        bool, typer.Option("--page", help="The whole table as Markdown, as docs/reference/run-file.md has it")
     ] = False,
 ) -> None:
     """List the keys of a run file with their defaults and meanings."""

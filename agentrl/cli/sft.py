@@ -11,7 +11,7 @@ from agentrl.errors import UsageError
 
 
 def sft(
-    file: Annotated[Path | None, typer.Argument(help="The file of settings (TOML), see docs/sft.md")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file of settings (TOML), see docs/how-to/sft.md")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: train.lr=1e-5")] = None,
     out: Annotated[Path | None, typer.Option(help="Its folder; default runs/NAME")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on in this folder")] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/fleet.md")]) -> None:
+def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/how-to/fleet.md")]) -> None:
     """Serve engines that several runs share through adapters, until Ctrl-C. Prints each tenant's lines for its run."""
     from agentrl.host.nonblocking_output import waiting_for_no_reader
     from agentrl.run.serving import shared_engines

@@ -146,12 +146,12 @@ class Pivot(Section):
 
 
 class RewardSource(Section):
-    """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
+    """Who says what single turns are worth, beside the environment. See `docs/how-to/rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
     kind: Literal[
         "callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"
-    ]  # who is asked, see docs/rewards.md
+    ]  # who is asked, see docs/how-to/rewards.md
     call: str | None = None  # module:name of (trajectory up to the turn) -> float; tests: of (task) -> files by path
     potential: Literal["callable", "tests"] = "callable"  # shaping: what measures it
     command: list[str] = Field(default_factory=list)  # tests: what runs them in their box
@@ -244,7 +244,7 @@ Watched = Literal["mismatch", "ess", "kl", "entropy", "clip", "non_finite", "rou
 
 
 class Alarms(Section):
-    """Thresholds for a step's measures, and what happens beyond them: see `docs/metrics.md`."""
+    """Thresholds for a step's measures, and what happens beyond them: see `docs/reference/metrics.md`."""
 
     mismatch_above: Positive | None = 0.2  # mean |difference| of log-probs of fresh tokens, engine and learner, nats
     ess_below: Annotated[float, Field(ge=0, le=1)] | None = 0.3  # effective sample size over sample size

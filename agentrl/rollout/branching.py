@@ -119,7 +119,7 @@ class Pivots:
         if len(latest) < _TRIED or set(latest) != {GroupState.FAILED}:
             return False
         if self._share:
-            hint = "environments must be replayable or offer snapshots (docs/partial-rollouts.md)"
+            hint = "environments must be replayable or offer snapshots (docs/explanation/partial-rollouts.md)"
             print(f"agentrl: the last {_TRIED} forks failed, so rollout.pivot makes no more: {hint}", file=sys.stderr)
         self._share = 0.0
         self._due.clear()

@@ -124,7 +124,7 @@ def _check_rewarder(field: str, reference: str) -> None:
         try:
             inspect.signature(function).bind(object())
         except TypeError:
-            hint = f"takes {inspect.signature(function)}: give a function of one argument (see docs/rewards.md)"
+            hint = f"takes {inspect.signature(function)}: give a function of one argument (see docs/how-to/rewards.md)"
             raise ConfigError(field, reference, hint) from None
 
 

@@ -3,7 +3,7 @@
 The problem is that of `test_credit`: a policy over three actions that decides when to stop, three tokens at most. The
 first two are one turn and the third another, and both turns have process rewards. The estimate is the whole object's,
 at its default settings: `prepare`, `advantages` and `loss`, every token with the same weight. How far it is off stands
-in docs/algorithms.md for each kind, so a new one has to say so before it is offered.
+in docs/explanation/algorithms.md for each kind, so a new one has to say so before it is offered.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def stated(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_says_how_far_off_each_algorithm_is(kind: str) -> None:
     row = f"| `{kind}`, as it is | {' | '.join(stated(kind))} |"
-    assert row in PAGE.splitlines(), f"docs/algorithms.md lacks: {row}"
+    assert row in PAGE.splitlines(), f"docs/explanation/algorithms.md lacks: {row}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

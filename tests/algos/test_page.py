@@ -1,4 +1,4 @@
-"""The numbers and names in docs/algorithms.md are those of the code."""
+"""The numbers and names in docs/explanation/algorithms.md are those of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .test_divergence import cosine, spread
 from .test_losses import expected_direction
 from .test_ppo import UNCUT, distance
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text()
 
 
 def cells(first: str) -> list[str]:

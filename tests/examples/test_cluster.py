@@ -122,7 +122,7 @@ def run_file() -> config.RunConfig:
 
 def test_what_pods_take_is_there() -> None:
     """Volumes, claims and secrets are made by these files, or by a command of the page."""
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
     job = named("RayJob")
     claims = {each["metadata"]["name"] for each in DOCUMENTS if each["kind"] == "PersistentVolumeClaim"}
     secrets: set[str] = set()

@@ -1,5 +1,6 @@
-"""What `docs/cluster.md` tells a new user to type is typed, word for word, in namespaces of their own: its ports, its
-processes and its temporary files are nobody else's, so that even `ray stop` finds only what the page has started."""
+"""What `docs/how-to/cluster.md` tells a new user to type is typed, word for word, in namespaces of their own: its
+ports, its processes and its temporary files are nobody else's, so that even `ray stop` finds only what the page has
+started."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ cd {folder}
 
 def typed() -> str:
     """The blocks of the section, as they stand on the page."""
-    page = (ROOT / "docs" / "cluster.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
     section = page.partition(f"{SECTION}\n")[2].partition("\n## ")[0]
     return "".join(BLOCK.findall(section))
 

@@ -144,7 +144,7 @@ def test_the_share_of_a_peak_is_given_only_where_the_peak_is_known(qwen3_dir: Pa
 
 
 def test_the_page_explains_every_metric() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     kinds = (StepReport, Measures, EnvironmentReport, flops.Use)
     named = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     plain = {"step", "tokens"}

@@ -1,4 +1,4 @@
-"""`python -m tests.templates.page` writes docs/templates.md: what is rendered for each real chat template."""
+"""`python -m tests.templates.page` writes docs/reference/templates.md: what is rendered for each real chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.errors import ModelError
 from .catalogue import ROOT, Real, everything, missing, write_folder
 from .matrix import NEXTS, Cell, cells, demonstration
 
-PAGE = ROOT / "docs" / "templates.md"
+PAGE = ROOT / "docs" / "reference" / "templates.md"
 _HEAD = """\
 # Chat templates of open models
 

@@ -111,4 +111,4 @@ def test_an_answer_cannot_pass_for_control_tokens(real: Real, tmp_path: Path) ->
 
 
 def test_the_page_says_what_is_so() -> None:
-    assert PAGE.read_text() == page(), "docs/templates.md is old: python -m tests.templates.page"
+    assert PAGE.read_text() == page(), "docs/reference/templates.md is old: python -m tests.templates.page"

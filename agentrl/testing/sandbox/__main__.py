@@ -1,5 +1,6 @@
-"""`python -m agentrl.testing.sandbox bubblewrap docker --image IMAGE --write docs/sandbox.md`: check, keep the tables.
+"""Check backends, and keep the tables of the page about them.
 
+`python -m agentrl.testing.sandbox bubblewrap docker --image IMAGE --write docs/how-to/sandbox.md`.
 Without `--write` the tables are printed."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from agentrl.env.adapters import openenv_env
 from agentrl.env.core import as_messages
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "adapters.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "adapters.md").read_text()
 RUNS = [tomllib.loads(body) for body in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
 
 pytestmark = pytest.mark.adapters
