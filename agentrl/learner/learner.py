@@ -6,9 +6,9 @@ passes and advantages of its own; the gradients of all add up.
 
 A step:
 
-    groups ─► rows with what their algorithm prepares from their rewards (samples) ─► packs of prefix trees (packing)
-           ─► a pass over all of them, if the algorithm looks ahead or there are several updates ─► its advantages
-           ─► per update: passes whose loss it gives add up gradients, clip, an optimizer
+    groups ─► rows with what their algorithm prepares from their rewards (batch) ─► packs of prefix trees
+           ─► `forward` over all of them, if the algorithm looks ahead or there are several updates ─► advantages
+           ─► per update: `forward_backward` of each pass, then `optimizer_step`
            ─► StepReport
 
 The proximal policy is the one at the start of the step. With one update per step (the default) it is the current one,
@@ -52,7 +52,7 @@ from agentrl.learner.parallel import optimizer_state
 from agentrl.learner.parallel.fsdp import whole
 from agentrl.learner.parallel.pass_schedule import Pass, divided, laid, moved
 from agentrl.learner.parallel.ranks import ALONE, Ranks
-from agentrl.learner.step_report import Seen, StepReport, Stopwatch, Tally, seen, summarise
+from agentrl.learner.step_report import PassResult, StepReport, Stopwatch, Tally, pass_result, summarise
 from agentrl.learner.weight_export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.learner.weight_hashes import hash_of
 from agentrl.learner.weight_snapshot import Snapshot, take
@@ -61,8 +61,8 @@ from agentrl.records import Group
 S = TypeVar("S")
 T = TypeVar("T")
 
-Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
-"""Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
+PassHook = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
+"""Called in each pass between forward and backward: the pass, the columns of its tokens, the models' outputs."""
 
 
 class Diverged(RunFailed):
@@ -72,7 +72,7 @@ class Diverged(RunFailed):
 class Learner:
     """Trains one policy, and those of roles with their own. Invariants: `step_index` steps are in the weights;
     `trained` holds the ids of the episodes trained since the last checkpoint, step by step; between calls the models'
-    gradients are empty. Whoever wants to look at passes sets `on_pass`; it must change nothing."""
+    gradients are empty. `on_pass`, if set, is called in each pass; it must change nothing."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Learner:
         self.skipped_in_a_row = 0
         self._place = self.model.device if ranks.size == 1 else torch.device("cpu")  # of a step's passes
         self._watch = Stopwatch()
-        self.on_pass: Passed | None = None
+        self.on_pass: PassHook | None = None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -144,11 +144,11 @@ class Learner:
             )
             for group in groups
         ]
-        updates = self._lay(self._minibatches([one for one in ready if not one.skipped]))
+        updates = self._packed(self._minibatches([one for one in ready if not one.skipped]))
         updates = [prepared(part, self._routers, self.config.train.routing_replay) for part in updates]
         watch.lap("pack")
-        updates = self._looked_ahead(updates, every=len(updates) * self.config.train.epochs > 1)
-        updates = self._judged(updates)
+        updates = self._with_proximal(updates, every=len(updates) * self.config.train.epochs > 1)
+        updates = self._with_advantages(updates)
         watch.lap("proximal")
         tally = Tally(self.algorithms)
         for _ in range(self.config.train.epochs):
@@ -156,7 +156,7 @@ class Learner:
                 if part:
                     self._update(part, tally)
         lr = lr_of(self.optimizer)
-        self._all(self.ended, None)
+        self._on_every_rank(self.end_step, None)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         self._check_skipped()
         passes = [pack for part in updates for pack in part]
@@ -187,7 +187,7 @@ class Learner:
             random.Random(f"{self.config.seed}/{self.step_index}").shuffle(order)
         return [order[index::n] for index in range(n)]
 
-    def _lay(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
+    def _packed(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
         """The passes of each update, without rows that cannot move the weights; if their algorithm looks ahead, without
         episodes that cannot."""
 
@@ -213,18 +213,17 @@ class Learner:
             for rows in kept_rows
         ]
 
-    def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
-        """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm
+    def _with_proximal(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
+        """The passes with the columns of `forward` before the first update: `every` pass, or those whose algorithm
         looks ahead."""
-
         wanted = [pack for part in updates for pack in part if every or pack.algo.ahead]
         if not wanted:
             return [list(part) for part in updates]
-        columns = {id(wanted[at]): found for at, found in self._divided(self.ahead, wanted).items()}
+        columns = {id(wanted[at]): found for at, found in self._over_ranks(self.forward, wanted).items()}
         return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
-    def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-        """The passes with what each algorithm says of all its tokens of the step that are of one policy."""
+    def _with_advantages(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+        """The passes with the advantages that each algorithm computes over all its tokens of a step, by policy."""
         judged = {id(pack): pack for part in updates for pack in part}
         for algo, policy in product(self.algorithms.values(), (None, *self.config.own_roles)):
             laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
@@ -238,30 +237,31 @@ class Learner:
         return [[judged[id(pack)] for pack in part] for part in updates]
 
     def _update(self, part: Sequence[Pack], tally: Tally) -> None:
-        """One optimizer update from the summed gradients of its passes."""
-        part = pulled(part, self._routers, self.config.train.balance_weight, self._heard)
-        found = self._divided(self.passed, part)
+        """Forward and backward over the passes of an update, then an optimizer step."""
+        part = pulled(part, self._routers, self.config.train.balance_weight, self._routing)
+        found = self._over_ranks(self.forward_backward, part)
         for at, pack in enumerate(part):
-            tally.passed(pack, found[at])
+            tally.add_pass(pack, found[at])
         loss = sum(found[at].loss for at in range(len(part)))
         names = {
             policy_of(pack.policy) if name == "policy" else name
             for pack in part
             for name in pack.algo.trained(self.step_index)
         }
-        norm = self._all(self.updated, ([name for name in self.models.optimizers if name in names], loss))
-        tally.updated(loss, norm)
+        ordered = [name for name in self.models.optimizers if name in names]
+        norm = self._on_every_rank(self.optimizer_step, (ordered, loss))
+        tally.add_update(loss, norm)
         self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
 
-    # --- over ranks: rank 0 calls these on all of them -------------------------------------------------------------
+    # --- the work of one rank: rank 0 calls these methods on all ranks, which meet in collectives --------------------
 
-    def _all(self, work: Callable[[S], T], given: S) -> T:
-        """Every rank does the same; what it returned on rank 0."""
+    def _on_every_rank(self, work: Callable[[S], T], given: S) -> T:
+        """Every rank does the same. Returns the result of rank 0."""
         return self.ranks.run(work, [given] * self.ranks.size)[0]
 
-    def _divided(self, work: Callable[[list[Pass]], list[T]], part: Sequence[Pack]) -> dict[int, T]:
-        """What `work` returned for each pass, by its place; each rank has its share of them, together with those that
-        compute passes with it."""
+    def _over_ranks(self, work: Callable[[list[Pass]], list[T]], part: Sequence[Pack]) -> dict[int, T]:
+        """Divide passes over the ranks and do `work` on each share. Returns the result of each pass, by its place. The
+        ranks of a team get the same share."""
         shares = divided(part, self._at_once, lambda pack: operations(self._module(pack), pack))
         together = self.ranks.team
         found = self.ranks.run(work, [share for share in shares for _ in range(together)])[::together]
@@ -270,46 +270,46 @@ class Learner:
 
     @property
     def _at_once(self) -> int:
-        """Passes that the ranks compute at the same time."""
+        """How many passes the ranks compute at the same time."""
         return self.ranks.size // self.ranks.team
 
     def _module(self, pack: Pack) -> Any:
-        """What computes a pass."""
+        """The module of this batch's policy."""
         return self.models.of(pack.policy).module
 
     def _routers(self, pack: Pack) -> Routers | None:
         return self.models.of(pack.policy).routers
 
-    def _heard(self, part: Sequence[Pack]) -> list[Routed]:
-        """What the routers say in passes without gradients."""
-        found = self._divided(self.routed, part)
+    def _routing(self, part: Sequence[Pack]) -> list[Routed]:
+        """The routers' choices in these passes, computed without gradients."""
+        found = self._over_ranks(self.forward_routing, part)
         return [found[at] for at in range(len(part))]
 
-    def _here(self, one: Pass) -> Pack:
+    def _on_device(self, one: Pass) -> Pack:
         return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
 
-    def _each(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
-        """The passes, those of one stem after each other, then what is left of their gradients; its time is one of
-        that `part` of the step."""
+    def _passes(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
+        """The passes on this rank's device, grouped by shared prompt; the prompt's own backward pass comes after its
+        group. The time goes to `part` of the step."""
         for _, own in groupby(share, lambda one: (one.pack.policy, one.pack.stem)):
             with self.models.stem():
-                yield from ((one, self._here(one)) for one in own)
+                yield from ((one, self._on_device(one)) for one in own)
             self._watch.lap(part)
             self._progress()
 
-    def ahead(self, share: list[Pass]) -> list[dict[str, Tensor]]:
-        """Columns of each pass under the models as they are now."""
+    def forward(self, share: list[Pass]) -> list[dict[str, Tensor]]:
+        """Forward without gradients: the columns of each pass under the current weights."""
         found: list[dict[str, Tensor]] = []
-        for _, pack in self._each(share, "proximal"):
+        for _, pack in self._passes(share, "proximal"):
             self._progress()
-            found.append(moved(self.models.ahead(pack), self._place))
+            found.append(moved(self.models.columns(pack), self._place))
         return found
 
     @torch.no_grad()
-    def routed(self, share: list[Pass]) -> list[Routed]:
-        """What the routers say in each pass under the models as they are now."""
+    def forward_routing(self, share: list[Pass]) -> list[Routed]:
+        """Forward without gradients: the routers' choices in each pass under the current weights."""
         found: list[Routed] = []
-        for _, pack in self._each(share, "forward"):
+        for _, pack in self._passes(share, "forward"):
             with listening(self._routers(pack)) as heard:
                 self.models.forward(pack, trained=())
             assert heard is not None, "only passes of mixtures"
@@ -317,10 +317,10 @@ class Learner:
             self._progress()
         return found
 
-    def passed(self, share: list[Pass]) -> list[Seen]:
-        """Add the gradients of some passes to those at hand."""
-        found: list[Seen] = []
-        for one, pack in self._each(share, "backward"):
+    def forward_backward(self, share: list[Pass]) -> list[PassResult]:
+        """Forward and backward; accumulate gradients."""
+        found: list[PassResult] = []
+        for one, pack in self._passes(share, "backward"):
             others = {} if "proximal" in pack.columns else self.models.others(pack)
             trained = pack.algo.trained(self.step_index)
             with listening(self._routers(pack)) as heard:
@@ -331,7 +331,7 @@ class Learner:
             loss = pack.algo.loss(tokens, outputs, self.step_index)
             if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
                 loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
-            found.append(moved(seen(tokens, outputs, loss, heard), self._place))
+            found.append(moved(pass_result(tokens, outputs, loss, heard), self._place))
             self._watch.lap("forward")
             self._progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
@@ -340,44 +340,44 @@ class Learner:
             self._progress()
         return found
 
-    def updated(self, given: tuple[Sequence[str], float]) -> float | None:
-        """Update the named models from the gradients at hand, whose passes had this loss: see `Models.update`."""
+    def optimizer_step(self, given: tuple[Sequence[str], float]) -> float | None:
+        """Update the named models from the accumulated gradients, given their loss: see `Models.optimizer_step`."""
         names, loss = given
-        norm = self.models.update(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
+        norm = self.models.optimizer_step(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
         self._watch.lap("optimizer")
         self._progress()
         return norm
 
-    def ended(self, _: None) -> None:
-        """Count a step."""
+    def end_step(self, _: None) -> None:
+        """Count the step and let moving models follow."""
         self.step_index += 1
         self.models.follow(self.step_index)
 
-    def exported(self, given: tuple[torch.dtype | None, str | None]) -> dict[str, Tensor]:
+    def gather_weights(self, given: tuple[torch.dtype | None, str | None]) -> dict[str, Tensor]:
         """See `checkpoint_tensors`; other ranks than 0 return nothing."""
         dtype, role = given
         return checkpoint_tensors(self.models.of(role).module, dtype)
 
-    def adapter(self, _: None) -> dict[str, Tensor]:
-        """See `lora.tensors_of`."""
+    def gather_adapter(self, _: None) -> dict[str, Tensor]:
+        """See `lora.tensors_of`; other ranks than 0 return nothing."""
         found = lora.tensors_of(self.model.module)
         return found if self.ranks.rank == 0 else {}
 
-    def scored(self, given: tuple[Sequence[int], torch.dtype, str | None]) -> tuple[float, ...]:
+    def score_tokens(self, given: tuple[Sequence[int], torch.dtype, str | None]) -> tuple[float, ...]:
         token_ids, dtype, role = given
         if self.config.adapted_roles:
             lora.activate(self.model.module, role)
         return self.models.of(role).score(token_ids, dtype)
 
-    def hashed(self, _: None) -> dict[str, str]:
+    def hash_weights(self, _: None) -> dict[str, str]:
         found = {name: whole(tensor.detach(), name) for name, tensor in self.models.tensors().items()}
         return {name: hash_of(tensor) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
 
-    def taken(self, dtype: torch.dtype) -> Snapshot | None:
+    def take_snapshot(self, dtype: torch.dtype) -> Snapshot | None:
         return take(self.model.module, dtype)
 
-    def saved(self, given: tuple[Path, CheckpointState]) -> Path | None:
-        """Write a checkpoint; other ranks than 0 give their shards of models, and begin to write what is theirs."""
+    def save_part(self, given: tuple[Path, CheckpointState]) -> Path | None:
+        """Rank 0 writes the checkpoint. Other ranks send their shards of models and begin to write their own files."""
         draft, state = given
         if self.ranks.rank == 0:
             return self._write(draft, state, None, self._progress)
@@ -385,8 +385,8 @@ class Learner:
         self._begin(draft, checkpoint.contents(self.model.module, self.models.optimizers, parts, self.models.own))
         return None
 
-    def copied(self, draft: Path) -> list[tuple[str, Any]]:
-        """See `checkpoint.copied`; other ranks than 0 begin to write what is theirs, and return nothing."""
+    def copy_part(self, draft: Path) -> list[tuple[str, Any]]:
+        """See `checkpoint.copied`. Other ranks than 0 begin to write their own files, and return nothing."""
         found = checkpoint.copied(self.model.module, self.models.optimizers, self.models.parts(), self.models.own)
         if self.ranks.rank == 0:
             return found
@@ -418,7 +418,7 @@ class Learner:
             may_appear=self._may_save,
         )
 
-    def loaded(self, folder: Path) -> CheckpointState:
+    def load_part(self, folder: Path) -> CheckpointState:
         self.model.load_weights(folder)
         for role, model in self.models.own.items():
             model.load_weights(of_role(folder, role))
@@ -440,16 +440,16 @@ class Learner:
     def export(self, path: Path, *, dtype: torch.dtype | None = None, role: str | None = None) -> WeightFile:
         """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it.
         Those of a `role` with its own model, or of all others."""
-        found = self._all(self.exported, (dtype, role))
+        found = self._on_every_rank(self.gather_weights, (dtype, role))
         return write_weights(found, path, dtype=dtype, metadata={"step": str(self.step_index)})
 
     def export_adapter(self, folder: Path) -> Path:
         """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""
-        return lora.write(self.model.module, self._all(self.adapter, None), folder, read_back=False)
+        return lora.write(self.model.module, self._on_every_rank(self.gather_adapter, None), folder, read_back=False)
 
     def snapshot(self, dtype: torch.dtype) -> Snapshot:
         """A copy of the weights that a sender reads: see `agentrl.learner.weight_snapshot`."""
-        found = self._all(self.taken, dtype)
+        found = self._on_every_rank(self.take_snapshot, dtype)
         assert found is not None, "rank 0 gets it"
         return found
 
@@ -458,11 +458,11 @@ class Learner:
     ) -> tuple[float, ...]:
         """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
         canary; those of a `role` with its own adapter or model, or of all others."""
-        return self._all(self.scored, (token_ids, dtype, role))
+        return self._on_every_rank(self.score_tokens, (token_ids, dtype, role))
 
     def hashes(self) -> dict[str, str]:
         """Of each trained tensor, by name: see `agentrl.learner.weight_hashes`."""
-        return self._all(self.hashed, None)
+        return self._on_every_rank(self.hash_weights, None)
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the episodes in `trained` are recorded in it, then forgotten.
@@ -470,7 +470,7 @@ class Learner:
         last = newest(root)
         if last is not None and self.checkpoint_step == self.step_index and not self.trained:
             return last
-        folder = self._all(self.saved, (self._draft(root), self._state()))
+        folder = self._on_every_rank(self.save_part, (self._draft(root), self._state()))
         assert folder is not None, "rank 0 writes it"
         self.checkpoint_step, self.trained = self.step_index, []
         return folder
@@ -483,7 +483,7 @@ class Learner:
         if checkpoint.size_bytes(self.model.module, self.models.optimizers, self.models.own) > checkpoint.free_bytes():
             return None
         draft = self._draft(root)
-        write = partial(self._write, draft, self._state(), self._all(self.copied, draft))
+        write = partial(self._write, draft, self._state(), self._on_every_rank(self.copy_part, draft))
         self.checkpoint_step, self.trained = self.step_index, []
         return write
 
@@ -497,4 +497,4 @@ class Learner:
     def load(self, folder: Path) -> CheckpointState:
         """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
         as they are."""
-        return self._all(self.loaded, folder)
+        return self._on_every_rank(self.load_part, folder)

@@ -91,7 +91,7 @@ class StepReport:
     group_spread: float | None  # mean over groups of the deviation of their members' rewards
     routing: Routing | None  # of the policy's mixtures of experts
     use: Use  # of the learner's device
-    algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
+    algorithm: Mapping[str, float]  # what the algorithm itself measures, see `Tally.algorithm_gauges`
     environments: Mapping[str, EnvironmentReport]  # by the environment's id
     seconds: Mapping[str, float]
 
@@ -113,8 +113,8 @@ _MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What is kept of a pass. Tensors are [K], detached; `loss` is its share of the update's."""
+class PassResult:
+    """The numbers of one pass for the report. Tensors are [K], detached; `loss` is its share of the update's."""
 
     loss: float
     tokens: Mapping[str, Tensor]
@@ -125,15 +125,15 @@ class Seen:
     routed: Routed | None
 
 
-def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: Heard | None) -> Seen:
-    """Of a pass with these columns, which its loss saw, and what was `heard` of the routers of a mixture."""
+def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: Heard | None) -> PassResult:
+    """The numbers of a pass with these columns, outputs and loss, and the choices of its routers, if it has some."""
     cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
     kept = {name: tokens[name] for name in _MEASURED if name in tokens}
     kept["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
     kept["entropy"] = outputs.entropy_K.detach()
     if "reference" in tokens:
         kept["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
-    return Seen(
+    return PassResult(
         loss=float(loss.total.detach()),
         tokens=kept,
         clipped=cut_K,
@@ -162,18 +162,18 @@ class Tally:
     )
     gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
 
-    def passed(self, pack: Pack, seen: Seen) -> None:
+    def add_pass(self, pack: Pack, result: PassResult) -> None:
         """Record a pass."""
         self.packs.append(pack)
-        self.tokens.append(seen.tokens)
-        self.clipped.append(seen.clipped)
-        self.routed.append(seen.routed)
-        if seen.importance is not None:
-            self.importance.append(seen.importance)
+        self.tokens.append(result.tokens)
+        self.clipped.append(result.clipped)
+        self.routed.append(result.routed)
+        if result.importance is not None:
+            self.importance.append(result.importance)
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
-        for name, value in seen.gauges.items():
+        for name, value in result.gauges.items():
             self.gauges[of, name] += value
-        self.gauged[of] += seen.gauged
+        self.gauged[of] += result.gauged
 
     def computed(self) -> list[Computed]:
         """The passes as `by_environment` takes them."""
@@ -186,7 +186,7 @@ class Tally:
         names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
         return {name: torch.cat([one[name] for one in passes]) for name in names}
 
-    def updated(self, loss: float, grad_norm: float | None) -> None:
+    def add_update(self, loss: float, grad_norm: float | None) -> None:
         """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
         if grad_norm is None:
             self.skipped += 1
@@ -194,7 +194,7 @@ class Tally:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
 
-    def told(self) -> dict[str, float]:
+    def algorithm_gauges(self) -> dict[str, float]:
         """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
         of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.
         """
@@ -281,7 +281,7 @@ def summarise(
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
         routing=summary(tally.packs, tally.routed, asked=replays),
         use=use,
-        algorithm=tally.told(),
+        algorithm=tally.algorithm_gauges(),
         environments=by_environment(ready, laid, tally.computed()),
         seconds=dict(seconds),
     )

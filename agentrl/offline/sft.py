@@ -225,7 +225,7 @@ class _Training:
         for pack in packs(rows, config.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle):
             accuracy = _Accuracy(learner)
             outputs = learner.models.forward(pack, trained=())
-            accuracy.passed(pack, pack.columns, outputs)
+            accuracy.count(pack, pack.columns, outputs)
             accuracy.close()
             loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())
             hits, tokens = hits + accuracy.hits, tokens + accuracy.tokens
@@ -246,14 +246,14 @@ class _Accuracy:
         self._learner, self._best = learner, list[Tensor]()
         output: Any = learner.model.module.get_output_embeddings()
         self._hook = output.register_forward_hook(self._heard)
-        learner.on_pass = self.passed
+        learner.on_pass = self.count
 
     def _heard(self, _: object, __: object, logits: Tensor) -> None:
         whole = logits.dim() == 3
         best = logits.detach().argmax(-1)
         self._best = [best[0]] if whole else [*self._best, best]
 
-    def passed(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
+    def count(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
         chunks = self._best[1:] or self._best
         self.hits += int((torch.cat(chunks)[pack.predictor_K] == pack.target_K).sum())
         self.tokens += len(pack.target_K)

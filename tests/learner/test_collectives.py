@@ -63,6 +63,6 @@ def test_a_rank_that_gathers_in_another_order_ends_the_learner_and_is_named(qwen
         learner.hashes()
         assert ranks.ledger.names(0) == ranks.ledger.names(1)
         with pytest.raises(RankLost, match=r"collective \d+ of rank \d is 'gathering policy.*', that of rank \d 'g"):
-            ranks.run(learner.hashed, [None, At(reorder)])  # pyright: ignore[reportArgumentType]
+            ranks.run(learner.hash_weights, [None, At(reorder)])  # pyright: ignore[reportArgumentType]
     finally:
         ranks.close()

@@ -94,7 +94,7 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
     second = PolicyModel(folder)
     expected = second.logprobs(pack, temperature=1.0)[0]
     assert torch.equal(learner.models.others(pack)["reference"], expected)
-    assert not torch.equal(learner.models.ahead(pack)["proximal"], expected)
+    assert not torch.equal(learner.models.columns(pack)["proximal"], expected)
 
 
 @pytest.mark.parametrize("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])

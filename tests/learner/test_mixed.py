@@ -57,11 +57,11 @@ def gradients(
         def keep(names: Any, **_: Any) -> float:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in of(learner)]
             seen.append(torch.cat([grad.flatten().double() for grad in grads]).clone())
-            learner.models._forget()
+            learner.models._zero_grad()
             return 0.0
 
         patch.setattr(torch.Tensor, "to", wide)
-        patch.setattr(learner.models, "update", keep)
+        patch.setattr(learner.models, "optimizer_step", keep)
         learner.step(groups, step_of=STEP_OF)
     return torch.stack(seen).mean(0)
 

@@ -193,9 +193,9 @@ def stepped(pack: Pack, folder: Path, ranks: Ranks, **train: Any) -> tuple[torch
     learner = Learner(config(GRPO(entropy_weight=0.1), **STEEP, **train), folder, ranks=ranks)
     scaled = pack.having({"weight": pack.columns["weight"] / len(pack.target_K)})
     given = [[Pass(0, scaled, counts=rank < ranks.team)] for rank in range(ranks.size)]
-    (columns,) = ranks.run(learner.ahead, given)[0]
-    (seen,) = ranks.run(learner.passed, given)[0]
-    ranks.run(learner.updated, [(["policy"], seen.loss)] * ranks.size)
+    (columns,) = ranks.run(learner.forward, given)[0]
+    (seen,) = ranks.run(learner.forward_backward, given)[0]
+    ranks.run(learner.optimizer_step, [(["policy"], seen.loss)] * ranks.size)
     return columns["proximal"], load_file(learner.export(folder / "now.safetensors").path)
 
 
@@ -332,13 +332,13 @@ def test_linear_layers_are_gathered_in_the_dtype_of_a_pass_and_no_bit_changes(
     assert moved == {(torch.bfloat16, matrices), (torch.float32, vectors), (torch.float32, outside)}
     hashes = shared.hashes()
     monkeypatch.setattr(fsdp, "_EXACT", ContextVar("exact", default=True))
-    two.run(shared.hashed, [None, At(exact)])  # pyright: ignore[reportArgumentType]
+    two.run(shared.hash_weights, [None, At(exact)])  # pyright: ignore[reportArgumentType]
     try:
         wide, _, same = trained(two)
         assert moved == {(torch.float32, size) for size in (matrices, vectors, outside)}
         assert (same, wide.hashes()) == (losses, hashes)
     finally:
-        two.run(shared.hashed, [None, At(rounding)])  # pyright: ignore[reportArgumentType]
+        two.run(shared.hash_weights, [None, At(rounding)])  # pyright: ignore[reportArgumentType]
     _, alone, others = trained(ALONE)
     assert scores == pytest.approx(alone, abs=1e-5)
     assert losses == pytest.approx(others, abs=1e-3)

@@ -56,7 +56,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
         (other,) = ranks.processes
 
         def saves(disk: Callable[[], None]) -> Callable[[], object]:
-            ranks.run(learner.hashed, [None, At(disk)])  # pyright: ignore[reportArgumentType]
+            ranks.run(learner.hash_weights, [None, At(disk)])  # pyright: ignore[reportArgumentType]
             write = learner.copy(tmp_path)
             assert write is not None
             return partial(write, lambda: None)

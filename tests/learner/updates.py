@@ -33,13 +33,13 @@ STEPS, LR, DECAY = 4, 0.05, 0.1
 def everywhere(ranks: Leader, learner: Learner, work: Callable[[], T]) -> T:
     """What `work` returns on rank 0 while every other rank does it too."""
 
-    def hashed(_: Any) -> T:  # a method that other ranks have
+    def hash_weights(_: Any) -> T:  # a method that other ranks have
         found = work()
-        learner.hashed(None)
+        learner.hash_weights(None)
         return found
 
     given: list[Any] = [None, *[At(work)] * (ranks.size - 1)]
-    return ranks.run(hashed, given)[0]
+    return ranks.run(hash_weights, given)[0]
 
 
 def updated(size: int, *, tensor: int = 1, offload: bool = False) -> list[Tensor]:

@@ -183,18 +183,18 @@ class Models:
     # --- passes ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def ahead(self, pack: Pack) -> dict[str, Tensor]:
-        """Columns of a pass under the models as they are now: `proximal`, `values` if it needs the critic, and those of
+    def columns(self, pack: Pack) -> dict[str, Tensor]:
+        """Columns of a pass under the current weights: `proximal`, `values` if it needs the critic, and those of
         `others`."""
         outputs = self.forward(pack, trained=())
         columns = {"proximal": outputs.logprobs_K, **self.others(pack)}
         return columns if outputs.values_K is None else {**columns, "values": outputs.values_K}
 
     def forward(self, pack: Pack, *, trained: Collection[str]) -> Outputs:
-        """What the policy, and the critic if the pass needs it, say of a pass, with gradients for those `trained`: a
-        critic on the policy's trunk moves the trunk with the policy only."""
+        """The outputs of the policy, and of the critic if the pass needs it, with gradients for those `trained`. A
+        critic on the policy's trunk trains the trunk only if the policy is trained too."""
         critic = None if pack.algo.slots.critic is None else self.critic
-        self._play(pack)  # until the next pass: a backward pass may compute layers again
+        self._activate_adapter(pack)  # until the next pass: a backward pass may compute layers again
         logprobs_K, entropy_K, observed_O, hidden_PH = self.of(pack.policy).outputs(
             pack,
             temperature=self._temperature,
@@ -214,7 +214,7 @@ class Models:
             observed_weight_O=pack.observed_weight_O,
         )
 
-    def _play(self, pack: Pack) -> None:
+    def _activate_adapter(self, pack: Pack) -> None:
         """Have the policy compute with the adapter of a pass, if roles have their own."""
         if self._config.adapted_roles:
             lora.activate(self.policy.module, pack.policy)
@@ -225,7 +225,7 @@ class Models:
         choose the experts: they are other policies."""
         columns: dict[str, Tensor] = {}
         pack = replace(pack, routes=None)
-        self._play(pack)
+        self._activate_adapter(pack)
         policy, role = self.of(pack.policy), pack.policy if pack.policy in self.own else None
         for name in pack.algo.slots.frozen:
             model = self._frozen[_named(name, role)]
@@ -270,18 +270,18 @@ class Models:
 
     # --- updates --------------------------------------------------------------------------------------------------
 
-    def update(self, names: Sequence[str], *, loss: float, lr_share: float) -> float | None:
-        """One optimizer step of the named models from the gradients at hand, and no gradients after it. `lr_share`
-        scales the learning rates. Returns the norm of the gradient of the first of them, before it was clipped; None if
-        a gradient or `loss` is not finite: nothing has changed then."""
+    def optimizer_step(self, names: Sequence[str], *, loss: float, lr_share: float) -> float | None:
+        """Clip the gradients, step the optimizers of the named models, zero the gradients. `lr_share` scales the
+        learning rates. Returns the gradient norm of the first model before clipping. If a gradient or `loss` is not
+        finite, nothing changes, and it returns None."""
         norms = {name: self._clip(name) for name in names}
         if not all(map(math.isfinite, (loss, *norms.values()))):
-            self._forget()
+            self._zero_grad()
             return None
         for name in names:
             optimizers.set_lr(self.optimizers[name], self._lr[name] * lr_share)
             self.optimizers[name].step()
-        self._forget()
+        self._zero_grad()
         return norms[names[0]]
 
     def follow(self, step: int) -> None:
@@ -298,7 +298,7 @@ class Models:
         most = self._config.train.grad_clip
         return clipped(self._own[name], math.inf if most is None else most)
 
-    def _forget(self) -> None:
+    def _zero_grad(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         for model in self.policies():
