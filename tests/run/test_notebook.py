@@ -107,3 +107,54 @@ def test_a_trainer_takes_functions_of_a_cell_and_one_alone(cell: Cell, tmp_path:
     named = Trainer(model="agentrl/tiny-coder", dataset=rows, reward_funcs="mine.py:f", out=tmp_path / "run")
     assert named.config.env.kwargs["rewards"] == ["mine.py:f"]
     assert re.search(r"^rewards|\"rewards\" = \[\"mine\.py:f\"\]", (tmp_path / "run.toml").read_text(), re.M)
+
+
+def script(monkeypatch: pytest.MonkeyPatch, file: Path, source: str) -> dict[str, Any]:
+    """What a plain script defines, as `python FILE` leaves it in `__main__`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(source, str(file), "exec"), vars(main))
+    return vars(main)
+
+
+TRAINS = "done.append(1)\n"  # as a script that trains: who imports it would do so too
+
+
+def test_what_a_script_without_a_guard_defines_is_imported_without_running_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "work" / "ten.py"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "neighbour_of_ten.py").write_text("def half(x):\n    return x / 2\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "work"), *sys.path])
+    source = "from neighbour_of_ten import half\ndone = []\n" + HELPERS + REWARD.replace("return float", "return half")
+    made = script(monkeypatch, file, source + "class Mine(Base):\n    size = half(4)\n" + TRAINS)
+    reference = reference_of(made["correct"], tmp_path / "runs" / "first")
+    kind = reference_of(made["Mine"], tmp_path / "runs" / "first")
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    monkeypatch.delitem(sys.modules, "neighbour_of_ten")  # as in another process
+    assert reference == f"{tmp_path / 'runs' / 'first.correct.py'}:correct"
+    function = RewardFunction.of(reference)
+    assert function(Answer(prompt=(), completion="it is 42", row={"answer": 42})) == 0.5
+    mine: Any = registry.load_reference(kind)
+    assert (mine.size, mine.at_least) == (2.0, 0)
+    assert made["done"] == [1]
+
+
+def test_a_script_with_a_guard_is_imported_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    guarded = f"done = []\nmodel = object()\n{REWARD}if __name__ == '__main__':\n    {TRAINS}"
+    file = tmp_path / "ten.py"
+    assert reference_of(script(monkeypatch, file, guarded)["correct"], tmp_path / "run") == f"{file}:correct"
+
+
+def test_what_of_a_script_no_file_can_hold_is_named_with_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = "model = object()\ndef judge(prompt, completion, row):\n    return model(completion)\n"
+    names = script(monkeypatch, tmp_path / "ten.py", source)
+    with pytest.raises(UsageError, match="'model' of the script is a object, which no source says: put it and") as told:
+        reference_of(names["judge"], tmp_path / "run")
+    assert str(told.value).endswith('; or put what trains under if __name__ == "__main__":')

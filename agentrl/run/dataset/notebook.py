@@ -1,7 +1,8 @@
-"""Functions and classes of a notebook's cells as files that other processes can import.
+"""Functions and classes of a notebook's cells, or of a plain script, as files that other processes can import.
 
-A worker cannot see a notebook. So the source of what it needs is written beside the run, with all that the source
-names: imports, constants, other functions and classes of the notebook. Never runs anything of it.
+A worker cannot see a notebook, and would train itself if it imported a script that does. So the source of what it needs
+is written beside the run, with all that the source names: imports, constants, other functions and classes. A script
+whose training stands under `if __name__ == "__main__":` is imported as it is. Never runs anything of either.
 """
 
 from __future__ import annotations
@@ -26,27 +27,46 @@ from agentrl.errors import UsageError
 
 def reference_of(thing: Callable[..., Any], out: Path) -> str:
     """The reference under which workers import `thing`: its own, or that of `OUT.NAME.py`, which is written, if a
-    notebook or a prompt defines it. Raises UsageError for what no file can hold, with the reason."""
+    notebook, a prompt or a script that trains as it is imported defines it. Raises UsageError for what no file can
+    hold, with the reason."""
     main = sys.modules.get("__main__")
-    if getattr(thing, "__module__", None) != "__main__" or getattr(main, "__file__", None):
+    script = getattr(main, "__file__", None)
+    if getattr(thing, "__module__", None) != "__main__" or (script is not None and not _trains_at_import(Path(script))):
         return registry.reference_of(thing)
     name = getattr(thing, "__qualname__", "")
     if not name.isidentifier():  # a lambda, a closure, a method
         return registry.reference_of(thing)
     file = out.with_name(f"{out.name}.{name}.py").resolve()
-    parts = _Parts(vars(main))
-    parts.add(name, thing)
+    parts = _Parts(vars(main), "notebook" if script is None else "script")
+    try:
+        parts.add(name, thing)
+    except UsageError as error:
+        if script is None:
+            raise
+        raise UsageError(f'{error}; or put what trains under if __name__ == "__main__":') from None
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ["from __future__ import annotations", *parts.imports, "", *parts.definitions]
+    if script is not None:  # its neighbours can be imported, as it can itself
+        lines[1:1] = ["import sys", f"sys.path.append({str(Path(script).resolve().parent)!r})"]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{file}:{name}"
 
 
-class _Parts:
-    """Imports and definitions, each after those that it needs."""
+def _trains_at_import(script: Path) -> bool:
+    """Whether no `if __name__ == …` at its top keeps a script from doing all of its work when it is imported."""
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):  # no source: nothing but an import can be tried
+        return False
+    tests = [ast.walk(node.test) for node in body if isinstance(node, ast.If)]
+    return not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in test)
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names, self._seen = names, set[str]()
+
+class _Parts:
+    """Imports and definitions, each after those that it needs. `where` they come from: a notebook, a script."""
+
+    def __init__(self, names: dict[str, Any], where: str) -> None:
+        self._names, self._where, self._seen = names, where, set[str]()
         self.imports: list[str] = []
         self.definitions: list[str] = []
 
@@ -69,11 +89,11 @@ class _Parts:
             self.definitions.append(f"{name} = {value!r}")
         else:
             hint = "put it and what needs it into a file, and import that"
-            raise UsageError(f"{name!r} of the notebook is a {type(value).__name__}, which no source says: {hint}")
+            raise UsageError(f"{name!r} of the {self._where} is a {type(value).__name__}, which no source says: {hint}")
 
     def _source(self, name: str, value: Any) -> None:
         if value.__qualname__ != name:
-            raise UsageError(f"{name!r} of the notebook is {value.__qualname__!r} by another name: use one name")
+            raise UsageError(f"{name!r} of the {self._where} is {value.__qualname__!r} by another name: use one name")
         source = _source_of(value)
         if source is None:
             raise UsageError(f"{name!r} is defined interactively, and its source is not known: put it into a file")
@@ -92,7 +112,7 @@ class _Parts:
 def _source_of(value: Any) -> str | None:
     """The source of a function or class with its decorators; None if nobody knows it. `inspect` knows that of no class
     whose module has no file, so the newest cell that defines it is looked for."""
-    if not inspect.isclass(value):
+    if not inspect.isclass(value) or getattr(sys.modules.get("__main__"), "__file__", None):
         try:
             return textwrap.dedent(inspect.getsource(value))
         except (OSError, TypeError):
