@@ -1,10 +1,10 @@
 """Messages and bytes of a run's store at the size of a large cluster, from what single calls cost here.
 
-    agentrl bench scale [--gpus 1024] [--episodes 100000] [--tokens-s 1000] [--turns 8] [--shards 1 3] [--out FILE.json]
+    agentrl bench scale [--gpus 1024] [--episodes 100000] [--tokens-s 1000] [--turns 8] [--out FILE.json]
 
 First it measures. A PostgreSQL server is started in a temporary folder with its disk waited for, and a relay between it
 and the store counts what passes: bytes each way, and round trips (how often somebody waits for an answer). Each call of
-a run's life is made `--rounds` times, with 64 episodes as one worker has them, over each number of databases.
+a run's life is made `--rounds` times, with 64 episodes as one worker has them.
 
 Then it multiplies, with the sizes of the arguments: nothing of that size was run. `--tokens-s` is what an engine GPU
 samples a second, `--tokens` the length of a turn. A database is full when calls that hold its lock alone take all of
@@ -94,7 +94,7 @@ class Relay:
         self._listener.close()
 
 
-def measure(path: Path, url: str, relay: Relay, shards: int, rounds: int, tokens: int) -> dict[str, Cost]:
+def measure(path: Path, url: str, relay: Relay, rounds: int, tokens: int) -> dict[str, Cost]:
     """The cost of each call of a run's life, for what it is counted by (see `PER`)."""
     found: dict[str, list[Cost]] = defaultdict(list)
 
@@ -109,7 +109,7 @@ def measure(path: Path, url: str, relay: Relay, shards: int, rounds: int, tokens
     turn = turn_of(0, tokens)
     through = url.replace(str(relay_of(url)), str(relay_of(url).parent / "relay"))
     bounds = Bounds(group_size=GROUP, groups_per_step=8, max_lag=4, max_running=10**6, steps_total=10**6)
-    with RunStore.create(path, "{}", url=[through] * shards) as store:
+    with RunStore.create(path, "{}", url=through) as store:
         store.confirm_version(store.mint_version(0))
 
         def round_of(step: int) -> None:
@@ -130,18 +130,14 @@ def measure(path: Path, url: str, relay: Relay, shards: int, rounds: int, tokens
             ):
 
                 def together(call: Any = call) -> None:
-                    for at, own in enumerate(store.shards):  # as the threads of a worker do, side by side
-                        mine = [one for one in claims if (one.episode_id - 1) % shards == at]
-                        assert not any(r.error for r in own.together([call(own, one) for one in mine], shared=True))
+                    assert not any(r.error for r in store.together([call(store, one) for one in claims], shared=True))
 
                 count(name, together, len(claims))
             count("renew a worker's lease", lambda: store.renew("w", lease_s=1e6))
 
             def finish() -> None:
-                for at, own in enumerate(store.shards):
-                    mine = [one for one in claims if (one.episode_id - 1) % shards == at]
-                    ends = [own.end_entry(c.episode_id, c.fence, ENDING) for c in mine]
-                    assert not any(result.error for result in own.together(ends))
+                ends = [store.end_entry(one.episode_id, one.fence, ENDING) for one in claims]
+                assert not any(result.error for result in store.together(ends))
 
             count("end an episode", finish, len(claims))
             taken = count("take an episode", lambda: store.take(step, 8, max_lag=4), EPISODES)
@@ -152,8 +148,7 @@ def measure(path: Path, url: str, relay: Relay, shards: int, rounds: int, tokens
         for step in range(1, rounds + 1):
             round_of(step)
     remove(path)
-    for file in path.parent.glob("store*.address"):
-        file.unlink()
+    path.unlink()
     return {name: Cost(*map(statistics.median, zip(*costs[1:], strict=True))) for name, costs in found.items()}
 
 
@@ -192,32 +187,27 @@ ALONE = ("admit a group", "claim an episode, of 8", "end an episode", "take an e
 SHOWN = (("trips", 2), ("sent", 0), ("got", 0), ("wal", 0))
 
 
-def tables(costs: dict[int, dict[str, Cost]], often: dict[str, float], chosen: argparse.Namespace) -> str:
+def tables(cost: dict[str, Cost], often: dict[str, float], chosen: argparse.Namespace) -> str:
     lines = [
         "| call | a second | round trips | bytes sent | bytes back | WAL bytes |",
         "|---|---|---|---|---|---|",
     ]
     for name, n in often.items():
-        each = ([f"{getattr(of[name], field):,.{digits}f}" for of in costs.values()] for field, digits in SHOWN)
-        lines.append(f"| {name} | {n:,.2f} | {' | '.join(' / '.join(one) for one in each)} |")
-    total = {
-        field: [sum(n * getattr(of[name], field) for name, n in often.items()) for of in costs.values()]
-        for field, _ in SHOWN
-    }
-    sums = (" / ".join(f"{one:,.0f}" for one in found) for found in total.values())
+        each = (f"{getattr(cost[name], field):,.{digits}f}" for field, digits in SHOWN)
+        lines.append(f"| {name} | {n:,.2f} | {' | '.join(each)} |")
+    sums = (f"{sum(n * getattr(cost[name], field) for name, n in often.items()):,.0f}" for field, _ in SHOWN)
     lines += [
         f"| **all, a second** | | {' | '.join(sums)} |",
         "",
-        "| databases | round trips a second in calls that hold a lock alone | lock held, of each"
-        " | journal, cores of each | WAL, MB/s of each | full at, turns a second |",
-        "|---|---|---|---|---|---|",
+        "| round trips a second in calls that hold the lock alone | lock held | journal, cores | WAL, MB/s"
+        " | full at, turns a second |",
+        "|---|---|---|---|---|",
     ]
     turns = often["journal a turn"]
-    for shards, of in costs.items():
-        trips = sum(often[name] * of[name].trips for name in ALONE)
-        held, cores = trips * chosen.trip_ms / 1e3 / shards, turns * chosen.turn_us / 1e6 / shards
-        wal = sum(often[name] * of[name].wal for name in often) / 1e6 / shards
-        lines.append(f"| {shards} | {trips:,.0f} | {held:.0%} | {cores:.2f} | {wal:.1f} | {turns / held:,.0f} |")
+    trips = sum(often[name] * cost[name].trips for name in ALONE)
+    held, cores = trips * chosen.trip_ms / 1e3, turns * chosen.turn_us / 1e6
+    wal = sum(often[name] * cost[name].wal for name in often) / 1e6
+    lines.append(f"| {trips:,.0f} | {held:.0%} | {cores:.2f} | {wal:.1f} | {turns / held:,.0f} |")
     step_s = chosen.groups * GROUP * chosen.turns / often["journal a turn"]
     weights = chosen.params * 2
     lines += [
@@ -254,21 +244,18 @@ def main() -> None:
         "--trip-ms", type=float, default=0.6, help="of a round trip with its work: a claim in postgres.md"
     )
     parser.add_argument("--turn-us", type=float, default=106.0, help="CPU of the server for a turn: postgres.md")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     chosen = parser.parse_args()
-    often, costs = per_second(chosen), dict[int, dict[str, Cost]]()
+    often = per_second(chosen)
     with tempfile.TemporaryDirectory() as name, server_at(None, Path(name)) as (url, _):
         (relay_of(url).parent / "relay").mkdir()
         relay = Relay(relay_of(url).parent / "relay", relay_of(url))
-        for shards in chosen.shards:
-            (folder := Path(name) / str(shards)).mkdir()
-            costs[shards] = measure(folder / ADDRESS, url, relay, shards, chosen.rounds, chosen.tokens)
+        cost = measure(Path(name) / ADDRESS, url, relay, chosen.rounds, chosen.tokens)
         relay.close()
-    print(tables(costs, often, chosen))
+    print(tables(cost, often, chosen))
     if chosen.out:
-        found = {str(shards): {name: one._asdict() for name, one in of.items()} for shards, of in costs.items()}
+        found = {name: one._asdict() for name, one in cost.items()}
         chosen.out.write_text(json.dumps({"costs": found, "often": often}, indent=2) + "\n")
 
 

@@ -50,7 +50,7 @@ def test_gpus_that_nobody_gives_away_are_refused(part: str) -> None:
         parsed(cluster={part: {"gpus": 1}}, engine={"kind": "vllm"})
 
 
-@pytest.mark.parametrize("store", ["sqlite", "runs/store.sqlite", [], ["postgresql://h/a", "h/b"]])
+@pytest.mark.parametrize("store", ["", "sqlite", "runs/store.sqlite", [], ["postgresql://h/a", "postgresql://h/b"]])
 def test_a_store_that_is_none_is_refused_before_anything_is_made(store: str | list[str]) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.store = .*give postgresql://user@host/database"):
         parsed(cluster={"store": store})
@@ -91,3 +91,9 @@ def test_no_part_of_a_password_is_printed(key: str, store: object) -> None:
         parsed(cluster={key: store})
     assert not re.search("ss-|word(?!=)", str(raised.value)), raised.value
     assert "host" in str(raised.value) or key == "store", "what helps to find it is said"
+
+
+def test_the_settings_of_an_older_run_over_several_databases_are_read() -> None:
+    text = configuration.to_json(parsed(cluster={"store": "postgresql://h/a"}))
+    stored = text.replace('"postgresql://h/a"', '["postgresql://h/a", "postgresql://h/b"]')
+    assert stored != text and configuration.from_json(stored).cluster.store == "postgresql://h/a"

@@ -16,11 +16,11 @@ ONE_IDEA = {
     "league.py": "a league's settings, and its work in a run",
     "lora.py": "adapters as an engine and as the learner compute them",
     "plan.py": "the command `plan`, and its computation",
-    "reads.py": "the reads of a store: plain, awaited, over several databases",
+    "reads.py": "the reads of a store: plain, awaited",
     "server.py": "an engine's HTTP server: the embedded one's, vLLM's",
     "sft.py": "supervised training: the command, its loss, its run",
     "shared_engines.py": "engines that runs share: settings, command, service",
-    "store.py": "the store: the command, its awaited face, one over several databases",
+    "store.py": "the store: the command, its awaited face",
     "submit.py": "the command `submit`, and its call",
 }
 """File names that stand in more than one room, each for one idea."""

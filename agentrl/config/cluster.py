@@ -21,6 +21,13 @@ _COUNTS = (  # key of [cluster], section and key that it stands for
 )
 
 
+_ADDRESS = "give postgresql://user@host/database; false, or nothing, is SQLite"
+
+
+def _without_secrets(url: object) -> str:
+    return str(url).rpartition("@")[2].partition("?")[0]
+
+
 class EnginePlaces(Section):
     """What Ray reserves for the engines."""
 
@@ -73,7 +80,7 @@ class Cluster(Section):
 
     launcher: Literal["local", "ray"] = "local"  # who starts the processes: this machine, or Ray on its nodes
     address: str = "auto"  # of the Ray cluster: HOST:PORT of its head, or the one that this machine belongs to
-    store: str | list[str] | None = None  # postgresql://user@host/database, or several; default: SQLite
+    store: str | None = None  # postgresql://user@host/database; default: SQLite
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
     workers: WorkerPlaces = WorkerPlaces()
@@ -83,14 +90,15 @@ class Cluster(Section):
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
     store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
 
-    @field_validator("store")
+    @field_validator("store", mode="before")
     @classmethod
-    def _of_postgresql(cls, store: str | list[str] | None) -> str | list[str] | None:
-        urls = [store] if isinstance(store, str) else store
-        if urls is not None and not (urls and all(url.startswith(("postgresql://", "postgres://")) for url in urls)):
-            hint = "give postgresql://user@host/database, or several; false, or nothing, is SQLite"
-            raise ConfigError("cluster.store", [url.rpartition("@")[2].partition("?")[0] for url in urls], hint)
-        return store
+    def _of_postgresql(cls, store: Any) -> Any:
+        if isinstance(store, list):
+            several = [_without_secrets(url) for url in cast("list[object]", store)]
+            raise ConfigError("cluster.store", several, f"a run's store is one database: {_ADDRESS}")
+        if isinstance(store, str) and not store.startswith(("postgresql://", "postgres://")):
+            raise ConfigError("cluster.store", _without_secrets(store), _ADDRESS)
+        return cast("object", store)
 
     @property
     def on_ray(self) -> bool:

@@ -115,7 +115,7 @@ class Buffer(Section):
 
 def as_stored(document: Any) -> Any:
     """A run's stored settings with what an older agentrl, which did not store them, meant: it skipped no group, and
-    computed a prompt in every pass. What is no table is left to be refused."""
+    computed a prompt in every pass; its store could be in several databases. What is no table is left to be refused."""
     if not isinstance(document, dict):
         return document
     table = cast("dict[str, Any]", document)
@@ -123,6 +123,11 @@ def as_stored(document: Any) -> Any:
         own = table.get(name, {})
         if isinstance(own, dict):
             table = table | {name: meant | cast("dict[str, Any]", own)}
+    match table.get("cluster"):
+        case {"store": [first, *_]} as cluster:
+            table = table | {"cluster": {**cast("dict[str, Any]", cluster), "store": first}}
+        case _:
+            pass
     return table
 
 

@@ -17,7 +17,7 @@ from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.run.teachers import teacher_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore, Source
-from agentrl.store.asynchronous.writers import desk_of
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.interfaces import ControlStore, ReadStore, RewardStore
 
 
@@ -112,7 +112,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
     shared_backend.configure(config.sandbox.arguments())
-    desk = desk_of(store)
+    desk = AsyncStore(store)
     teacher = partial(teacher_of, config, desk.meta)
     scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=desk.artifacts, teacher_of=teacher))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0

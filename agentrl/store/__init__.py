@@ -17,10 +17,6 @@ these three and in `waiting`.
     schema      tables and migrations                 database    transactions and errors, of any database
     sqlite      the database in a file                postgres    the same on a server
     choice      which of the two a run has
-    shards      where the rows are of a run in several databases (pure)
-    sharded     the store over all of them            sharding    makes it
-    sharded_reads     what they answer together
-    desks       its awaited writes: a thread for each
     postgres_sql      the statements in its words     postgres_session  how they travel there
     postgres_arrays   many rows of a statement        postgres_parts    tables that retention drops
     postgres_notices  who listens for writes          postgres_tables   what its catalogue says
@@ -59,8 +55,8 @@ from agentrl.store.buffer.no_signal import Returns
 from agentrl.store.buffer.taken_groups import Retaking
 from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role, Signal
-from agentrl.store.databases.database import Database, Watch
-from agentrl.store.databases.open_store import connect, look, parts
+from agentrl.store.databases.database import Database
+from agentrl.store.databases.open_store import connect, look, refuse_several
 from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.episodes.artifacts import Artifacts
 from agentrl.store.episodes.env_snapshots import Snapshot, Snapshots
@@ -79,7 +75,6 @@ from agentrl.store.metrics import FailedTask, Failures, LengthBias, Lengths, Met
 from agentrl.store.reads import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.schema import FIRST_META, SET_META
-from agentrl.store.sharded.placement import check
 from agentrl.store.transfer import MovedGroup, MovedMember, Moving
 
 __all__ = [
@@ -170,18 +165,12 @@ class RunStore(
         path: str | Path,
         config_json: str,
         *,
-        url: str | Sequence[str] | None = None,
+        url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunStore:
         """A new store holding the run's configuration: at `path`, or in the PostgreSQL database at `url`, and then
-        `path` is the address file that says so; over several databases, if there are several. Raises UsageError if
-        there is a run at `path` already."""
-        if url is not None and not isinstance(url, str) and len(url) > 1:
-            from agentrl.store.sharded.open_sharded import made
-
-            return made(Path(path), config_json, url, clock)
-        one = url if url is None or isinstance(url, str) else url[0]
-        db = connect(Path(path), clock=clock, create=True, url=one)
+        `path` is the address file that says so. Raises UsageError if there is a run at `path` already."""
+        db = connect(Path(path), clock=clock, create=True, url=url)
         try:
             db.prepare(create=True, first=lambda: db.execute(FIRST_META, (config_json,)))
         except BaseException:
@@ -194,29 +183,15 @@ class RunStore(
         """The store at `path`, its schema brought up to date. `away_s`: how long a call waits for a database that is
         away, in seconds; opening it never does. Raises UsageError if there is none, StoreVersionError if a newer
         agentrl wrote it, StoreAway if the database does not answer, StoreError if the file is something else."""
-        dbs: list[Database] = []
+        refuse_several(Path(path))
+        db = connect(Path(path), clock=clock)
         try:
-            for one in parts(Path(path)):
-                dbs.append(connect(one, clock=clock))
-                dbs[-1].prepare(create=False)
-            return cls._over(dbs)._waiting(away_s)
+            db.prepare(create=False)
         except BaseException:
-            for db in dbs:
-                db.close()
+            db.close()
             raise
-
-    @classmethod
-    def _over(cls, dbs: Sequence[Database]) -> RunStore:
-        check(dbs)
-        if len(dbs) == 1:
-            return cls(dbs[0])
-        from agentrl.store.sharded.store import ShardedStore
-
-        return ShardedStore(dbs)
-
-    def _waiting(self, away_s: float | None) -> RunStore:
-        self._db.away_s = self._db.away_s if away_s is None else away_s
-        return self
+        db.away_s = db.away_s if away_s is None else away_s
+        return cls(db)
 
     def hurry(self, busy_s: float) -> None:
         """From now on wait no longer than `busy_s` seconds for another process's write lock, or for a database that is
@@ -236,27 +211,14 @@ class RunStore(
         of a program with a loop (see `looks`).
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
-        dbs: list[Database] = []
-        try:
-            for one in parts(Path(path)):
-                dbs.append(look(one, clock=clock))
-            return cls._over(dbs)._waiting(away_s)
-        except BaseException:
-            for db in dbs:
-                db.close()
-            raise
-
-    @property
-    def shards(self) -> Sequence[RunStore]:
-        """The store of each database, the control store first: most runs have one."""
-        return (self,)
+        refuse_several(Path(path))
+        db = look(Path(path), clock=clock)
+        db.away_s = db.away_s if away_s is None else away_s
+        return cls(db)
 
     def now(self) -> float:
         """The time by which leases and deadlines of this store are judged, in seconds since the epoch."""
         return self._db.clock()
-
-    def _watch(self) -> Watch:
-        return self._db.watch()
 
     def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
@@ -277,7 +239,7 @@ class RunStore(
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
         if role not in self._signals:
-            self._signals[role] = Signal(self._watch(), role, remote=self.remote)
+            self._signals[role] = Signal(self._db.watch(), role, remote=self.remote)
         return self._signals[role]
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:

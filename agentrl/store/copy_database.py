@@ -4,14 +4,13 @@ fill, and those that retention empties."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from agentrl.errors import StoreError, UsageError
 from agentrl.store.databases.database import Database
 from agentrl.store.databases.open_store import ADDRESS, STORE, connect, look, parts, remove
 from agentrl.store.schema import BYTES
-from agentrl.store.sharded.placement import SHARD
 
 _COUNTERS = {
     "group_counts": "purpose, state",
@@ -19,6 +18,7 @@ _COUNTERS = {
     "score_counts": "source",
 }
 _OF_THE_RUN = ("checkpoints", "imported_versions", "leases", "meta", "metrics", "sources", "versions")
+_PLACE = "shard"  # the key in `meta` of a database that is one of several: "2/3" is the last of three
 _BATCH = 256
 _KEPT = (  # a server may still have what retention dropped
     " WHERE turn_id IN (SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id"
@@ -41,7 +41,10 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
     new = run / f"copy.{there}" if there == STORE else run / there
     sources: list[Database] = []
     try:
-        for one in parts(run / here):
+        for one in (several := parts(run / here)):
+            if len(several) > 1:  # no other call opens it, so none would have brought it up to date
+                with closing(connect(one, clock=clock)) as old:
+                    old.prepare(create=False)
             sources.append(look(one, clock=clock))
         target = connect(new, clock=clock, create=True, url=url)
         try:
@@ -65,8 +68,8 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
 
 def copy(sources: Sequence[Database], target: Database) -> int:
     """Copy all rows into a store that was just made, in one transaction; returns how many. `sources` are the databases
-    of a store: of all but the first, the rows of groups (see `shards`: their numbers are different ones). Raises
-    StoreError if the stores have other tables."""
+    of a store, in order: older runs may have several, whose groups and their rows have different numbers, while the
+    first alone knows all of the run. Raises StoreError if the stores have other tables, or one is missing."""
     copied = 0
     with ExitStack() as looks, target.write(durable=True):
         target.loosen()
@@ -77,14 +80,25 @@ def copy(sources: Sequence[Database], target: Database) -> int:
                 raise StoreError(
                     f"{source.path} and {target.path} have different tables: bring the older one up to date"
                 )
+        _check_places(sources)
         for table in sorted(tables, key=lambda name: name in _COUNTERS):
             if table in _COUNTERS:  # triggers count too: what they wrote goes
                 target.execute(f"DELETE FROM {table}")
             for source in sources[:1] if table in _OF_THE_RUN else sources:
                 copied += _copy_table(source, target, table, tables[table])
-        target.execute("DELETE FROM meta WHERE key = ?", (SHARD,))
+        target.execute("DELETE FROM meta WHERE key = ?", (_PLACE,))
         target.renumber()
     return copied
+
+
+def _check_places(sources: Sequence[Database]) -> None:
+    """Raise StoreError unless these are all databases of one run, each in its place; inside their transactions."""
+    for at, source in enumerate(sources):
+        row = source.row("SELECT value FROM meta WHERE key = ?", (_PLACE,))
+        if row != (None if len(sources) == 1 else (f"{at}/{len(sources)}",)):
+            found = "a store of its own" if row is None else f"database {row[0]} of a store, counted from 0,"
+            n = f"{len(sources)} address file{'s' * (len(sources) > 1)}"
+            raise StoreError(f"{source.path} names {found} but {source.path.parent} has {n}: put the run's own back")
 
 
 def _copy_table(source: Database, target: Database, table: str, columns: tuple[str, ...]) -> int:

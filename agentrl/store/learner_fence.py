@@ -30,15 +30,6 @@ class Leading(Part):
         with self._db.read():
             check_lead(self._db)
 
-    def follow(self, leads: int) -> None:
-        """The same in a further database of a run: `leads` is the number that the first one gave this learner. Raises
-        LeaseLost if a later one was here already."""
-        with self._db.write(durable=True):
-            if _leader(self._db) > leads:
-                raise LeaseLost(f"{self._db.path}: another learner has begun since: this one ends")
-            self._db.leads = leads
-            self._db.execute(SET_META, (_LEADER, str(leads)))
-
 
 def check_lead(db: Database) -> None:
     """Raise LeaseLost if this handle was the learner's, and another's is by now. Inside a transaction."""

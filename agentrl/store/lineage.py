@@ -107,12 +107,8 @@ class Lineage(Part):
                 self._hold_back(too_early(self._db, step, ahead))
         return attempt
 
-    def hold_back(self, first: float) -> None:
-        """Take training groups from id `first` on from their workers, as `rollback` does with `ahead`."""
-        with self._db.write():
-            self._hold_back(first)
-
     def _hold_back(self, first: float) -> None:
+        """Take training groups from id `first` on from their workers."""
         self._db.execute(
             "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND evaluation = 0"
             " AND holder IS NOT NULL AND group_id >= ?",

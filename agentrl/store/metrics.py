@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -185,7 +185,7 @@ class Metrics(Part):
                 " AND g.purpose = COALESCE(?2, g.purpose) ORDER BY e.id",
                 (after_s, purpose),
             )
-        return failed_together(
+        return _failed_together(
             FailedTask(
                 task=unpack_task(task),
                 purpose=of,
@@ -261,16 +261,7 @@ class Metrics(Part):
         )
 
 
-def mean_of(parts: Sequence[Lengths]) -> Lengths:
-    """The lengths of the episodes of several databases together."""
-    total = _Sum()
-    for one in parts:
-        if n := one.episodes:
-            total.add(n, one.turns * n, one.tokens * n, one.seconds * n)
-    return total.mean()
-
-
-def failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
+def _failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
     """The failures with those of one task, purpose and reason in one row, in the order in which these come."""
     found: dict[tuple[str, ...], FailedTask] = {}
     for row in rows:

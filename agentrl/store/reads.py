@@ -115,12 +115,6 @@ class Readers(Part):
             )
         return [GroupResult(id=id, task=unpack_task(task), plays=n, success=rate) for id, task, n, rate in rows]
 
-    def first_open(self) -> int | None:
-        """The first training group that is still open, and so the end of `results`; None if there is none."""
-        with self._db.read():
-            row = self._db.row("SELECT MIN(id) FROM groups WHERE purpose = 'train' AND state IN ('waiting', 'running')")
-        return None if row is None else row[0]
-
     def restarts(self, episode_id: int) -> list[Restart]:
         """The earlier trials of an episode, oldest first."""
         with self._db.read():

@@ -94,39 +94,18 @@ class Moving(Versions):
         that sampled a token of a turn that learns, the step of this run that stands for its age.
 
         Raises StoreError for turns that do not follow each other, or a version that `steps` has not."""
-        self.check_in(run, group)
-        with self._db.write(durable=True):
-            if self._came_in(run, group):
-                return None
-            return self._take_in(run, group, self._versions(run, group, steps))
-
-    def check_in(self, run: str, group: MovedGroup) -> None:
-        """Raises StoreError for a group of this very run, or one that no run can have."""
         if run == self.run_id():
             raise StoreError(f"group {group.id} is this run's own: it goes on by itself")
         for member in group.members:
             if fault := _fault(member, group.fork_turn or 0):
                 raise StoreError(f"member {fault}")
-
-    def came_in(self, run: str, group: MovedGroup) -> bool:
-        """Whether a group of run `run` is in this database."""
-        with self._db.read():
-            return self._came_in(run, group)
-
-    def versions_here(self, run: str, group: MovedGroup, steps: Mapping[int, int]) -> dict[int, int]:
-        """The versions of this run that stand for those that sampled a group, as in `move_in`."""
         with self._db.write(durable=True):
-            return self._versions(run, group, steps)
-
-    def take_in(self, run: str, group: MovedGroup, versions: Mapping[int, int]) -> int | None:
-        """`move_in` into one database of several: `versions` are there."""
-        with self._db.write(durable=True):
-            return None if self._came_in(run, group) else self._take_in(run, group, versions)
-
-    def _came_in(self, run: str, group: MovedGroup) -> bool:
-        return self._db.row("SELECT 1 FROM imports WHERE run = ? AND group_there = ?", (run, group.id)) is not None
+            if self._db.row("SELECT 1 FROM imports WHERE run = ? AND group_there = ?", (run, group.id)):
+                return None
+            return self._take_in(run, group, self._versions(run, group, steps))
 
     def _versions(self, run: str, group: MovedGroup, steps: Mapping[int, int]) -> dict[int, int]:
+        """The versions of this run that stand for those that sampled a group."""
         learning = [turn for one in group.members for turn in one.turns if turn.learns]
         parts = [one.partial for one in group.members if one.partial is not None]
         sampled = sorted({span.version for one in (*learning, *parts) for span in one.spans})

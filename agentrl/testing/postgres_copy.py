@@ -1,8 +1,7 @@
 """A run's tables in PostgreSQL, as they stand at one moment, copied into SQLite in memory.
 
-So an auditor reads them by the same SQL as a file. Shares no code with the store: it reads the address files and the
-servers' own catalogues. Of a store in several databases it knows which tables are the control store's, the first one's;
-of all others it puts the rows together. It waits for a server that restarts, and for a rollback that is half done.
+So an auditor reads them by the same SQL as a file. Shares no code with the store: it reads the address file and the
+server's own catalogue. It waits for a server that restarts.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from psycopg import sql
 
 _ANSWER_S, _PAUSE_S = 60, 0.2
 _ROWS = 500  # read at a time
-_OF_THE_RUN = ("checkpoints", "meta", "metrics", "sources")  # others have none, or copies of the control store's
 _COLUMNS = """
 SELECT c.relname, array_agg(a.attname::text ORDER BY a.attnum)
 FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
@@ -30,24 +28,19 @@ GROUP BY c.relname
 """
 
 
-def copied(addresses: Sequence[Path], *, patience_s: float) -> sqlite3.Connection:
-    """All tables of the run that address files name, the control store's first. Waits `patience_s` for a server that
-    is away; then it raises psycopg.OperationalError."""
+def copied(address: Path, *, patience_s: float) -> sqlite3.Connection:
+    """All tables of the run that an address file names. Waits `patience_s` for a server that is away; then it raises
+    psycopg.OperationalError."""
     until = time.monotonic() + patience_s
     while True:
         copy = sqlite3.connect(":memory:")
         try:
-            with ExitStack() as stack:
-                sources = [stack.enter_context(_connected(address)) for address in addresses]
-                for source, schema in sources:
-                    tokens = sql.Identifier(schema, "tokens")
-                    source.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE").format(tokens))
-                agree = len({_attempt(*one) for one in sources}) == 1  # and each sees one state from now on
-                if agree or time.monotonic() > until:
-                    for source, schema in sources:
-                        for table, columns in source.execute(_COLUMNS, (schema,)).fetchall():
-                            _copy(source, copy, schema, table, columns)
-                    return copy
+            with _connected(address) as (source, schema):
+                tokens = sql.Identifier(schema, "tokens")
+                source.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE").format(tokens))
+                for table, columns in source.execute(_COLUMNS, (schema,)).fetchall():
+                    _copy(source, copy, schema, table, columns)
+                return copy
         except psycopg.OperationalError:
             copy.close()
             if time.monotonic() > until:
@@ -55,27 +48,16 @@ def copied(addresses: Sequence[Path], *, patience_s: float) -> sqlite3.Connectio
         time.sleep(_PAUSE_S)
 
 
-def ask(addresses: Sequence[Path], statement: str, *arguments: object) -> Any:
-    """The first value that a statement, with `?` for an argument, returns, of several databases the highest; None if
-    there is none, or if a server is away."""
-    found: list[Any] = []
+def ask(address: Path, statement: str, *arguments: object) -> Any:
+    """The first value that a statement, with `?` for an argument, returns; None if there is none, or if the server is
+    away."""
     try:
-        for address in addresses:
-            with _connected(address) as (source, schema):
-                source.execute(sql.SQL("SET LOCAL search_path TO {}").format(sql.Identifier(schema)))
-                query = statement.replace("%", "%%").replace("?", "%s").encode()
-                row = source.execute(query, arguments).fetchone()
-                found += [] if row is None else [row[0]]
+        with _connected(address) as (source, schema):
+            source.execute(sql.SQL("SET LOCAL search_path TO {}").format(sql.Identifier(schema)))
+            query = statement.replace("%", "%%").replace("?", "%s").encode()
+            row = source.execute(query, arguments).fetchone()
     except psycopg.Error:
         return None
-    return max((one for one in found if one is not None), default=None)
-
-
-def _attempt(source: psycopg.Connection[tuple[Any, ...]], schema: str) -> str | None:
-    """The run's attempt, which a rollback raises in one database after the other."""
-    row = source.execute(
-        sql.SQL("SELECT value FROM {} WHERE key = 'attempt'").format(sql.Identifier(schema, "meta"))
-    ).fetchone()
     return None if row is None else row[0]
 
 
@@ -93,12 +75,8 @@ def _connected(address: Path) -> Generator[tuple[psycopg.Connection[tuple[Any, .
 def _copy(
     source: psycopg.Connection[tuple[Any, ...]], copy: sqlite3.Connection, schema: str, table: str, columns: list[str]
 ) -> None:
-    """Copy one table, behind the rows of another database; columns that name rows get an index."""
-    there = copy.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is not None
-    if there and table in _OF_THE_RUN:
-        return
-    if not there:
-        copy.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
+    """Copy one table; columns that name rows get an index."""
+    copy.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
     with source.cursor(name="rows") as rows:
         rows.itersize = _ROWS
         rows.execute(
@@ -106,9 +84,7 @@ def _copy(
                 sql.SQL(", ").join(map(sql.Identifier, columns)), sql.Identifier(schema, table)
             )
         )
-        copy.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(columns))})", rows)
+        copy.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})", rows)
     for column in columns:
         if column == "id" or column.endswith("_id"):
-            copy.execute(f"CREATE INDEX IF NOT EXISTS {table}_{column} ON {table} ({column})")
-    if table == "versions":  # all databases have them; one may know of a version since the first one's state was seen
-        copy.execute("CREATE UNIQUE INDEX IF NOT EXISTS versions_once ON versions (version)")
+            copy.execute(f"CREATE INDEX {table}_{column} ON {table} ({column})")

@@ -1,4 +1,4 @@
-"""The rows of a run's store, read from outside: of SQLite's file, or of PostgreSQL if address files are in its place.
+"""The rows of a run's store, read from outside: of SQLite's file, or of PostgreSQL if an address file is in its place.
 
 Shares no code with the store.
 """
@@ -20,32 +20,24 @@ def place(run: Path) -> Path:
     return address if address.exists() else run / "store.sqlite"
 
 
-def addresses(path: Path) -> list[Path]:
-    """The address files of a store's databases, the control store's first."""
-    found = [path]
-    while (one := path.with_name(f"store.{len(found)}.address")).exists():
-        found.append(one)
-    return found
-
-
 def opened(path: Path) -> sqlite3.Connection:
     """The store as it stands now, or a copy of it in memory. Waits for another's lock, or for a server that restarts,
     but not for ever."""
     if path.name == ADDRESS:
         from agentrl.testing.postgres_copy import copied
 
-        return copied(addresses(path), patience_s=_BUSY_S)
+        return copied(path, patience_s=_BUSY_S)
     db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_BUSY_S)
     db.execute("BEGIN")
     return db
 
 
 def ask(path: Path, sql: str, *arguments: object) -> Any:
-    """One value of the store, None if it cannot be read now; of several databases, their highest."""
+    """One value of the store, None if it cannot be read now."""
     if path.name == ADDRESS:
         from agentrl.testing import postgres_copy
 
-        return postgres_copy.ask(addresses(path), sql, *arguments)
+        return postgres_copy.ask(path, sql, *arguments)
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)) as db:
         row = db.execute(sql, arguments).fetchone()
         return None if row is None else row[0]

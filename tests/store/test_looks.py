@@ -22,9 +22,9 @@ from agentrl.run.processes import worker_process
 from agentrl.run.processes.engine_health import Watch
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks, Newest
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.asynchronous.wait_for_work import Waiting
-from agentrl.store.asynchronous.writers import desk_of
-from agentrl.store.databases.open_store import ADDRESS, part, parts
+from agentrl.store.databases.open_store import ADDRESS
 
 from .play import admit, serve
 from .proxy import Proxy, before
@@ -129,19 +129,18 @@ def proxy(server: Server) -> Generator[Proxy]:
         yield proxy
 
 
-@pytest.fixture(params=[1, 2], ids=["one database", "several"])
-def far(request: pytest.FixtureRequest, tmp_path: Path, server: Server, proxy: Proxy) -> Path:
+@pytest.fixture
+def far(tmp_path: Path, server: Server, proxy: Proxy) -> Path:
     """The store of a run whose database is behind the proxy, with episodes to play."""
     path = tmp_path / ADDRESS
-    with RunStore.create(path, "{}", url=[server.url] * request.param) as store:
+    with RunStore.create(path, "{}", url=server.url) as store:
         serve(store, 0)
         admit(store, limit=2)
         store.set_meta("engine_urls", '["http://nowhere"]')
     through = f"postgresql://agentrl@127.0.0.1:{proxy.port}/agentrl?sslmode=disable"
-    for at, one in enumerate(parts(path)):
-        text = part(path, at).read_text().replace(server.url, through)
-        assert through in text
-        one.write_text(text)
+    text = path.read_text().replace(server.url, through)
+    assert through in text
+    path.write_text(text)
     return path
 
 
@@ -196,7 +195,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
             "room for groups": partial(Waiting(writer), "control", 60.0),
             "what was written": partial(again, "control", 60.0),
         }
-        async with desk_of(opened, reader) as desk:
+        async with AsyncStore(opened, reader) as desk:
             asked |= {
                 "a value": partial(desk.meta, "phase"),
                 "the version": desk.current_version,

@@ -45,7 +45,7 @@ from agentrl.run.weights.role_policies import urls_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks, Newest
-from agentrl.store.asynchronous.writers import desk_of
+from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.interfaces import ReadStore, RolloutStore
 
 _REPORT_S = 5.0
@@ -76,7 +76,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     shared_backend.configure(config.sandbox.arguments())
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
-    store = desk_of(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer, looks = renderer_of(config), Looks[ReadStore](reader)
     known = await looks(partial(known_of, config))
     sight = Sight(config, looks, known)

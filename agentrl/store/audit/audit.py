@@ -16,7 +16,7 @@ from pathlib import Path
 import zstandard
 
 from agentrl.store import RunStore
-from agentrl.store.audit.audit_report import KINDS, AuditReport, Violation, together
+from agentrl.store.audit.audit_report import KINDS, AuditReport, Violation
 from agentrl.store.databases.database import Database
 
 __all__ = ["KINDS", "AuditReport", "Violation", "audit"]
@@ -28,16 +28,7 @@ _ENV_ENDED = {"done", "truncated"}
 def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
     """Check every law that the store's rows can show, and the checkpoint folders that still exist: those that the store
     knows and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
-    reports = [
-        _audit(shard._db, checkpoints, at, len(store.shards))  # pyright: ignore[reportPrivateUsage]
-        for at, shard in enumerate(store.shards)
-    ]
-    return together(reports)
-
-
-def _audit(db: Database, checkpoints: Path | None, shard: int, n: int) -> AuditReport:
-    """Check the raw rows of one of the `n` databases of a store."""
-    report = AuditReport()
+    db, report = store._db, AuditReport()  # pyright: ignore[reportPrivateUsage]
     checks: Iterable[Callable[[Database, AuditReport], None]] = (
         _count,
         _check_owners,
@@ -53,10 +44,7 @@ def _audit(db: Database, checkpoints: Path | None, shard: int, n: int) -> AuditR
     with db.read():
         for check in checks:
             check(db, report)
-        _check_checkpoints(db, report, checkpoints, lambda episode: (episode - 1) % n == shard)
-        for table in ("groups", "episodes"):
-            for (id,) in db.rows(f"SELECT id FROM {table} WHERE (id - 1) % ? <> ?", (n, shard)):
-                report.breach("bookkeeping", f"{table}: {id} is in database {shard} of {n}, which has others")
+        _check_checkpoints(db, report, checkpoints)
     return report
 
 
@@ -357,8 +345,8 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
                     break
 
 
-def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None, ours: Callable[[int], bool]) -> None:
-    """Check that each folder lists the episodes that the lineage has for its steps, of those that are `ours`."""
+def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
+    """Check that each folder lists the episodes that the lineage has for its steps."""
     paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
     paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
     lost = {episode for (episode,) in db.rows("SELECT episode_id FROM lost_members")}
@@ -371,7 +359,7 @@ def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None, o
         except OSError:
             continue  # the folder was removed
         if "episodes" in state:
-            listed = {episode for step in state["episodes"] for episode in step if ours(episode)}
+            listed = {episode for step in state["episodes"] for episode in step}
         elif "groups" in state:  # written by an older agentrl, which trained whole groups
             listed = _members_of(db, state["groups"])
         else:

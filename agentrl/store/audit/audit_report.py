@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 _SHOWN = 1000  # violations listed at most; the counts are always complete
@@ -74,25 +73,3 @@ KINDS = {
     "file_damaged": 0,  # SQLite's own check of the file
 }
 """Kind of breach -> the law it breaks."""
-
-
-def together(parts: Sequence[AuditReport]) -> AuditReport:
-    """The report of a store in several databases: the attempt is that of the first."""
-    whole = AuditReport(attempt=parts[0].attempt)
-    for one in parts:
-        for purpose, states in one.groups.items():
-            whole.groups[purpose] = _sum(whole.groups.get(purpose, {}), states)
-        whole.episodes, whole.drops = _sum(whole.episodes, one.episodes), _sum(whole.drops, one.drops)
-        whole.turns += one.turns
-        whole.tokens += one.tokens
-        whole.turns_set_aside += one.turns_set_aside
-        whole.tokens_trained += one.tokens_trained
-        whole.tokens_stale += one.tokens_stale
-        whole.max_lag_seen = max(whole.max_lag_seen, one.max_lag_seen)
-        whole.breaches.update(one.breaches)
-        whole.violations = (whole.violations + one.violations)[:_SHOWN]
-    return whole
-
-
-def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

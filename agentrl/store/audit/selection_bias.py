@@ -62,24 +62,12 @@ class _Episode(NamedTuple):
     trained: bool
 
 
-class Played(NamedTuple):
-    """The training episodes of a database that left the buffer, and the mean advantage and mean |advantage| of those
-    that were judged, by group and member."""
-
-    episodes: list[_Episode]
-    advantage: dict[tuple[int, int], tuple[float, float]]
-
-
 class Bias(Part):
     """Compare what was played with what was trained."""
 
     def training_bias(self, returns: Returns) -> TrainingBias:
         """The comparison; `returns` says what an advantage is made of. Reads every ended episode: call it at the end
         of a run."""
-        return compared([self.played(returns)])
-
-    def played(self, returns: Returns) -> Played:
-        """What `training_bias` compares."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
@@ -99,7 +87,13 @@ class Bias(Part):
                 episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
                 if is_late and judged:
                     late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
-            return Played(episodes, self._advantages({one.group_id for one in episodes}, late, returns))
+            advantage = self._advantages({one.group_id for one in episodes}, late, returns)
+        cuts = _quantiles([float(one.tokens) for one in episodes])
+        borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
+        return TrainingBias(
+            admitted=_side(episodes, advantage, borders),
+            trained=_side([one for one in episodes if one.trained], advantage, borders),
+        )
 
     def _advantages(
         self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
@@ -113,18 +107,6 @@ class Bias(Part):
                     if own:
                         found[id, member] = fmean(own), fmean(map(abs, own))
         return found
-
-
-def compared(parts: Sequence[Played]) -> TrainingBias:
-    """The comparison over all databases of a run."""
-    episodes = [one for part in parts for one in part.episodes]
-    advantage = {key: found for part in parts for key, found in part.advantage.items()}
-    cuts = _quantiles([float(one.tokens) for one in episodes])
-    borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
-    return TrainingBias(
-        admitted=_side(episodes, advantage, borders),
-        trained=_side([one for one in episodes if one.trained], advantage, borders),
-    )
 
 
 def _side(

@@ -101,17 +101,10 @@ class Buffer(Part):
 
         Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
         them back."""
-        offered = self.offered(step, n, max_lag=max_lag, returns=returns)
-        chosen = choose([offered], step, n, order, skip_at_most)
-        return None if chosen is None else self.leave(step, chosen, max_lag=max_lag, returns=returns)
-
-    def offered(self, step: int, n: int, *, max_lag: int, returns: Returns) -> Offered:
-        """What `step` may take, for `choose`. Changes nothing: a waiting learner asks often, and without work it must
-        not take the write lock. Raises as `take`."""
-        with self._db.read():
+        with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
             check_lead(self._db)  # one that was followed would wait for groups that the other takes
             offer = self._offer(step, max_lag, returns)
-            return Offered(
+            offered = Offered(
                 ready=offer.ready,
                 silent=offer.silent,
                 under_way=self._under_way() if n else [],
@@ -119,13 +112,12 @@ class Buffer(Part):
                 stale=bool(offer.stale),
                 late=any(one.trains for one in offer.late),
             )
+        chosen = choose(offered, step, n, order, skip_at_most)
+        return None if chosen is None else self._take(step, chosen, max_lag, returns)
 
-    def leave(
-        self, step: int, chosen: Chosen, *, max_lag: int, returns: Returns, now: float | None = None
-    ) -> list[Group] | None:
-        """Take the groups that were `chosen` of those offered: `take` says how. None if there were too few. `now`: the
-        time of the take, by default the store's clock."""
-        now = self._db.clock() if now is None else now
+    def _take(self, step: int, chosen: Chosen, max_lag: int, returns: Returns) -> list[Group] | None:
+        """Take the groups that were `chosen` of those offered; None if there were too few."""
+        now = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
             check_lead(self._db)
             offer = self._offer(step, max_lag, returns)

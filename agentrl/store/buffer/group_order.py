@@ -139,9 +139,9 @@ OLDEST = Oldest()
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What a step may take of one database: `ready` groups, in the order of admission, of which `silent` ones give no
-    signal; `stale` groups and late members (`late`), if there are any; the groups `under_way`. `skipped`: how many
-    groups left for this step without signal before."""
+    """What a step may take: `ready` groups, in the order of admission, of which `silent` ones give no signal; `stale`
+    groups and late members (`late`), if there are any; the groups `under_way`. `skipped`: how many groups left for this
+    step without signal before."""
 
     ready: Sequence[Ready]
     silent: Sequence[int]
@@ -159,16 +159,16 @@ class Chosen:
     skips: frozenset[int]
 
 
-def choose(offers: Sequence[Offered], step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:
-    """Of all databases together: `n` groups that `order` chooses, after the oldest silent ones were skipped, of which a
-    step skips `skip_at_most`. None if there is nothing to do for the step, not even to drop what is stale."""
-    left = max(0, skip_at_most - sum(offer.skipped for offer in offers)) if skip_at_most else 0
-    skips = frozenset(sorted(id for offer in offers for id in offer.silent)[:left])
-    ready = sorted(one for offer in offers for one in offer.ready if one.group_id not in skips)
+def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:
+    """`n` groups that `order` chooses, after the oldest silent ones were skipped, of which a step skips `skip_at_most`.
+    None if there is nothing to do for the step, not even to drop what is stale."""
+    left = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
+    skips = frozenset(sorted(offer.silent)[:left])
+    ready = [one for one in offer.ready if one.group_id not in skips]
     picks: Sequence[Pick] = []
     if len(ready) >= n > 0:
-        picks = order.choose(ready, n, under_way=sorted(id for one in offers for id in one.under_way), step=step)
-    enough = len(picks) >= n and (n > 0 or any(offer.late for offer in offers))
-    if not enough and not skips and not any(offer.stale for offer in offers):
+        picks = order.choose(ready, n, under_way=offer.under_way, step=step)
+    enough = len(picks) >= n and (n > 0 or offer.late)
+    if not enough and not skips and not offer.stale:
         return None
     return Chosen(picks if enough else None, skips)

@@ -7,7 +7,7 @@ be trained again until retention drops its tokens. Never knows weights, nor what
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from agentrl.errors import StoreError
 from agentrl.records import Group
@@ -17,13 +17,6 @@ from agentrl.store.episodes.groups import TRAIN, scored
 
 Gone = Literal["", "tokens", "episodes"]
 """What a step lacks: nothing; tokens, which retention dropped; or episodes, which the store lost with its power."""
-
-
-class Span(NamedTuple):
-    """When the step before a step took its members, and when that step did, in seconds."""
-
-    since_s: float
-    until_s: float
 
 
 class Retaking(Part):
@@ -47,22 +40,6 @@ class Retaking(Part):
         StoreError if the step is not in the lineage, or lacks something."""
         if (gone := self.steps_trained().get(step, "episodes")) != "":
             raise StoreError(f"step {step} cannot be taken again: its {gone} are gone")
-        return self.retaken(step, self.took(step))
-
-    def took(self, step: int) -> Span:
-        """When the step before a step took members of this database, and when that step did; 0 for one that took
-        none."""
-        with self._db.read():
-            row = self._db.row(
-                "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
-                " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",
-                (step,),
-            )
-        before_s, taken_s = row or (None, None)
-        return Span(before_s or 0.0, taken_s or 0.0)
-
-    def retaken(self, step: int, took: Span) -> list[Group]:
-        """What this database gave for a step that `took` its members then."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT l.episode_id, e.group_id FROM lineage l JOIN episodes e ON e.id = l.episode_id"
@@ -73,15 +50,20 @@ class Retaking(Part):
             members: defaultdict[int, list[int]] = defaultdict(list)
             for id, group_id in rows:
                 members[group_id].append(id)
-            for id, group_id in self._left_out(step, took):
+            for id, group_id in self._left_out(step):
                 if id not in trained:
                     members[group_id].append(id)
             groups = [taken_for(self._db, group_id, own, trained) for group_id, own in members.items()]
             return groups + skipped_for(self._db, step)
 
-    def _left_out(self, step: int, took: Span) -> list[tuple[int, int]]:
+    def _left_out(self, step: int) -> list[tuple[int, int]]:
         """(episode, group) of the members that left with a step, untrained: too old, or not scored. A late one that is
         not scored leaves with its group, or with the first step after its end."""
+        ((before_s, taken_s),) = self._db.rows(  # when the step before took its members, and when this one did
+            "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
+            " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",
+            (step,),
+        )
         rows = self._db.rows(
             "SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM groups g JOIN episodes e ON e.group_id = g.id"
             " WHERE g.taken_step = ?1 AND g.purpose = ?2 AND e.stop_reason IS NOT NULL AND e.taken_step IS NULL"
@@ -89,7 +71,7 @@ class Retaking(Part):
             " UNION SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM episodes e"
             " JOIN groups g ON g.id = e.group_id WHERE e.late = 1 AND e.dropped = e.stop_reason"
             " AND e.ended_s > ?4 AND e.ended_s <= ?3 AND g.taken_step < ?1",
-            (step, TRAIN, took.until_s, took.since_s),
+            (step, TRAIN, taken_s or 0.0, before_s or 0.0),
         )
         left = [(id, group_id) for id, group_id, stop_reason, outcome in rows if not scored(stop_reason, outcome)]
         stale = self._db.rows("SELECT id, group_id FROM episodes WHERE taken_step = ? AND dropped = 'stale'", (step,))

@@ -25,17 +25,19 @@ SUFFIX = ".address"
 """What the names of address files end in."""
 
 
-def part(path: Path, shard: int) -> Path:
-    """The address file of one database of a store: that at `path` is the first one's, and so the store's."""
-    return path.with_suffix(f".{shard}{SUFFIX}") if shard else path
-
-
 def parts(path: Path) -> list[Path]:
-    """The address files of a store's databases; most have one, and SQLite's file stands for itself."""
+    """The address files of a store's databases: older runs may have several. SQLite's file stands for itself."""
     found = [path]
-    while path.suffix == SUFFIX and part(path, len(found)).exists():
-        found.append(part(path, len(found)))
+    while path.suffix == SUFFIX and (one := path.with_suffix(f".{len(found)}{SUFFIX}")).exists():
+        found.append(one)
     return found
+
+
+def refuse_several(path: Path) -> None:
+    """Raise UsageError for a store that an older agentrl spread over several databases."""
+    if (n := len(parts(path))) > 1:
+        hint = f"gather them in one: agentrl store copy {path.parent} --to sqlite, then go on as before"
+        raise UsageError(f"{path}: this run's store is in {n} databases, which only older versions spread: {hint}")
 
 
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,13 +56,6 @@ class Free(NamedTuple):
     group_id: int
     id: int
     deaths: int
-
-
-class Claimable(NamedTuple):
-    """What a worker may claim of one database. `here`: the deaths of the most suspected episode that it plays."""
-
-    free: Sequence[Free]
-    here: int | None
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
@@ -133,30 +126,11 @@ class Leases(Part):
         others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often: without work it must not take the write lock
-            if not to_claim([self._claimable(worker, 1, now, ahead=ahead)], 1):
+            if not self._claimable(worker, 1, now, ahead):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            found = to_claim([self._claimable(worker, limit, now, ahead=ahead)], limit)
-            return self._claim(holder, found, now)
-
-    def claimable(self, worker: str, limit: int, *, now: float, end: float) -> Claimable:
-        """What `worker` may claim now of groups before `end`: more than `limit` of some kinds, see `to_claim`."""
-        with self._db.read():
-            return self._claimable(worker, limit, now, end=end)
-
-    def claim_of(self, worker: str, chosen: Sequence[Free], *, lease_s: float, now: float, end: float) -> list[Claim]:
-        """Claim those of `chosen` that nobody has claimed since; the worker's lease is renewed."""
-        with self._db.write():
-            holder = self._renew(worker, now + lease_s)
-            free = {one.id for one in self._claimable(worker, len(chosen), now, end=end).free}
-            return self._claim(holder, [one for one in chosen if one.id in free], now)
-
-    def next_untrained(self, step: int, limit: int) -> list[int]:
-        """The ids of the first `limit` training groups that a learner at `step` has yet to train."""
-        with self._db.read():
-            rows = self._db.rows(f"{_AHEAD.format(step='?1')} LIMIT ?2", (step, limit))
-        return [id for (id,) in rows]
+            return self._claim(holder, self._claimable(worker, limit, now, ahead), now)
 
     def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
         self._db.execute_many(
@@ -197,16 +171,20 @@ class Leases(Part):
             )
         return cursor.rowcount
 
-    def _claimable(
-        self, worker: str, limit: int, now: float, *, end: float = math.inf, ahead: int | None = None
-    ) -> Claimable:
-        """What may be claimed of groups before `end`, and of the first `ahead` only."""
+    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[Free]:
+        """At most `limit` of the episodes that a worker may claim. An episode with two deaths or more is claimed by a
+        worker that plays nothing else under suspicion, and after all others: if the worker dies, that episode is to
+        blame."""
         holder = self._holder(worker)
-        sql, bound = (_CLAIMABLE, end) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
+        sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
         rows = self._db.rows(sql, (now, holder, limit, bound))
-        free = [Free(bool(suspected), not of_eval, bool(fresh), *rest) for suspected, of_eval, fresh, *rest in rows]
-        here = self._db.row(_SUSPECTED_HERE, (holder,)) if any(one.suspected for one in free) else None
-        return Claimable(free, None if here is None else here[0])
+        found = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
+        if suspected := [one for one in found if one.suspected]:
+            ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays
+            together = [] if here is not None and here >= _APART else [one for one in suspected if one.deaths < _APART]
+            alone = suspected[:1] if here is None and not together else []
+            found = [one for one in found if not one.suspected] + together + alone
+        return found[:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"
@@ -247,21 +225,6 @@ class Leases(Part):
                 )
             )
         return claims
-
-
-def to_claim(offers: Iterable[Claimable], limit: int) -> list[Free]:
-    """At most `limit` of the episodes that a worker may claim, of all databases together. An episode with two deaths or
-    more is claimed by a worker that plays nothing else under suspicion, and after all others: if the worker dies, that
-    episode is to blame."""
-    offers = list(offers)
-    found = sorted(one for offer in offers for one in offer.free)
-    suspected = [one for one in found if one.suspected]
-    if suspected:
-        here = max((offer.here for offer in offers if offer.here is not None), default=None)
-        together = [] if here is not None and here >= _APART else [one for one in suspected if one.deaths < _APART]
-        alone = suspected[:1] if here is None and not together else []
-        found = [one for one in found if not one.suspected] + together + alone
-    return found[:limit]
 
 
 def too_early(db: Database, step: int, ahead: int) -> float:

@@ -7,7 +7,6 @@ failure than the group's reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from agentrl.store.codec import pack_identity, unpack_task
@@ -33,13 +32,12 @@ class Replays:
 class ReplayCounts(Part):
     """Count replays."""
 
-    def replays(self, max_replays: int, *, besides: Collection[str] = ()) -> Replays:
-        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up, also
-        one of `besides` (see `lost_groups`)."""
+    def replays(self, max_replays: int) -> Replays:
+        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
         with self._db.read():
             played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
             lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {_LOST}")
-            waiting = len(lost_groups(self._db, max_replays, besides))
+            waiting = len(lost_groups(self._db, max_replays))
         assert played is not None and lost is not None
         return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
 
@@ -49,14 +47,13 @@ def quarantined(db: Database) -> set[str]:
     return {task for (task,) in db.rows("SELECT task FROM quarantine")}
 
 
-def lost_groups(db: Database, max_replays: int, besides: Collection[str] = ()) -> list[int]:
-    """Groups whose task is to be played again, oldest first, without tasks in quarantine, nor any of `besides`, which
-    another database has there. Inside a transaction."""
+def lost_groups(db: Database, max_replays: int) -> list[int]:
+    """Groups whose task is to be played again, oldest first, without tasks in quarantine. Inside a transaction."""
     if not max_replays:
         return []
     rows = db.rows(
         f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {_LOST} AND replays < ? ORDER BY id",
         (max_replays,),
     )
-    known = quarantined(db).union(besides) if rows else set[str]()
+    known = quarantined(db) if rows else set[str]()
     return [id for id, task in rows if not known or pack_identity(unpack_task(task)) not in known]

@@ -12,7 +12,6 @@ episode anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.records import StopReason, Task
@@ -60,18 +59,12 @@ class Aboard:
 class Deaths(Part):
     """Free the episodes of dead workers, and find out which of them killed theirs."""
 
-    def aboard(self, worker: str) -> list[Aboard]:
-        """The episodes that a worker holds, in all its lives."""
-        with self._db.read():
-            return self._aboard(worker)
-
-    def release_worker(self, worker: str, *, max_deaths: int = 3, elsewhere: Sequence[Aboard] = ()) -> Released:
+    def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
         """Free the episodes of a worker that died, in all its lives: they may be claimed at once. An episode that was
         at the same turn in `max_deaths` deaths, or twice as many if others may have caused the last one, ends as
-        `env_failed`, and its task is quarantined. `elsewhere`: episodes that it held in other databases."""
+        `env_failed`, and its task is quarantined."""
         with self._db.write():
-            own = self._aboard(worker)
-            aboard = [*own, *elsewhere]
+            aboard = self._aboard(worker)
             self._db.execute(
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
                 " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
@@ -81,15 +74,15 @@ class Deaths(Part):
             stuck = [one for one in aboard if one.stuck]
             beside = [one for one in aboard if one.in_env and not one.stuck]
             blamed = stuck + beside or aboard
-            for one in own:
+            for one in aboard:
                 deaths = (one.deaths if one.stuck else 0) + (one in blamed)
                 died_at = max(one.turns, one.died_at) if deaths else None
                 self._db.execute("UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, one.id))
             proof = 2 * max_deaths if beside else max_deaths
-            guilty = {one.id: one.deaths + 1 for one in own if one.stuck and one.deaths + 1 >= proof}
+            guilty = {one.id: one.deaths + 1 for one in aboard if one.stuck and one.deaths + 1 >= proof}
             for id, deaths in guilty.items():
                 self._quarantine(id, deaths)
-        return Released(episodes=len(own) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
+        return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
 
     def release_all(self) -> int:
         """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there

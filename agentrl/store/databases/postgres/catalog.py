@@ -51,11 +51,9 @@ class Tables:
     def skip_numbers(self, table: str, beyond: int, n: int) -> None:
         """See `Database.skip_numbers`."""
         sequence = self._sequence(table)
-        ((last, apart),) = self._db.rows(
-            f"SELECT last_value, seqincrement FROM {sequence}, pg_sequence WHERE seqrelid = '{sequence}'::regclass"
+        self._db.execute(
+            f"SELECT setval('{sequence}', GREATEST(?::bigint, last_value) + ?::bigint + 1) FROM {sequence}", (beyond, n)
         )
-        steps = 1 + (max(beyond, last) - last + n) // apart  # whole ones: one of several databases gives every so many
-        self._db.execute(f"SELECT setval('{sequence}', ?)", (last + apart * steps,))
 
     def renumber(self) -> None:
         """See `Database.renumber`."""

@@ -82,13 +82,12 @@ class Parts:
             return
         self._db.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
         ((until,),) = self._db.rows("SELECT MAX(until) FROM parts")
-        ((apart,),) = self._db.rows("SELECT seqincrement FROM pg_sequence WHERE seqrelid = 'turns_id_seq'::regclass")
-        while until <= turn + _AHEAD * apart:  # a store in several databases has other numbers in the others
-            end = until + max(TURNS * apart, until // 32)
+        while until <= turn + _AHEAD:
+            end = until + max(TURNS, until // 32)
             for table in BYTES:
                 self._run(f"CREATE TABLE {table}_{until} (LIKE {table} INCLUDING ALL)")
                 self._attach(table, until, end)
-            self._db.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, (end - until) // apart))
+            self._db.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, end - until))
             until = end
 
     def forget(self, groups: Sequence[int]) -> None:

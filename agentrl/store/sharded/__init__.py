@@ -1,1 +1,0 @@
-"""A run store of several databases."""
