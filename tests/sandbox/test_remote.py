@@ -251,6 +251,7 @@ PROVIDERS = (  # walls that a provider's container has or has not: no program in
     "filling the disk from /tmp and /dev/shm",
     "locks and watches on the system's files, which other boxes and the host use too",
     "a hundred thousand empty files",
+    "memory in no address space: sockets, pipes, files without a name, System V's segments",
 )
 
 

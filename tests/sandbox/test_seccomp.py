@@ -56,15 +56,17 @@ def number_of(name: str, machine: str) -> int:
     return pyseccomp.resolve_syscall(arch, name)
 
 
+@pytest.mark.parametrize("kind", ["seccomp", "uncounted"])
 @pytest.mark.parametrize("machine", seccomp.MACHINES)
-def test_shipped_filter_is_the_compiled_list(machine: str) -> None:
+def test_shipped_filter_is_the_compiled_list(machine: str, kind: str) -> None:
     with tempfile.TemporaryFile() as file:
-        seccomp.compile_filter(machine, file)
+        seccomp.compile_filter(machine, file, counted=kind == "seccomp")
         file.seek(0)
         compiled = file.read()
-    shipped = seccomp.shipped(machine)
+    shipped = seccomp.shipped(machine, kind)
+    some = (0, 1, 2, 7, 8, 16, 17, 40, 60, 1031, 0x5412, 0x541C, 0x10000000, 1 << 32 | 0x5412, 0xFFFFFFFF, 2**64 - 1)
     for number in (*range(600), 0x40000000, 0xFFFFFFFF):
-        for argument in (0, 1, 2, 16, 17, 40, 0x5412, 0x541C, 0x10000000, 1 << 32 | 0x5412, 0xFFFFFFFF, 2**64 - 1):
+        for argument in some:
             call = (AUDIT[machine], number, argument, argument)
             assert verdict(shipped, *call) == verdict(compiled, *call), call
 
@@ -100,6 +102,56 @@ def test_verdicts(machine: str, name: str, arguments: tuple[int, ...], expected:
     assert verdict(program, AUDIT[machine], number_of(name, machine), *arguments) == expected
 
 
+HIGH = 1 << 32  # the kernel looks at the low word of an int
+
+
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+@pytest.mark.parametrize(
+    ("name", "arguments", "counted", "uncounted"),
+    [
+        ("setsockopt", (3, 1, 2), ALLOW, ALLOW),  # SO_REUSEADDR
+        ("setsockopt", (3, 6, 1), ALLOW, ALLOW),  # TCP_NODELAY
+        ("setsockopt", (3, 6, 7), ALLOW, ALLOW),  # the number of SO_SNDBUF, at another level
+        ("setsockopt", (3, 1, 7), ERRNO, ERRNO),  # SO_SNDBUF: done, without effect
+        ("setsockopt", (3, 1, 8), ERRNO, ERRNO),  # SO_RCVBUF
+        ("setsockopt", (3, HIGH | 1, HIGH | 8), ERRNO, ERRNO),
+        ("setsockopt", (3, 1, 60), ENOSYS, ENOSYS),  # SO_ZEROCOPY
+        ("fcntl", (3, 4), ALLOW, ALLOW),  # F_SETFL
+        ("fcntl", (3, 1030), ALLOW, ALLOW),  # F_DUPFD_CLOEXEC
+        ("fcntl", (3, 1031), ALLOW, EPERM),  # F_SETPIPE_SZ
+        ("fcntl", (3, HIGH | 1031), ALLOW, EPERM),
+        ("memfd_create", (), ALLOW, ENOSYS),
+        ("vmsplice", (), ALLOW, ENOSYS),
+        ("splice", (), ALLOW, ALLOW),
+        ("landlock_create_ruleset", (), ALLOW, ENOSYS),
+        ("msgget", (), ALLOW, ENOSYS),
+        ("shmget", (0, 56), ALLOW, ALLOW),  # PostgreSQL's
+        ("shmget", (0, 4095), ALLOW, ALLOW),
+        ("shmget", (0, 4096), ALLOW, ENOSYS),
+        ("shmget", (0, HIGH), ALLOW, ENOSYS),  # a size has 64 bits
+        ("semget", (0, 17), ALLOW, ALLOW),
+        ("semget", (0, 32), ALLOW, ENOSYS),
+    ],
+)
+def test_memory_that_is_in_no_address_space(
+    machine: str, name: str, arguments: tuple[int, ...], counted: int, uncounted: int
+) -> None:
+    for kind, expected in (("seccomp", counted), ("uncounted", uncounted)):
+        found = verdict(seccomp.shipped(machine, kind), AUDIT[machine], number_of(name, machine), *arguments)
+        assert found == expected, kind
+
+
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_a_box_without_a_control_group_differs_in_seven_calls(machine: str) -> None:
+    plain, uncounted = seccomp.shipped(machine), seccomp.shipped(machine, "uncounted")
+    names = ("memfd_create", "vmsplice", "landlock_create_ruleset", "msgget", "shmget", "semget", "fcntl")
+    numbers = {number_of(name, machine) for name in names}
+    for number in set(range(600)) - numbers:
+        for argument in (0, 1, 7, 1031, 4096):
+            call = (AUDIT[machine], number, argument, argument, argument)
+            assert verdict(plain, *call) == verdict(uncounted, *call), number
+
+
 @pytest.mark.parametrize("machine", seccomp.MACHINES)
 def test_code_that_only_computes_has_ten_system_calls(machine: str) -> None:
     program = seccomp.shipped(machine, "computing")
@@ -113,7 +165,7 @@ def test_code_that_only_computes_has_ten_system_calls(machine: str) -> None:
         assert verdict(program, AUDIT[machine], number) == (ALLOW if number in allowed else TRAP), number
 
 
-@pytest.mark.parametrize("kind", ["seccomp", "computing"])
+@pytest.mark.parametrize("kind", ["seccomp", "uncounted", "computing"])
 def test_other_instruction_sets_are_killed(kind: str) -> None:
     for machine in seccomp.MACHINES:
         assert verdict(seccomp.shipped(machine, kind), I386, 4) in (KILL_PROCESS, KILL_THREAD)

@@ -6,7 +6,11 @@ calls answer ENOSYS, as on a kernel that lacks it, or EPERM where programs expec
 profile, but stricter: neither `ptrace` nor `process_vm_*`, no name spaces, no keyrings, no io_uring, and sockets of
 four families only. Other instruction sets (32-bit, x32) are killed.
 
-A second, far shorter list is that of code which only computes (`agentrl.sandbox.warm_python`): it may use its own
+No control group of version 1 counts a socket's buffer, so a request for a larger one has no effect. A box without a
+control group has a narrower list (`uncounted`): there only rlimits bound memory, and none counts what the kernel keeps
+outside of an address space: files without a name, System V's objects, large pipes, pages given to a pipe.
+
+A third, far shorter list is that of code which only computes (`agentrl.sandbox.warm_python`): it may use its own
 memory and read and write what it was given open. Any other call ends it by SIGSYS.
 """
 
@@ -16,6 +20,8 @@ import errno
 import json
 import platform
 import socket
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,10 +95,30 @@ as the box's user: what is stopped before it runs hangs the engine's calls for t
 Bubblewrap starts commands where the box's processes see none of them."""
 _PERSONALITIES = (0, 0xFFFFFFFF)  # Linux's own, and the question which one it is
 
+_UNCOUNTED = frozenset({"landlock_create_ruleset", "memfd_create", "msgget", "vmsplice"})
+"""Answered as by a kernel that lacks them. vmsplice: 4 KiB in a pipe hold a huge page of 2 MiB."""
+_SMALL_IPC = {"shmget": 4096, "semget": 32}
+"""Second argument (bytes, semaphores) of what an uncounted box may make, below this power of two. The kernel has 4,096
+segments and 32,000 sets for a name space: 16 MiB, and about 80 MiB. PostgreSQL asks for 56 bytes."""
+_SET_PIPE_SIZE = 1031
+_SOCKET_LEVEL, _SOCKET_BUFFERS, _ZERO_COPY = 1, (7, 8), 60  # SOL_SOCKET; SO_SNDBUF and SO_RCVBUF; SO_ZEROCOPY
+
+
+def _socket_options() -> Iterator[tuple[int | None, list[tuple[int, int, int]]]]:
+    """The rules of setsockopt: the error (None allows; 0 does nothing, and says that it was done, as the kernel bounds
+    these sizes unasked, too), and conditions (argument, mask, value). SO_ZEROCOPY, which pins pages, is refused."""
+    level = (1, 0xFFFFFFFF, _SOCKET_LEVEL)
+    for pair in all_but((_SOCKET_LEVEL,)):
+        yield None, [(1, *pair)]
+    for pair in all_but((*_SOCKET_BUFFERS, _ZERO_COPY)):
+        yield None, [level, (2, *pair)]
+    for option in _SOCKET_BUFFERS:
+        yield 0, [level, (2, 0xFFFFFFFF, option)]
+
 
 def program(kind: str = "seccomp") -> bytes:
-    """The compiled filter for this machine, of a box (`seccomp`) or of code that only computes (`computing`). Raises
-    SandboxUnavailable for an instruction set we have none for."""
+    """The compiled filter for this machine: of a box (`seccomp`), of a box without a control group (`uncounted`), or of
+    code that only computes (`computing`). Raises SandboxUnavailable for an instruction set we have none for."""
     return shipped({"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine()), kind)
 
 
@@ -104,8 +130,9 @@ def shipped(machine: str, kind: str = "seccomp") -> bytes:
     return path.read_bytes()
 
 
-def compile_filter(machine: str, file: IO[bytes]) -> None:
-    """Write the filter for `machine` to an open binary file. Needs libseccomp and its Python binding."""
+def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> None:
+    """Write the filter for `machine` to an open binary file; `counted` if a control group counts the box's memory.
+    Needs libseccomp and its Python binding."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
     rules, arch = _filter(machine, pyseccomp.ERRNO(errno.ENOSYS))
@@ -115,8 +142,19 @@ def compile_filter(machine: str, file: IO[bytes]) -> None:
             if pyseccomp.resolve_syscall(arch, name) >= 0:
                 rules.add_rule(action, name, *conditions)
 
+    masked = pyseccomp.MASKED_EQ
+    ruled = {"setsockopt"} if counted else {"setsockopt", "fcntl", *_UNCOUNTED, *_SMALL_IPC}
     for names in (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM):
-        add(pyseccomp.ALLOW, names)
+        add(pyseccomp.ALLOW, " ".join(name for name in names.split() if name not in ruled))
+    for error, conditions in _socket_options():
+        action = pyseccomp.ALLOW if error is None else pyseccomp.ERRNO(error)
+        add(action, "setsockopt", *(pyseccomp.Arg(at, masked, mask, value) for at, mask, value in conditions))
+    if not counted:
+        for name, end in _SMALL_IPC.items():
+            add(pyseccomp.ALLOW, name, pyseccomp.Arg(1, masked, 2**64 - end, 0))
+        for mask, value in all_but((_SET_PIPE_SIZE,)):
+            add(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, masked, mask, value))
+        add(pyseccomp.ERRNO(errno.EPERM), "fcntl", pyseccomp.Arg(1, masked, 0xFFFFFFFF, _SET_PIPE_SIZE))
     add(pyseccomp.ERRNO(errno.EPERM), _REFUSED)
     add(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
     for family in _FAMILIES:
@@ -162,12 +200,15 @@ def docker_profile() -> str:
 
     allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
     lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
-    stopping = {name for names, _, _ in _STOPS for name in names.split()}
-    allowed = [name for name in " ".join(lists).split() if name not in stopping]
+    ruled = {"setsockopt", *(name for names, _, _ in _STOPS for name in names.split())}
+    allowed = [name for name in " ".join(lists).split() if name not in ruled]
     rules = [rule(" ".join(allowed), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
     for names, index, stop in _STOPS:
         rules += [rule(names, allow, (index, masked, mask, value)) for mask, value in all_but((stop,))]
         rules.append(rule(names, "SCMP_ACT_ERRNO", (index, masked, 0xFFFFFFFF, stop), error=errno.EPERM))
+    for error, conditions in _socket_options():
+        said = [(at, masked, mask, value) for at, mask, value in conditions]
+        rules.append(rule("setsockopt", allow if error is None else "SCMP_ACT_ERRNO", *said, error=error))
     rules += [
         rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
         rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),
@@ -200,6 +241,8 @@ def _path(machine: str, kind: str) -> Path:
 
 if __name__ == "__main__":
     for name in MACHINES:
-        for kind, compiled in (("seccomp", compile_filter), ("computing", compile_computing)):
+        uncounted = partial(compile_filter, counted=False)
+        kinds = {"seccomp": compile_filter, "uncounted": uncounted, "computing": compile_computing}
+        for kind, compiled in kinds.items():
             with _path(name, kind).open("wb") as target:
                 compiled(name, target)

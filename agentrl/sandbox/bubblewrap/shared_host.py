@@ -116,7 +116,7 @@ class Host:
             self._nothing.mkdir(mode=0o755)
             self._overlay = Overlay(self.folder.path / "mask", self._hidden)
             self._filter = self.folder.path / "filter.bpf"
-            self._filter.write_bytes(seccomp.program())
+            self._filter.write_bytes(seccomp.program("uncounted" if self._groups is None else "seccomp"))
         except BaseException:
             self.folder.close()
             raise

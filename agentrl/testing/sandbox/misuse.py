@@ -79,6 +79,88 @@ async def _(bench: Bench) -> None:
         assert await output(box, "echo alive") == "alive\n"
 
 
+_HOARD = """
+import ctypes, os, socket, sys
+most, libc = 512 << 20, ctypes.CDLL(None)
+libc.shmat.restype, libc.mmap.restype = ctypes.c_void_p, ctypes.c_void_p
+libc.shmget.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
+libc.shmat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.shmdt.argtypes, libc.munmap.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t]
+libc.vmsplice.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+held, kept = 0, []  # bytes that are in no address space, and what holds them
+def fill(put, size):
+    global held
+    while held < most and (sent := put(bytes(size))):
+        held += sent
+def pairs():
+    while held < most:
+        kept.append(pair := socket.socketpair())
+        for one in pair:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most)
+            one.setblocking(False)
+            try: fill(one.send, 4096)
+            except BlockingIOError: pass
+def datagrams():
+    global held
+    while held < most:
+        kept.append(one := socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, most)
+        one.bind(("127.0.0.1", 0))
+        room = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        for _ in range(room // 40000): kept[0].sendto(bytes(40000), one.getsockname())
+        held += room
+def pipes():
+    while held < most:
+        kept.append(pipe := os.pipe())
+        os.set_blocking(pipe[1], False)
+        try: __import__("fcntl").fcntl(pipe[1], 1031, 1 << 20)
+        except OSError: pass
+        try: fill(lambda data: os.write(pipe[1], data), 4096)
+        except BlockingIOError: pass
+def huge_pages():  # 4 KiB in a pipe hold 2 MiB
+    global held
+    class Vector(ctypes.Structure): _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+    while held < most:
+        kept.append(pipe := os.pipe())
+        for _ in range(16):
+            at = libc.mmap(None, 4 << 20, 3, 0x22, -1, 0)
+            page = at + (2 << 20) - 1 & -(2 << 20)
+            libc.madvise(page, 2 << 20, 14)
+            ctypes.memset(page, 1, 2 << 20)
+            assert libc.vmsplice(pipe[1], ctypes.byref(Vector(page, 4096)), 1, 2) > 0
+            libc.munmap(at, 4 << 20)
+            held += 2 << 20
+def nameless_files():
+    while held < most:
+        kept.append(file := os.memfd_create("hoard"))
+        for _ in range(8): fill(lambda data: os.write(file, data), 1 << 20)
+def segments():
+    global held
+    while held < most:
+        at = libc.shmat(libc.shmget(0, 32 << 20, 0o1600), None, 0)
+        assert at not in (None, 2**64 - 1)
+        ctypes.memset(at, 1, 32 << 20)
+        libc.shmdt(at)
+        held += 32 << 20
+try: globals()[sys.argv[1]]()
+except (OSError, AssertionError): pass
+print(held >> 20)
+"""
+
+
+@attack(deadline_s=180.0)
+async def _(bench: Bench) -> None:
+    """memory in no address space: sockets, pipes, files without a name, System V's segments"""
+    async with bench.box(limits=Limits(memory_bytes=128 * _MB, disk_bytes=16 * _MB, wall_s=30.0)) as box:
+        for way in ("pairs", "datagrams", "pipes", "huge_pages", "nameless_files", "segments"):
+            result = await py(box, _HOARD, way)
+            killed = result.exit_code == 137
+            assert killed or (result.exit_code == 0 and int(result.stdout) <= 192), (way, result)
+        assert await output(box, "echo alive") == "alive\n"
+
+
 @attack()
 async def _(bench: Bench) -> None:
     """more CPU time than the deadline: all cores, all processes"""
