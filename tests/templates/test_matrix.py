@@ -14,7 +14,7 @@ from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.records import Message
 
-from .catalogue import Real, everything, missing, write_folder
+from .catalogue import WHOLE, Real, everything, missing, write_folder
 from .matrix import TOOLS, messages_of, oracle
 from .page import PAGE, page, row_of
 
@@ -110,5 +110,14 @@ def test_an_answer_cannot_pass_for_control_tokens(real: Real, tmp_path: Path) ->
     assert answer("a" + "".join(one._special) + "z") == answer("az")
 
 
+@pytest.mark.smollm2
 def test_the_page_says_what_is_so() -> None:
     assert PAGE.read_text() == page(), "docs/reference/templates.md is old: python -m tests.templates.page"
+
+
+@pytest.mark.smollm2
+def test_the_real_tokenizer_is_in_the_matrix() -> None:
+    row = row_of(WHOLE)
+    assert not row.refused
+    assert {cell.next for cell in row.cells} == {"user", "tool", "two tools"}
+    assert not row.faults
