@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import agentrl
+from agentrl.rollout.memory_store import MemoryStore
 from agentrl.store import interfaces
+from agentrl.store.asynchronous.store import AsyncStore
 
 ROOT = Path(agentrl.__file__).parent
 
@@ -62,7 +66,38 @@ def test_no_module_outside_the_store_types_a_handle_of_all_roles() -> None:
     assert found <= OPENS
 
 
-def test_no_call_of_a_role_takes_a_function_and_no_role_knows_of_a_database() -> None:
-    source = ast.parse(Path(interfaces.__file__).read_text())
-    words = {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
+ROLES = [role for role in vars(interfaces).values() if inspect.isclass(role) and role.__module__ == interfaces.__name__]
+
+
+def calls_of(role: type) -> dict[str, inspect.Signature]:
+    """The calls of a role and of those that it is made of."""
+    kinds = [kind for kind in role.__mro__ if kind.__module__ == interfaces.__name__]
+    return {
+        name: inspect.signature(call)
+        for kind in kinds
+        for name, call in vars(kind).items()
+        if inspect.isfunction(call) and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_call_of_a_role_takes_a_function_and_no_role_knows_of_a_database(role: type) -> None:
+    words = {word for signature in calls_of(role).values() for word in re.findall(r"\w+", str(signature))}
     assert not words & {"Callable", "Database", "sqlite3", "Cursor", "Row"}
+
+
+@pytest.mark.parametrize(
+    ("store", "role"),
+    [
+        (AsyncStore, interfaces.RolloutStore),
+        (AsyncStore, interfaces.RewardStore),
+        (MemoryStore, interfaces.EpisodeStore),
+    ],
+)
+def test_a_stores_other_faces_take_what_the_store_takes(store: type, role: type) -> None:
+    """A type checker reads a role's calls where they are used, and not whether a class has them."""
+    theirs = {name: inspect.signature(getattr(store, name)) for name in calls_of(role)}
+    assert {name: list(own.parameters.values()) for name, own in theirs.items()} == {
+        name: list(own.parameters.values()) for name, own in calls_of(role).items()
+    }
+    assert all(inspect.iscoroutinefunction(getattr(store, name)) for name in theirs if name != "post_partial")

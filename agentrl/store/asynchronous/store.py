@@ -18,25 +18,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import trio
 
 from agentrl.errors import DiskFull, StoreAway, StoreError
-from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
-from agentrl.store import Claim, Partial, RunStore, Snapshot
+from agentrl.store import Partial, RunStore
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.wait_for_work import Waiting
 from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role
-from agentrl.store.episodes.endings import Ending
 from agentrl.store.interfaces import ReadStore
-from agentrl.tokens.columns import NONE, Columns
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
 _DISK_S = 1.0  # between two tries to write on a full disk
@@ -53,6 +51,39 @@ class Write:
         self.call, self.shared = call, shared
         self.result: Result | None = None
         self.task: trio.lowlevel.Task | None = None  # waits for it
+
+
+def _written(
+    method: Callable[Concatenate[RunStore, _P], _T],
+    *,
+    entry: Callable[Concatenate[RunStore, _P], Callable[[], Any]] | None = None,
+    shared: bool = False,
+    waits_for_space: bool = True,
+) -> Callable[Concatenate[AsyncStore, _P], Coroutine[Any, Any, _T]]:
+    """A write of the store, awaited. `entry` makes it a call that is committed at once with others of its kind.
+    `shared`: it writes rows of one episode, so other processes may do so meanwhile."""
+
+    @wraps(method)
+    async def call(self: Any, *given: _P.args, **named: _P.kwargs) -> _T:
+        if entry is None:
+            made = partial(getattr(self._store, method.__name__), *given, **named)
+        else:
+            made = getattr(self._store, entry.__name__)(*given, **named)
+        return await (self._write if waits_for_space else self._once)(made, shared=shared)
+
+    return call
+
+
+def _read(
+    method: Callable[Concatenate[RunStore, _P], _T],
+) -> Callable[Concatenate[AsyncStore, _P], Coroutine[Any, Any, _T]]:
+    """A read of the store, awaited."""
+
+    @wraps(method)
+    async def call(self: Any, *given: _P.args, **named: _P.kwargs) -> _T:
+        return await self._read(lambda store: getattr(store, method.__name__)(*given, **named))
+
+    return call
 
 
 class AsyncStore:
@@ -77,108 +108,42 @@ class AsyncStore:
 
     # --- what a worker does
 
-    async def claim(
-        self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
-    ) -> list[Claim]:
-        return await self._once(partial(self._store.claim, worker, limit, lease_s=lease_s, now=now, ahead=ahead))
-
-    async def reload(self, claim: Claim) -> Claim:
-        return await self._write(partial(self._store.reload, claim))  # after the episode's writes, so among them
-
-    async def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
-        return await self._once(partial(self._store.renew, worker, lease_s=lease_s, now=now))
-
-    async def hand_back(self, worker: str) -> int:
-        return await self._write(partial(self._store.hand_back, worker))
-
-    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
-        await self._write(partial(self._store.begin, episode_id, fence, start), shared=True)
-
-    async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
-        await self._write(self._store.turn_entry(episode_id, fence, turn), shared=True)
+    claim = _written(RunStore.claim, waits_for_space=False)
+    reload = _written(RunStore.reload)  # after the episode's writes, so among them
+    renew = _written(RunStore.renew, waits_for_space=False)
+    hand_back = _written(RunStore.hand_back)
+    begin = _written(RunStore.begin, shared=True)
+    journal_turn = _written(RunStore.journal_turn, entry=RunStore.turn_entry, shared=True)
+    journal_step = _written(RunStore.journal_step, entry=RunStore.step_entry, shared=True)
+    restart_episode = _written(RunStore.restart_episode)
+    discard_turn = _written(RunStore.discard_turn)
+    restart_group = _written(RunStore.restart_group)
+    finish = _written(RunStore.finish, entry=RunStore.finish_entry)
+    keep_snapshot = _written(RunStore.keep_snapshot, shared=True)
+    snapshot = _written(RunStore.snapshot)
+    note_unsaved = _written(RunStore.note_unsaved, shared=True)
+    unsaved = _written(RunStore.unsaved)
+    keep_artifacts = _written(RunStore.keep_artifacts, shared=True)
+    record = _written(RunStore.record, waits_for_space=False)
+    meta = _read(RunStore.meta)
+    current_version = _read(RunStore.current_version)
 
     def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
+        """Write a part of a turn; nobody waits for it."""
         return self._post(self._store.part_entry(episode_id, fence, part), shared=True)
 
-    async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
-        await self._write(self._store.step_entry(episode_id, fence, turn_index, step), shared=True)
-
-    async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
-        await self._write(partial(self._store.restart_episode, episode_id, fence, reason))
-
-    async def discard_turn(self, episode_id: int, fence: int) -> None:
-        await self._write(partial(self._store.discard_turn, episode_id, fence))
-
-    async def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
-        return await self._write(partial(self._store.restart_group, episode_id, fence, max_replays))
-
-    async def finish(
-        self,
-        episode_id: int,
-        fence: int,
-        *,
-        stop_reason: StopReason,
-        outcome: float | None,
-        success: bool | None,
-        outcomes: Mapping[str, float] | None = None,
-        detail: str = "",
-    ) -> None:
-        said: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes or {}, "detail": detail}
-        await self._write(self._store.end_entry(episode_id, fence, Ending(stop_reason=stop_reason, **said)))
-
-    async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
-        await self._write(partial(self._store.keep_snapshot, episode_id, fence, snapshot), shared=True)
-
-    async def snapshot(self, episode_id: int) -> Snapshot | None:
-        return await self._write(partial(self._store.snapshot, episode_id))
-
-    async def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
-        await self._write(partial(self._store.note_unsaved, episode_id, fence, turn, reason), shared=True)
-
-    async def unsaved(self, episode_id: int) -> str:
-        return await self._write(partial(self._store.unsaved, episode_id))
-
-    async def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
-        await self._write(partial(self._store.keep_artifacts, episode_id, fence, turn, files), shared=True)
-
-    async def meta(self, key: str) -> str | None:
-        return await self._read(lambda store: store.meta(key))
-
-    async def current_version(self) -> WeightVersion:
-        return await self._read(lambda store: store.current_version())
-
-    async def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
-        await self._once(partial(self._store.record, kind, step, values))
-
     async def wait_for_work(self, role: Role, timeout_s: float) -> None:
+        """Wait until there may be work for `role`, or until the timeout."""
         await self._waiting(role, timeout_s)
 
     # --- what a reward source does
 
-    async def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
-        skip = list(skip)
-        return await self._read(lambda store: store.awaiting(source, limit, skip=skip, settled=settled))
+    awaiting = _read(RunStore.awaiting)
+    trajectory = _read(RunStore.trajectory)
+    artifacts = _read(RunStore.artifacts)
+    score = _written(RunStore.score)
 
-    async def trajectory(self, episode_id: int) -> Trajectory:
-        return await self._read(lambda store: store.trajectory(episode_id))
-
-    async def artifacts(self, turn: str) -> dict[str, bytes] | None:
-        return await self._read(lambda store: store.artifacts(turn))
-
-    async def score(
-        self,
-        turn: str,
-        source: str,
-        value: float,
-        *,
-        version: int | None = None,
-        took_s: float,
-        cost: float,
-        columns: Columns = NONE,
-    ) -> bool:
-        said = {"version": version, "took_s": took_s, "cost": cost, "columns": columns}
-        call = partial(self._store.score, turn, source, value, **said)
-        return await self._write(call)
+    # --- reads
 
     async def _read(self, call: Callable[[ReadStore], _T]) -> _T:
         try:

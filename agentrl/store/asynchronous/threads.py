@@ -2,7 +2,7 @@
 
 While another process holds the store's lock, the caller waits; the loop's other tasks, and the deadlines by which they
 watch child processes, go on. The handle belongs to these writes: a read of it in the loop would wait for them too, so
-the loop reads by a handle of its own. Never knows what a write is. `awaitable` is the same for many small writes.
+the loop reads by a handle of its own. Never knows what a write is. `store` is the same for many small writes.
 """
 
 from __future__ import annotations

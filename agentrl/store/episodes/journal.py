@@ -101,9 +101,15 @@ class Journal(Versions):
 
         `outcomes` are the outcomes by role; `detail` is the one-line cause of a failure. Raises StoreError for an
         outcome that is not finite."""
-        said: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes or {}, "detail": detail}
-        self.end_entry(episode_id, fence, Ending(stop_reason=stop_reason, **said))()
+        given: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes, "detail": detail}
+        self.finish_entry(episode_id, fence, stop_reason=stop_reason, **given)()
+
+    def finish_entry(
+        self, episode_id: int, fence: int, *, outcomes: Mapping[str, float] | None = None, **ending: Any
+    ) -> EndEntry:
+        """`finish` as a call that `together` makes at once with others. Raises StoreError as it."""
+        return self.end_entry(episode_id, fence, Ending(outcomes=outcomes or {}, **ending))
 
     def end_entry(self, episode_id: int, fence: int, ending: Ending) -> EndEntry:
-        """`finish` as a call that `together` makes at once with others. Raises StoreError as it."""
+        """The same of an ending."""
         return EndEntry(self._db, episode_id, fence, replace(ending, detail=printable(ending.detail)))
