@@ -121,6 +121,16 @@ def test_an_evaluation_replaces_no_run_that_trained(tmp_path: Path) -> None:
     assert run.store_path.exists()
 
 
+@pytest.mark.slow
+def test_an_evaluation_shows_episodes_word_for_word() -> None:
+    words = ("eval", "agentrl/tiny-coder", "--env", "agentrl/Calculator-v0", "--set", "rollout.max_turns=2")
+    code, stdout, stderr = agentrl(*words, "--n", 3, "--show", 2)
+    assert code == 0, stderr
+    titles = [line for line in stdout.splitlines() if line.startswith("tasks, task ")]
+    assert len(titles) == 2 and all(": not solved in " in title for title in titles)
+    assert stdout.count("Use the calculator, then submit the result.") == 2
+
+
 def test_a_module_of_the_working_folder_is_found_as_its_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def evaluate(
     n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print the first N episodes of each set, word for word")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name at that server")] = None,
@@ -166,14 +167,16 @@ def evaluate(
 ) -> None:
     """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID, measure a
     model on any server; episodes that --out holds already are not played again."""
+    if show and as_json:
+        raise UsageError("--show prints texts, --json one document: leave out one of them")
     if endpoint is not None:
         key = os.environ.get(key_variable or "OPENAI_API_KEY")
-        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16)]
+        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16, show)]
     else:
         alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
         if given := [option for option, value in alone.items() if value is not None]:
             raise UsageError(f"{', '.join(given)}: only with --endpoint URL; leave it out for a run or a model folder")
-        results = _evaluate_model(what, env, n, settings or [], out)
+        results = _evaluate_model(what, env, n, settings or [], out, show)
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
@@ -197,18 +200,31 @@ def _show_evaluation(results: list[EvalResult]) -> None:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
 
 
+def _show_episode(title: str, text: str) -> None:
+    tables.console().print(f"{title}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _evaluate_model(
-    what: str | None, env: str | None, n: int, settings: list[str], out: Path | None
+    what: str | None, env: str | None, n: int, settings: list[str], out: Path | None, show: int
 ) -> list[EvalResult]:
     from agentrl.host.janitor import OwnedFolder
     from agentrl.run.evaluation.of_checkpoint import measured
+    from agentrl.run.reporting.report import held_out_episodes
+    from agentrl.run.run_folder import RunDir
     from agentrl.run.trainer import evaluate as measure
+    from agentrl.store import RunStore
 
     if what is None:
         raise UsageError("name a run directory or a model; or give --endpoint URL --model NAME --env ID")
     config, adapters = measured(what, env, n, settings)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
-        return measure(config, adapters, out=out or owner.path / "run")
+        run = RunDir(out or owner.path / "run")
+        results = measure(config, adapters, out=run.path)
+        with RunStore.read(run.store_path) as store:
+            for held_out in config.eval.sets if show else ():
+                for title, text in held_out_episodes(store, held_out.name, "now", show):
+                    _show_episode(title, text)
+        return results
 
 
 def _evaluate_endpoint(
@@ -221,11 +237,13 @@ def _evaluate_endpoint(
     out: Path | None,
     key: str | None,
     concurrency: int,
+    show: int,
 ) -> EvalResult:
     from agentrl.config.sections import check_url
     from agentrl.engine.scoring_client import ScoringClient
     from agentrl.host.janitor import OwnedFolder
     from agentrl.run.evaluation import of_endpoint as endpoint
+    from agentrl.run.reporting.report import quoted
 
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
@@ -233,13 +251,16 @@ def _evaluate_endpoint(
     check_url("--endpoint", url)
     client = ScoringClient(url, model=model, api_key=key, concurrency=concurrency)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
-        return endpoint.evaluate(
+        result = endpoint.evaluate(
             config,
             endpoint.Endpoint(client=client, concurrency=concurrency, options=endpoint.sampling(config)),
             n,
             out or owner.path,
             on_result=lambda row: print(endpoint.line(row), file=sys.stderr),
         )
+        for row, said in endpoint.conversations(out or owner.path, show):
+            _show_episode(endpoint.line(row), "\n\n" + "\n".join(quoted(said)))
+        return result
 
 
 @app.command()

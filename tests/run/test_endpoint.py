@@ -90,6 +90,22 @@ def run(url: str, *more: object, n: int = 3) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def test_show_prints_what_was_said(server: Any, tmp_path: Path) -> None:
+    command = ["eval", "--endpoint", server[0], "--model", "m", "--env", "agentrl/Calculator-v0", "--n", "3"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from agentrl.cli.main import main; main()", *command, "--show", "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("    [user]") == 2 and done.stdout.count('    {"name": "submit", ') == 2
+    assert "(done)" in done.stdout and "What is" in done.stdout
+    code, _, err = run(server[0], "--show", "2")
+    assert code == 2 and "--show prints texts, --json one document: leave out one of them" in err
+
+
 def test_a_served_model_is_measured_and_what_was_played_is_not_played_again(server: Any, tmp_path: Path) -> None:
     url, requests, answers = server
     settings = ("--set", "rollout.temperature=0.5", "--set", "eval.temperature=0.25", "--set", "rollout.max_turns=2")

@@ -25,6 +25,7 @@ from agentrl.config import Rollout, RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env import as_async, step_results
+from agentrl.env.chat_messages import plain_messages
 from agentrl.env.tools.calls import Malformed, ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import (
@@ -126,6 +127,13 @@ def evaluate(
     return _means(rows, failed=n - len(rows))
 
 
+def conversations(out: Path, n: int) -> Iterator[tuple[dict[str, Json], tuple[Message, ...]]]:
+    """The first `n` episodes of a results file by seed, each with what was said."""
+    rows = sorted(_ResultsFile(out, {}).finished(), key=lambda row: cast("int", row["seed"]))
+    for row in rows[:n]:
+        yield row, plain_messages(cast("list[Message]", row["messages"]))
+
+
 def line(row: Mapping[str, Json]) -> str:
     """One readable line about an episode."""
     if "error" in row:
@@ -177,7 +185,11 @@ class _ResultsFile:
         if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
             what = f"holds another evaluation ({', '.join(other)} differ)"
             raise UsageError(f"{self._path} {what}: give another --out")
-        return {row["seed"]: row for row in rows[1:] if "error" not in row}
+        return {row["seed"]: row for row in self.finished()}
+
+    def finished(self) -> list[dict[str, Json]]:
+        """The episodes that were played to their end, in the order of the file."""
+        return [row for row in list(self._rows())[1:] if "error" not in row]
 
     def add(self, row: Mapping[str, Json]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

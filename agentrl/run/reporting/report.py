@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.env.gymnasium_wrappers import printable
-from agentrl.records import POLICY, Messages, Trajectory
+from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.no_learning import PATIENCE, no_signal
 from agentrl.run.order_by_name import returns_of
@@ -171,15 +172,18 @@ def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) ->
     parts = [f"# {config.name}: episodes before and after training\n"]
     for held_out in config.eval.sets[:1]:
         for when in ("before", "after"):
-            purpose = evaluation.label(held_out.name, when)
-            for number, trajectory in enumerate(store.trajectories(purpose)):
-                if number == n:
-                    break
-                parts.append(f"\n## {held_out.name}, task {trajectory.task.seed}, {when}: {verdict(trajectory)}\n")
-                parts.append(transcript(trajectory))
+            parts += [
+                f"\n## {title}, {when}: {text}" for title, text in held_out_episodes(store, held_out.name, when, n)
+            ]
     target = run.path / "transcripts.md"
     target.write_text("\n".join(parts))
     return target
+
+
+def held_out_episodes(store: ReadStore, name: str, when: str, n: int) -> Iterator[tuple[str, str]]:
+    """The first `n` episodes of an evaluation: the set and the task; how it went, with the transcript."""
+    for trajectory in itertools.islice(store.trajectories(evaluation.label(name, when)), n):
+        yield f"{name}, task {trajectory.task.seed}", f"{verdict(trajectory)}\n\n{transcript(trajectory)}"
 
 
 def verdict(trajectory: Trajectory) -> str:
@@ -191,21 +195,23 @@ def verdict(trajectory: Trajectory) -> str:
 
 def transcript(trajectory: Trajectory) -> str:
     """An episode as text: every message, indented so that no part of it is read as markup."""
-    lines = list(_quoted(trajectory.start))
+    lines = list(quoted(trajectory.start))
     for turn in trajectory.turns:
         role = "assistant" if turn.role == POLICY else turn.role
-        lines += _quoted(({"role": role, "content": turn.text},))
+        lines += quoted(({"role": role, "content": turn.text},))
         if turn.step is not None:
-            lines += _quoted(turn.step.observation)
+            lines += quoted(turn.step.observation)
             said = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
             lines.append(f"    (turn {turn.id}{''.join(said)})")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(messages: Messages) -> Iterator[str]:
+def quoted(messages: Iterable[Message]) -> Iterator[str]:
+    """The lines of these messages, indented, without control characters."""
     for message in messages:
         yield f"    [{message['role']}]"
-        for line in message["content"].splitlines():
+        calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
+        for line in (*message["content"].splitlines(), *calls):
             yield f"    {printable(line)}"
         yield ""
 
