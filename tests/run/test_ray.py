@@ -67,20 +67,45 @@ def test_a_remote_client_of_ray_is_refused() -> None:
         connect("ray://10.0.0.1:10001")
 
 
+QUIET = {
+    "include_dashboard": False,
+    "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+}
+
+
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Three nodes on this machine, which a run of two engines, two workers and two ranks fills. `room` adds one."""
+def ray_here() -> Iterator[None]:
+    """Ray on this machine alone, whose processes are as nice as others."""
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_worker_niceness", "0")
     patch.setenv("RAY_AUTH_MODE", "disabled")
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def one_node(ray_here: None) -> Iterator[Any]:
+    """A cluster of one node, which has the head and room for a small run. `room` adds another such node."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 4, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **QUIET})
+    first = cluster.head_node
+    cluster.room = lambda: cluster.add_node(**node)
+    try:
+        yield cluster
+    finally:
+        first.kill_all_processes(check_alive=False, allow_graceful=False)
+        cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_here: None) -> Iterator[Any]:
+    """Three nodes on this machine, which a run of two engines, two workers and two ranks fills. `room` adds one."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": 100 << 20}
-    quiet = {
-        "include_dashboard": False,
-        "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-    }
-    cluster = Cluster(initialize_head=True, head_node_args={**node, **quiet})
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **QUIET})
     cluster.room = lambda: cluster.add_node(**node)
     cluster.others = [cluster.room(), cluster.room()]
     first, port = cluster.head_node, int(cluster.address.rpartition(":")[2])
@@ -91,7 +116,7 @@ def cluster() -> Iterator[Any]:
         head.kill()
         head.wait()
         cluster.head_node = None
-        cluster.add_node(**node | {"num_cpus": 6, "gcs_server_port": port}, **quiet)
+        cluster.add_node(**node | {"num_cpus": 6, "gcs_server_port": port}, **QUIET)
 
     cluster.another_head = another
     try:
@@ -99,7 +124,6 @@ def cluster() -> Iterator[Any]:
     finally:
         first.kill_all_processes(check_alive=False, allow_graceful=False)
         cluster.shutdown()
-        patch.undo()
 
 
 def lives(run: RunDir) -> dict[str, int]:
@@ -184,6 +208,45 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
             assert audit(store, run.checkpoints).violations == []
             urls = store.meta("engine_urls") or ""
             assert not re.search(r"127\.0\.0\.1", urls), "engines serve at their node's address"
+    assert_nothing_remains(run)
+
+
+@pytest.mark.slow
+def test_law_2_a_run_whose_own_node_is_lost_goes_on_when_it_is_there_again_and_stops(
+    tmp_path: Path, one_node: Any
+) -> None:
+    """The raylet of the supervisor's node is killed, and the head lives: Ray ends the run's job. The parent starts the
+    supervisor again, which waits for the node; `agentrl stop` ends both for good."""
+    run = RunDir(tmp_path / "run")
+    file = run_file(
+        tmp_path,
+        "agentrl/Calculator-v0",
+        cluster={"launcher": "ray", "address": one_node.address, "lease_s": 10.0},
+        train={"steps": 5000, "checkpoint_every": 1},
+        eval={"sets": [], "every": 0},
+    )
+    with started("train", file, "--out", run.path, "--keep-alive") as process:
+        wait_for_step(run.path, 1, process)
+        wait_until(lambda: len(lives(run)) == 3, process)
+        there = lives(run)
+        assert {above(above(pid)) for pid in there.values()} == {raylet(one_node.head_node)}
+        os.kill(raylet(one_node.head_node), signal.SIGKILL)
+        wait_until(lambda: not there.items() & lives(run).items(), process)  # nobody trains on, unseen
+        one_node.room()
+        wait_for_others(run, there, there)
+        wait_for_step(run.path, last_step(run) + 1, process)
+        words = command("stop", run.path, "--deadline-s", DEADLINE_S)
+        stopped = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S + 60)
+        assert stopped.returncode == 0, stopped
+        output, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, errors + output
+    assert errors.count("it is started again") == 1, errors
+    assert "Ray lost the node of this machine (its raylet ended)" in errors
+    assert f"stopped by SIGTERM; go on with agentrl train --resume {run.path}" in errors
+    with RunStore.read(run.store_path) as store:
+        assert audit(store, run.checkpoints).violations == []
+        trained = [episode for step in range(1, last_step(run) + 1) for episode in store.lineage(step)]
+        assert trained and len(trained) == len(set(trained)), "once each, in both lives"
     assert_nothing_remains(run)
 
 
