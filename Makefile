@@ -12,7 +12,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo test test-slow test-all test-numeric gpu-check check vllm lock clean
+.PHONY: help setup demo demo-llm test test-slow test-all test-numeric gpu-check check vllm lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -51,6 +51,9 @@ sandbox-ready:
 UNBOXED = $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-unsafe)
 demo: setup ## train the tiny coding agent on this machine, with a live view, a table and a plot
 	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(UNBOXED) $(ARGS)
+
+demo-llm: setup $(VENV)/.smollm2 ## train a real pretrained language model on this machine
+	$(BIN)/agentrl train examples/laptop_llm.toml --out runs/demo-llm --overwrite $(ARGS)
 
 # Tests that share servers run on one worker: see tests/conftest.py.
 WORKERS ?= 2

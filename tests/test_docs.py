@@ -145,7 +145,7 @@ def wrong_agentrl(arguments: list[str]) -> str:
 
 
 def wrong_make(arguments: list[str]) -> str:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     asked = [word for word in arguments if "=" not in word]
     return "" if set(asked) <= targets else f"no such target: make {shlex.join(asked)}"
 
