@@ -177,7 +177,7 @@ def stepped(
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """A step's report, gradient and update, as vectors on the CPU."""
     chosen = Train(warmup_steps=0, lr=1e-3, grad_clip=1e9, device=device, dtype=dtype, **(train or {}))
-    learner = Learner(config_of(model, algo=algo or GRPO(), train=chosen), model, device)
+    learner = Learner(config_of(model, algo=algo or GRPO(), train=chosen).learner, model, device)
     gradients: list[Tensor] = []
 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -44,7 +44,7 @@ def learner_of(bench: Bench, model: Path, *, ranks: Ranks = ALONE, **train: Any)
     own = {"dtype": "float32", "tokens_per_batch": 256} if tiny else {"dtype": "bfloat16", "tokens_per_batch": 8192}
     settings = {**own, "device": bench.device, "warmup_steps": 0, "lr": 1e-4, **train}
     config = config_of(model, algo=GRPO(), train=Train(**settings), max_tokens_per_turn=32 if tiny else 2048)
-    return Learner(config, model, bench.device, ranks=ranks)
+    return Learner(config.learner, model, bench.device, ranks=ranks)
 
 
 def model_of(bench: Bench, shape: str) -> tuple[Path, list[Group]]:

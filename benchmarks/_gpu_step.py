@@ -95,7 +95,7 @@ def _measured(bench: Bench, model: Path, label: str, settings: Mapping[str, Any]
     train = Train(**given)
     config = config_of(model, algo=GRPO(), train=train, max_tokens_per_turn=32 if bench.tiny else 2048)
     began = time.perf_counter()
-    learner = Learner(config, model, bench.device)
+    learner = Learner(config.learner, model, bench.device)
     loaded = time.perf_counter() - began
     for shape, groups in groups_of(bench).items():
         if bench.device == "cuda":
@@ -119,7 +119,7 @@ def _measured(bench: Bench, model: Path, label: str, settings: Mapping[str, Any]
             "MFU by rows": unshared / took / 1e12 / peak if peak else None,
             "seconds": " ".join(f"{part} {s:.2f}" for part, s in report.seconds.items()),
         }
-        planned = held(config, model, largest(learner, groups), on_gpu=True).total / 2**30
+        planned = held(config.learner, model, largest(learner, groups), on_gpu=True).total / 2**30
         row |= {"load s": loaded, **parts, "planned GiB": planned}
         if bench.device == "cuda":
             row["peak GiB"] = max(one.use.peak_memory_mb for one in reports) / 1024
@@ -138,13 +138,13 @@ def static(learner: Learner) -> dict[str, float]:
 
 def rows_of(learner: Learner, groups: Sequence[Group]) -> list[list[batch.Row]]:
     """The rows of each group."""
-    algo = learner.config.algo
+    algo = learner.settings.algo
     return weigh([[group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]])[0]
 
 
 def largest(learner: Learner, groups: Sequence[Group]) -> list[batch.Row]:
     """The rows of the largest pass, as the learner lays them."""
-    budget = learner.config.train.tokens_per_batch
+    budget = learner.settings.train.tokens_per_batch
     fits: list[list[batch.Row]] = []
     for rows in rows_of(learner, groups):
         if fits and sum(len(build_tree(own).token_ids_N) for own in (*fits, rows)) > budget:

@@ -70,7 +70,7 @@ def exports(bench: Bench) -> Iterator[Row]:
 
 def _learner(model: Any, device: str) -> Learner:
     return Learner(
-        config_of(model, algo=GRPO(), train=Train(device=device, threads=os.cpu_count() or 1)), model, device
+        config_of(model, algo=GRPO(), train=Train(device=device, threads=os.cpu_count() or 1)).learner, model, device
     )
 
 

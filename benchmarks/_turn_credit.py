@@ -126,7 +126,7 @@ def learn(seed: int, steps: int, settings: list[str]) -> list[float]:
     sampled by the weights that the step before made."""
     chosen = config.load(RUN_FILE, [f"seed={seed}", "buffer.max_lag=0", f"train.steps={steps}", *settings])
     folder = model_dir(chosen.model)
-    learner, sampler, rng = Learner(chosen, folder), Sampler(folder, seed), random.Random(seed)
+    learner, sampler, rng = Learner(chosen.learner, folder), Sampler(folder, seed), random.Random(seed)
     names = set(read_architecture(folder).shapes())
     rates: list[float] = []
     for step in range(steps):

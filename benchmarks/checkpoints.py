@@ -79,7 +79,7 @@ def measure(root: Path, size: int) -> dict[str, float]:
         learner.step(groups, step_of=lambda _: learner.step_index)
 
     try:
-        learner, groups = Learner(config, root / "model", ranks=ranks), prompt(1, members=2)
+        learner, groups = Learner(config.learner, root / "model", ranks=ranks), prompt(1, members=2)
         with tempfile.TemporaryDirectory(dir=root) as runs, ThreadPoolExecutor(1) as thread:
             step()
             before = forget_peak()

@@ -74,7 +74,7 @@ def counted(shape: str, tokens: int, plan: dict[str, int], lora_rank: int) -> li
     row = Row(group_id=0, episode_id=0, algo=GRPO(), token_ids=(0,) * tokens, place_S=place_S, columns={})
     with tempfile.TemporaryDirectory() as folder:
         described(shape).save_pretrained(folder)
-        return traffic(config, Path(folder), [row])
+        return traffic(config.learner, Path(folder), [row])
 
 
 def table(found: list[Collective]) -> list[str]:

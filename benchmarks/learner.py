@@ -200,7 +200,7 @@ def ways_of(
             rollout=Rollout(max_context=chosen.tokens_per_batch),
             train=Train(lr=1e-9, grad_clip=1e9, warmup_steps=0, **sizes),
         )
-        return Learner(config, folder)
+        return Learner(config.learner, folder)
 
     def trees(of: Learner) -> float:
         now = of.step_index

@@ -152,7 +152,7 @@ def stepped(folder: Path, groups: list[Group], dtype: Any, replay: str) -> StepR
         engine=EngineSettings(kind="vllm", routed_experts=replay == "on"),
         train=Train.model_validate({"dtype": dtype, "routing_replay": replay}),
     )
-    return Learner(config, folder).step(groups, step_of=lambda _: 0)
+    return Learner(config.learner, folder).step(groups, step_of=lambda _: 0)
 
 
 def row(model: str, dtype: str, replay: str, report: StepReport, dense: float | None) -> str:

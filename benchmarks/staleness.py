@@ -149,7 +149,7 @@ def learn(lag: int, settings: Sequence[str], seed: int) -> list[float]:
         document: dict[str, Any] = {"model": str(folder), "env": {"id": "letters"}}
         for setting in (*COMMON, *settings, f"seed={seed}", f"buffer.max_lag={lag}"):
             config.apply_override(document, setting)
-        learner, player = Learner(config.parse(document), folder), Player(folder, seed)
+        learner, player = Learner(config.parse(document).learner, folder), Player(folder, seed)
     kept = deque([weights(learner)], maxlen=lag + 1)
     played: list[float] = []
     for step in range(STEPS):

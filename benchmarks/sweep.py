@@ -83,7 +83,7 @@ def configured(folder: Path, budget: int, parallel: ParallelPlan = ONE) -> RunCo
 
 
 def measure(folder: Path, groups: list[Group], budget: int, before: float) -> None:
-    learner = Learner(configured(folder, budget), folder)
+    learner = Learner(configured(folder, budget).learner, folder)
     reset()
     began = time.process_time()
     learner.step(groups, step_of=lambda _: 0)
@@ -111,7 +111,7 @@ def over_ranks(folder: Path, groups: list[Group], budget: int, plan: ParallelPla
         if plan.ranks > 1:
             ranks = Leader([torch.device("cpu")] * plan.ranks, deadline_s=DEADLINE_S, start_s=DEADLINE_S)
             stack.enter_context(closing(ranks))
-        learner = Learner(configured(folder, budget, plan), folder, ranks=ranks or ALONE)
+        learner = Learner(configured(folder, budget, plan).learner, folder, ranks=ranks or ALONE)
         learner.step(groups, step_of=lambda _: 0)
         processes = [os.getpid(), *(ranks.processes if ranks else ())]
         rest, used = [resident_mb(pid) for pid in processes], [cpu_s(pid) for pid in processes]

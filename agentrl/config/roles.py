@@ -36,7 +36,7 @@ class WithRoles:
         roles: list[RoleTable]
 
         @property
-        def algorithms(self) -> dict[str, Algorithm]: ...
+        def algorithms(self) -> Mapping[str, Algorithm]: ...
 
     @property
     def algo_by_role(self) -> dict[str, Algorithm]:

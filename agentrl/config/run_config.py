@@ -22,6 +22,7 @@ from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
 from agentrl.config.cluster import Cluster, WithCluster
 from agentrl.config.league import LeagueSettings
+from agentrl.config.learner import LearnerSettings
 from agentrl.config.roles import RoleTable, WithRoles
 from agentrl.config.sandbox import Sandboxes
 from agentrl.config.sections import (
@@ -353,6 +354,24 @@ class RunConfig(WithRoles, WithCluster, _Section):
             return self.algo_by_role[role]
         named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
         return next(named, self.algo)
+
+    @property
+    def learner(self) -> LearnerSettings:
+        """The part of it that a learner reads."""
+        return LearnerSettings(
+            model=self.model,
+            train=self.train,
+            algo=self.algo,
+            algo_by_env={env: self.algo_of(env) for env in self.environments},
+            roles=self.roles,
+            named=self.algorithms,
+            seed=self.seed,
+            temperature=self.rollout.temperature,
+            max_lag=self.buffer.max_lag,
+            quorum=self.quorum,
+            keeps_kv=not self.engine.recompute_kv,
+            routed_experts=self.engine.routed_experts,
+        )
 
     @field_validator("algo", mode="before")
     @classmethod

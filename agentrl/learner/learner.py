@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algos.algorithm import Outputs
-from agentrl.config import RunConfig
 from agentrl.config.algorithms import distinct
+from agentrl.config.learner import LearnerSettings
 from agentrl.errors import RunFailed
 from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
@@ -76,7 +76,7 @@ class Learner:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: LearnerSettings,
         model_dir: Path,
         device: torch.device | str = "cpu",
         *,
@@ -93,15 +93,15 @@ class Learner:
         whenever a part of long work is done: a pass, an update, a file; `may_save` before a checkpoint appears, and
         raises if it must not. `ranks` share the work: this learner is that of
         rank 0, and they make their own. Raises ModelError."""
-        self.config, self.algorithms = config, distinct(config.algorithms)
+        self.settings, self.algorithms = settings, distinct(settings.algorithms)
         self._progress, self._may_save, self.ranks = progress, may_save, ranks
-        torch.set_num_threads(config.train.threads)
-        torch.manual_seed(config.seed)
-        with ranks.building(config, model_dir, reference_dir, folder_of):
+        torch.set_num_threads(settings.train.threads)
+        torch.manual_seed(settings.seed)
+        with ranks.building(settings, model_dir, reference_dir, folder_of):
             self.models = Models(
-                config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks
+                settings, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks
             )
-            check(config.train, self.models.policies(), routed=config.engine.routed_experts)
+            check(settings.train, self.models.policies(), routed=settings.routed_experts)
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.step_index = 0
         self.checkpoint_step = 0
@@ -122,36 +122,36 @@ class Learner:
         max_lag: int | None = None,
     ) -> StepReport:
         """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step, `undone`
-        says whether a restart abandoned it. `max_lag` is the lag bound (default: `buffer.max_lag`).
+        says whether a restart abandoned it. `max_lag` is the lag bound (default: that of the settings).
 
         A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False), as
         does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
         row."""
         watch = self._watch = Stopwatch()
-        abandoned, by_role = cache(undone), self.config.algo_by_role
+        abandoned, by_role = cache(undone), self.settings.algo_by_role
         ready = [
             group_rows(
                 group,
-                self.config.algo_of(group.task.env),
+                self.settings.algo_of(group.task.env),
                 step_of=step_of,
                 step_now=self.step_index,
-                max_lag=self.config.buffer.max_lag if max_lag is None else max_lag,
+                max_lag=self.settings.max_lag if max_lag is None else max_lag,
                 undone=abandoned,
-                keeps_kv=not self.config.engine.recompute_kv,
-                quorum=self.config.quorum,
+                keeps_kv=self.settings.keeps_kv,
+                quorum=self.settings.quorum,
                 by_role=by_role,
-                policies=self.config.own_roles,
+                policies=self.settings.own_roles,
             )
             for group in groups
         ]
         updates = self._packed(self._minibatches([one for one in ready if not one.skipped]))
-        updates = [prepared(part, self._routers, self.config.train.routing_replay) for part in updates]
+        updates = [prepared(part, self._routers, self.settings.train.routing_replay) for part in updates]
         watch.lap("pack")
-        updates = self._with_proximal(updates, every=len(updates) * self.config.train.epochs > 1)
+        updates = self._with_proximal(updates, every=len(updates) * self.settings.train.epochs > 1)
         updates = self._with_advantages(updates)
         watch.lap("proximal")
         tally = Tally(self.algorithms)
-        for _ in range(self.config.train.epochs):
+        for _ in range(self.settings.train.epochs):
             for part in updates:
                 if part:
                     self._update(part, tally)
@@ -166,7 +166,7 @@ class Learner:
             self.model.device,
             seconds=self.ranks.size * sum(watch.seconds.values()),
             dtype=self.model.dtype,
-            peak_tflops=self.config.train.peak_tflops,
+            peak_tflops=self.settings.train.peak_tflops,
         )
         return summarise(
             self.step_index,
@@ -176,15 +176,15 @@ class Learner:
             lr=lr,
             use=used,
             seconds=watch.seconds,
-            replays=self.config.engine.routed_experts and self.config.train.routing_replay != "off",
+            replays=self.settings.routed_experts and self.settings.train.routing_replay != "off",
         )
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
-        n = min(self.config.train.minibatches, max(len(ready), 1))
+        n = min(self.settings.train.minibatches, max(len(ready), 1))
         order = list(ready)
         if n > 1:
-            random.Random(f"{self.config.seed}/{self.step_index}").shuffle(order)
+            random.Random(f"{self.settings.seed}/{self.step_index}").shuffle(order)
         return [order[index::n] for index in range(n)]
 
     def _packed(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
@@ -205,7 +205,7 @@ class Learner:
             predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
             return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
 
-        budget, size = self.config.train.tokens_per_batch, self._at_once
+        budget, size = self.settings.train.tokens_per_batch, self._at_once
         shared = not any(model.obstacle for model in self.models.policies())
         kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
         return [
@@ -225,7 +225,7 @@ class Learner:
     def _with_advantages(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
         """The passes with the advantages that each algorithm computes over all its tokens of a step, by policy."""
         judged = {id(pack): pack for part in updates for pack in part}
-        for algo, policy in product(self.algorithms.values(), (None, *self.config.own_roles)):
+        for algo, policy in product(self.algorithms.values(), (None, *self.settings.own_roles)):
             laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
             if not laid:
                 continue
@@ -238,7 +238,7 @@ class Learner:
 
     def _update(self, part: Sequence[Pack], tally: Tally) -> None:
         """Forward and backward over the passes of an update, then an optimizer step."""
-        part = pulled(part, self._routers, self.config.train.balance_weight, self._routing)
+        part = pulled(part, self._routers, self.settings.train.balance_weight, self._routing)
         found = self._over_ranks(self.forward_backward, part)
         for at, pack in enumerate(part):
             tally.add_pass(pack, found[at])
@@ -343,7 +343,7 @@ class Learner:
     def optimizer_step(self, given: tuple[Sequence[str], float]) -> float | None:
         """Update the named models from the accumulated gradients, given their loss: see `Models.optimizer_step`."""
         names, loss = given
-        norm = self.models.optimizer_step(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
+        norm = self.models.optimizer_step(names, loss=loss, lr_share=self.settings.train.lr_share(self.step_index + 1))
         self._watch.lap("optimizer")
         self._progress()
         return norm
@@ -365,7 +365,7 @@ class Learner:
 
     def score_tokens(self, given: tuple[Sequence[int], torch.dtype, str | None]) -> tuple[float, ...]:
         token_ids, dtype, role = given
-        if self.config.adapted_roles:
+        if self.settings.adapted_roles:
             lora.activate(self.model.module, role)
         return self.models.of(role).score(token_ids, dtype)
 
@@ -411,7 +411,7 @@ class Learner:
             parts=self.models.parts(),
             own=self.models.own,
             found=found,
-            keep=self.config.train.keep_checkpoints,
+            keep=self.settings.train.keep_checkpoints,
             ranks=self.ranks.size,
             settle=partial(self.ranks.settle, draft.name, progress),
             progress=progress,
@@ -428,7 +428,7 @@ class Learner:
         return state
 
     def _check_skipped(self) -> None:
-        most = self.config.train.max_skipped
+        most = self.settings.train.max_skipped
         if self.skipped_in_a_row > most:
             raise Diverged(
                 f"step {self.step_index}: the gradients of {self.skipped_in_a_row} updates in a row were not finite, "

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config import RunConfig
+from agentrl.config.learner import LearnerSettings
 from agentrl.errors import ModelError
 from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import Branch, Pack, packs, stem
@@ -141,7 +141,7 @@ def parameters_of(folder: Path) -> int:
 
 
 def held(
-    config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1, context: int = 1
+    settings: LearnerSettings, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1, context: int = 1
 ) -> Held:
     """Of a step whose largest pass computes `rows`, after the first step; of a group that has several `passes` where it
     is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is one kernel that holds its
@@ -149,21 +149,23 @@ def held(
     `context` ranks that share a pass by its nodes: each has its nodes', the keys and values on their paths, and all
     that a stem lends. Raises ModelError for a model that cannot be computed without numbers."""
     try:
-        return _held(config, folder, rows, passes, context, on_gpu=on_gpu)
+        return _held(settings, folder, rows, passes, context, on_gpu=on_gpu)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
 
 
-def _held(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool) -> Held:
+def _held(
+    settings: LearnerSettings, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool
+) -> Held:
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= max(TRACED):
-        return _traced(config, folder, rows, passes, context, on_gpu=on_gpu)
+        return _traced(settings, folder, rows, passes, context, on_gpu=on_gpu)
     with tempfile.TemporaryDirectory() as scratch:
         less, more = (
             _traced(
-                config, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, context, on_gpu=on_gpu
+                settings, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, context, on_gpu=on_gpu
             )
             for layers in TRACED
         )
@@ -180,9 +182,11 @@ def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
     return folder
 
 
-def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool) -> Held:
+def _traced(
+    settings: LearnerSettings, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool
+) -> Held:
     with hollow():
-        models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
+        models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
 
     class Counted(Kernel):
         heard: ClassVar[list[int]] = []
@@ -213,7 +217,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, c
                 models.others(pack)
                 outputs = models.forward(pack, trained=tuple(models.optimizers))
                 activations, lent = tracker.now - static, models.lent_bytes
-                if not config.train.gradient_checkpointing:
+                if not settings.train.gradient_checkpointing:
                     along = along or sum(Counted.heard)  # in the first the stem's are among them
                 said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
                 loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()

@@ -142,7 +142,9 @@ class _Replay:
 
     def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
         self._config, self._store, self._as_it_was = config, store, True
-        self.learner = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
+        self.learner = Learner(
+            config.learner, model_dir(config.model), device_of(config.train), folder_of=partial(slot_dir, config)
+        )
         if begun is not None:
             try:
                 self.learner.load(begun)
@@ -159,7 +161,9 @@ class _Replay:
         """Train the next step with other settings, from the same weights and optimizers. A model that only these need
         is new."""
         old = self.learner
-        new = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
+        new = Learner(
+            config.learner, model_dir(config.model), device_of(config.train), folder_of=partial(slot_dir, config)
+        )
         for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
             master_weights.load(mine.module, master_weights.state(theirs.module))
         if new.models.critic is not None:

@@ -28,6 +28,7 @@ from agentrl import config as configuration
 from agentrl.algos.algorithm import Outputs
 from agentrl.algos.sft import Supervised
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.config.learner import LearnerSettings
 from agentrl.config.sections import Count, Section, check_template, config_error
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ConfigError, UsageError
@@ -65,7 +66,7 @@ class SFTConfig(Section):
     def _of_template(cls, template: dict[str, Any]) -> dict[str, Any]:
         return check_template(template)
 
-    def learner(self) -> RunConfig:
+    def learner(self) -> LearnerSettings:
         """The settings that a learner reads."""
         if self.train.parallel.ranks > 1:
             raise ConfigError("train.parallel.ranks", self.train.parallel.ranks, "a warm start has one: leave it out")
@@ -77,7 +78,7 @@ class SFTConfig(Section):
             algo=Supervised(normalise=self.normalise),
             rollout=Rollout(max_context=self.max_context, max_tokens_per_turn=1),
             train=self.train,
-        )
+        ).learner
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
@@ -158,7 +159,7 @@ class _Training:
     def __init__(self, config: SFTConfig, out: Path) -> None:
         self._config, self._out = config, out
         folder = model_dir(config.model)
-        self._learner = Learner(config.learner(), folder, device_of(config.learner()))
+        self._learner = Learner(config.learner(), folder, device_of(config.train))
         renderer = Renderer(folder, template_kwargs=config.template)
         vocab = self._learner.model.vocab
         self._data, self._held_out = (
@@ -215,14 +216,16 @@ class _Training:
     def held_out(self) -> dict[str, float]:
         """Loss and accuracy over all tokens of the held-out demonstrations."""
         learner = self._learner
-        config = learner.config
+        settings = learner.settings
         ready = [
-            group_rows(_group(at, one), config.algo, step_of=lambda _: 0, step_now=0, max_lag=0)
+            group_rows(_group(at, one), settings.algo, step_of=lambda _: 0, step_now=0, max_lag=0)
             for at, one in enumerate(self._held_out)
         ]
         (rows,) = weigh([ready])
         loss = hits = tokens = 0.0
-        for pack in packs(rows, config.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle):
+        for pack in packs(
+            rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
+        ):
             accuracy = _Accuracy(learner)
             outputs = learner.models.forward(pack, trained=())
             accuracy.count(pack, pack.columns, outputs)

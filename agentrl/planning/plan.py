@@ -322,7 +322,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     Raises ConfigError if they cannot divide the heads."""
     rows, passes = rows_of(config, work), _passes(config, work)
     tensor, context = config.train.parallel.tensor, config.train.parallel.context
-    whole = held(config, folder, rows, on_gpu=True, passes=passes, context=context)
+    whole = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
     if tensor == 1:
         return whole
     described = _described(folder)
@@ -331,7 +331,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
-        part = held(config, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
+        part = held(config.learner, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
     return replace(whole, activations=part.activations, temporary=part.temporary)
 
 

@@ -56,7 +56,7 @@ def of_ranks(ranks: Leader) -> list[Listening]:
 def test_no_port_of_the_ranks_takes_orders_or_disturbs_a_step(
     two: Leader, other_user: OtherUser, tmp_path: Path
 ) -> None:
-    learner = Learner(config(), tiny_qwen3(tmp_path), ranks=two)
+    learner = Learner(config().learner, tiny_qwen3(tmp_path), ranks=two)
     learner.step(groups(3), step_of=STEP_OF)
     known = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     found = [one for one in of_ranks(two) if one.port != known.port]

@@ -35,7 +35,7 @@ def server(mixture: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def trained(mixture: Policy) -> tuple[int, Path]:
     """A new version of the policy: an adapter that the learner moved away from nothing, and its folder."""
     settings = Train(lr=1e-1, warmup_steps=0, lora_rank=LORA_RANK, lora_targets=ATTENTION)
-    learner = Learner(run_config(train=settings), mixture.folder)
+    learner = Learner(run_config(train=settings).learner, mixture.folder)
     for step in range(2):
         learner.step([random_group(step, seed=step, vocab=VOCAB)], step_of=lambda _: 0)
     version = mixture.version + 1

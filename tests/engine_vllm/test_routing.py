@@ -114,7 +114,7 @@ async def test_the_learner_computes_with_the_engines_experts_and_no_token_falls_
     train = Train(routing_replay="on")
     config = RunConfig(model=str(folder), env=EnvSource(id=TASK.env), engine=engine, train=train)
     group = Group(id=0, task=TASK, state=GroupState.TAKEN, size=2, trajectories=tuple(members))
-    report = Learner(config, folder).step([group], step_of=lambda _: 0)
+    report = Learner(config.learner, folder).step([group], step_of=lambda _: 0)
     assert report.routing is not None and report.routing.missing == 0
     sizes = [sum(len(turn.prompt_ids + turn.token_ids) for turn in member.turns) for member in members]
     assert report.routing.replayed == sum(sizes) - len(sizes)  # a row's last token predicts nothing

@@ -107,7 +107,7 @@ def kept_run(folder: Path, batches: list[list[Group]], settings: RunConfig) -> d
 def test_grpo_trains_bit_for_bit_as_before_there_were_algorithms(qwen3_dir: Path, algo: GRPO, train: Train) -> None:
     settings = run_config(algo=algo, train=train, rollout=SHORT, seed=3)
     batches = [[random_group(10 * step + id, seed=10 * step + id) for id in range(4)] for step in range(3)]
-    learner = Learner(settings, qwen3_dir)
+    learner = Learner(settings.learner, qwen3_dir)
     for groups in batches:
         learner.step(groups, step_of=STEP_OF)
     expected = kept_run(qwen3_dir, batches, settings)
@@ -129,7 +129,7 @@ def test_the_gradient_of_a_step_is_the_same_however_it_is_divided(
     algo = GRPO.model_validate({"normalise": normalise, "divisor": 7})
 
     def gradient(train: Train) -> torch.Tensor:
-        learner = Learner(run_config(algo=algo, train=train, rollout=SHORT), qwen3_dir)
+        learner = Learner(run_config(algo=algo, train=train, rollout=SHORT).learner, qwen3_dir)
         seen: list[torch.Tensor] = []
 
         def keep() -> None:
@@ -239,7 +239,7 @@ def test_a_package_offers_an_algorithm_by_an_entry_point(qwen3_dir: Path) -> Non
     document = {**RUN_FILE, "algo": {"kind": "theirs", "strength": 3.0}, "train": {"warmup_steps": 0}}
     parsed = config.parse(document)
     assert config.from_json(config.to_json(parsed)) == parsed
-    learner = Learner(parsed, qwen3_dir)
+    learner = Learner(parsed.learner, qwen3_dir)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     report = learner.step([random_group(1, seed=1)], step_of=STEP_OF)
     assert not all(map(torch.equal, before, learner.model.parameters()))
@@ -252,7 +252,7 @@ def test_a_package_offers_an_algorithm_by_an_entry_point(qwen3_dir: Path) -> Non
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_every_kind_trains(qwen3_dir: Path, kind: str, epochs: int) -> None:
     document = {**RUN_FILE, "algo": {"kind": kind}, "train": {"warmup_steps": 0, "epochs": epochs, "lr": 1e-2}}
-    learner = Learner(config.parse(document), qwen3_dir)
+    learner = Learner(config.parse(document).learner, qwen3_dir)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     report = learner.step([random_group(id, seed=id) for id in (1, 2)], step_of=STEP_OF)
     assert not all(map(torch.equal, before, learner.model.parameters()))
@@ -294,7 +294,7 @@ def test_an_algorithm_names_a_slot_for_a_teacher(
     teacher = str(tiny_qwen3(tmp_path / "teacher", seed=5))
     settings = {"warmup_steps": 0, "lr": 1e-2}
     learner = Learner(
-        config.parse({**RUN_FILE, "algo": {"kind": "taught", "teacher": teacher}, "train": settings}), qwen3_dir
+        config.parse({**RUN_FILE, "algo": {"kind": "taught", "teacher": teacher}, "train": settings}).learner, qwen3_dir
     )
     losses = [learner.step([random_group(1, seed=1)], step_of=STEP_OF).loss or 0.0 for _ in range(30)]
     assert losses[-1] < losses[0] / 10

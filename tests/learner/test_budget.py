@@ -120,7 +120,7 @@ def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = 
         train=Train.model_validate({"warmup_steps": 0, **settings}),
         rollout=Rollout(max_context=PROMPT + SAMPLED, max_tokens_per_turn=SAMPLED),
     )
-    learner = Learner(config, folder)
+    learner = Learner(config.learner, folder)
     groups = [group(1), group(2)]  # two passes: in the second there are gradients already
     learner.step(groups, step_of=lambda _: 0)
     tracker = Tracker()
@@ -134,7 +134,7 @@ def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = 
         tracker.peak = tracker.now
         learner.step(groups, step_of=lambda _: 0)
     rows = rows_of(group(1), algo)[:members]
-    found = held(config, folder, rows, on_gpu=False, passes=MEMBERS // members)
+    found = held(config.learner, folder, rows, on_gpu=False, passes=MEMBERS // members)
     assert found.total == pytest.approx(tracker.peak, rel=0.1)
     assert found.host == host
     assert found.weights >= sum(p.nbytes for p in learner.model.module.parameters())
@@ -148,7 +148,7 @@ def test_what_an_optimizer_remembers_is_planned_by_its_kind(folder: Path) -> Non
     rows, found = rows_of(group(1), GRPO()), dict[str, float]()
     for name in ("float32", "muon", "sgd", "offloaded", "masters", "masters, offloaded", "no masters"):
         settings = CASES[name][1]
-        one = held(run_config(algo=GRPO(), train=Train.model_validate(settings)), folder, rows, on_gpu=False)
+        one = held(run_config(algo=GRPO(), train=Train.model_validate(settings)).learner, folder, rows, on_gpu=False)
         found[name], found[f"{name}: host"] = one.optimizer, one.host
         outer = VOCAB * 64 + (one.parameters - VOCAB * 64) * 0
         matrices = one.parameters - outer - 64 * 7 - 2 * 16 * 3  # of norms: two and one more in each layer, of heads
@@ -173,15 +173,15 @@ def test_a_model_is_planned_from_its_configuration_alone(folder: Path, tmp_path:
     config, rows = run_config(), rows_of(group(1), GRPO())
     bare = save(tmp_path / "bare", 3, weights=False)
     assert not list(bare.glob("*.safetensors"))
-    assert held(config, bare, rows, on_gpu=False) == held(config, folder, rows, on_gpu=False)
+    assert held(config.learner, bare, rows, on_gpu=False) == held(config.learner, folder, rows, on_gpu=False)
 
 
 def test_a_deep_model_follows_from_two_shallow_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, rows = run_config(), rows_of(group(1), GRPO())
     folder = save(tmp_path, 7, weights=False)
-    found = held(config, folder, rows, on_gpu=True)
+    found = held(config.learner, folder, rows, on_gpu=True)
     monkeypatch.setattr(memory_budget, "TRACED", (2, 7))  # all its layers, and none left to follow
-    whole = held(config, folder, rows, on_gpu=True)
+    whole = held(config.learner, folder, rows, on_gpu=True)
     assert (found.weights, found.gradients, found.operations) == (whole.weights, whole.gradients, whole.operations)
     assert found.total == pytest.approx(whole.total, rel=0.02)
 
@@ -208,7 +208,9 @@ def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: P
     def of_rank(rows: list[Row]) -> int:
         with first_of(settings.train.parallel) as first:
             with memory_budget.hollow():
-                models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
+                models = Models(
+                    settings.learner, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first
+                )
             models.policy.layout = Layout
             (pack,) = packs([rows], 1 << 60)
             with (tracker := Tracker()):
@@ -217,9 +219,11 @@ def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: P
             return tracker.now
 
     small, large = of_pass(8, 8, 2), of_pass(200, 100, 8)
-    planned = [held(settings, folder, rows, on_gpu=True, context=context).activations for rows in (small, large)]
+    planned = [
+        held(settings.learner, folder, rows, on_gpu=True, context=context).activations for rows in (small, large)
+    ]
     assert planned[1] - planned[0] == pytest.approx(of_rank(large) - of_rank(small), rel=0.05)
-    assert planned[1] > 1.05 * held(settings, folder, large, on_gpu=True).activations / context
+    assert planned[1] > 1.05 * held(settings.learner, folder, large, on_gpu=True).activations / context
     again = run_config(train=Train(gradient_checkpointing=True))
-    kept, shared = (held(again, folder, large, on_gpu=True, context=many).activations for many in (1, context))
+    kept, shared = (held(again.learner, folder, large, on_gpu=True, context=many).activations for many in (1, context))
     assert shared == kept / context, "computed again, keys and values are no longer held"

@@ -31,13 +31,13 @@ def episodes(step: int) -> tuple[int, ...]:
 
 
 def test_going_on_from_a_checkpoint_is_going_on(qwen3_dir: Path, tmp_path: Path) -> None:
-    straight = Learner(CONFIG, qwen3_dir)
+    straight = Learner(CONFIG.learner, qwen3_dir)
     train(straight, 1)
     train(straight, 2)
     folder = straight.save(tmp_path)
     train(straight, 3)
 
-    again = Learner(CONFIG, qwen3_dir)
+    again = Learner(CONFIG.learner, qwen3_dir)
     state = again.load(folder)
     assert (state.step, state.previous_step, state.episodes) == (2, 0, (episodes(1), episodes(2)))
     assert again.step_index == 2
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_a_model_folder(qwen3_dir: Path, tmp_path: Path) -> None
     shutil.copytree(qwen3_dir, source)
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    learner = Learner(CONFIG, source)
+    learner = Learner(CONFIG.learner, source)
     train(learner, 1)
     folder = learner.save(tmp_path / "checkpoints")
     assert folder.name == "step-00000001"
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_a_model_folder(qwen3_dir: Path, tmp_path: Path) -> None
     }
     served = AutoModelForCausalLM.from_pretrained(folder)
     assert same(state_of(learner), served.state_dict())
-    resumed = Learner(CONFIG, folder)  # from the folder itself, and again from there
+    resumed = Learner(CONFIG.learner, folder)  # from the folder itself, and again from there
     resumed.load(folder)
     train(resumed, 2)
     second = resumed.save(tmp_path / "checkpoints")
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_a_model_folder(qwen3_dir: Path, tmp_path: Path) -> None
 
 
 def test_only_the_newest_are_kept(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(CONFIG, qwen3_dir)
+    learner = Learner(CONFIG.learner, qwen3_dir)
     for step in range(1, 5):
         train(learner, step)
         learner.save(tmp_path)
@@ -80,7 +80,7 @@ def test_only_the_newest_are_kept(qwen3_dir: Path, tmp_path: Path) -> None:
 
 
 def test_saving_twice_writes_once(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(CONFIG, qwen3_dir)
+    learner = Learner(CONFIG.learner, qwen3_dir)
     train(learner, 1)
     first = learner.save(tmp_path)
     stamp = (first / "state.json").stat().st_mtime_ns
@@ -90,7 +90,7 @@ def test_saving_twice_writes_once(qwen3_dir: Path, tmp_path: Path) -> None:
 
 def test_another_lineages_checkpoint_is_not_overwritten(qwen3_dir: Path, tmp_path: Path) -> None:
     for attempt in range(2):
-        learner = Learner(CONFIG, qwen3_dir)
+        learner = Learner(CONFIG.learner, qwen3_dir)
         train(learner, 1)
         if attempt == 0:
             learner.save(tmp_path)
@@ -114,8 +114,8 @@ def test_law_2_a_checkpoint_of_a_learner_that_was_followed_does_not_appear(qwen3
         if fences:
             raise LeaseLost(fences[0])
 
-    second = Learner(CONFIG, qwen3_dir)
-    first = Learner(CONFIG, qwen3_dir, progress=follow, may_save=may_save)
+    second = Learner(CONFIG.learner, qwen3_dir)
+    first = Learner(CONFIG.learner, qwen3_dir, progress=follow, may_save=may_save)
     fences.append("not yet")
     train(first, 1)
     fences.clear()
@@ -139,7 +139,7 @@ class Killed(BaseException):
 def test_a_torn_checkpoint_is_never_read(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner(CONFIG, qwen3_dir)
+    learner = Learner(CONFIG.learner, qwen3_dir)
     train(learner, 1)
     good = learner.save(tmp_path)
     train(learner, 2)
@@ -167,7 +167,7 @@ def test_a_torn_checkpoint_is_never_read(
 
 
 def test_a_kill_while_an_old_one_is_removed(qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner(CONFIG, qwen3_dir)
+    learner = Learner(CONFIG.learner, qwen3_dir)
     for step in (1, 2):
         train(learner, step)
         learner.save(tmp_path)
@@ -184,6 +184,6 @@ def test_a_kill_while_an_old_one_is_removed(qwen3_dir: Path, tmp_path: Path, mon
 
 
 def test_weights_of_another_architecture(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(CONFIG, qwen3_dir)
+    learner = Learner(CONFIG.learner, qwen3_dir)
     with pytest.raises(ModelError, match="do not fit"):
         learner.load(tiny_llama(tmp_path / "llama"))

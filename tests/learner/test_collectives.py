@@ -59,7 +59,7 @@ def reorder() -> None:
 def test_a_rank_that_gathers_in_another_order_ends_the_learner_and_is_named(qwen3_dir: Path) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
-        learner = Learner(config(), qwen3_dir, ranks=ranks)
+        learner = Learner(config().learner, qwen3_dir, ranks=ranks)
         learner.hashes()
         assert ranks.ledger.names(0) == ranks.ledger.names(1)
         with pytest.raises(RankLost, match=r"collective \d+ of rank \d is 'gathering policy.*', that of rank \d 'g"):

@@ -52,11 +52,11 @@ def train(learner: Learner, step: int) -> None:
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_values_over_trees_are_those_of_single_rows(qwen3_dir: Path, trunk: Trunk) -> None:
-    learner = Learner(run_config(algo=ppo(critic=trunk)), qwen3_dir)
+    learner = Learner(run_config(algo=ppo(critic=trunk)).learner, qwen3_dir)
     critic = learner.models.critic
     assert critic is not None
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
-    algo = learner.config.algo
+    algo = learner.settings.algo
     rows = group_rows(random_group(1, seed=3), algo, step_of=STEP_OF, step_now=0, max_lag=9).rows
     (pack,) = packs([rows], 4096)
     got = learner.models.columns(pack)["values"]
@@ -72,7 +72,7 @@ def test_values_over_trees_are_those_of_single_rows(qwen3_dir: Path, trunk: Trun
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_each_trunk_learns_from_its_own_loss(qwen3_dir: Path, trunk: Trunk) -> None:
     """In the warm-up the policy stays as it is; a trunk of its own moves without it."""
-    learner = Learner(run_config(algo=ppo(critic=trunk, critic_warmup_steps=1)), qwen3_dir)
+    learner = Learner(run_config(algo=ppo(critic=trunk, critic_warmup_steps=1)).learner, qwen3_dir)
     begun = whole(learner)
     train(learner, 0)
     warm = whole(learner)
@@ -94,7 +94,7 @@ def lone(id: int, answer: list[int], learner: Learner) -> Group:
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_ppo_learns_from_groups_of_one(qwen3_dir: Path, level: str) -> None:
     algo = ppo(level=level, critic_warmup_steps=5, critic_lr=3e-2)
-    learner = Learner(run_config(algo=algo, train=Train(lr=1e-2, warmup_steps=0)), qwen3_dir)
+    learner = Learner(run_config(algo=algo, train=Train(lr=1e-2, warmup_steps=0)).learner, qwen3_dir)
     before, losing = (sequence_logprob(learner, PROMPT, answer) for answer in (GOOD, BAD))
     reports = []
     for now in range(25):
@@ -111,7 +111,7 @@ def test_ppo_learns_from_groups_of_one(qwen3_dir: Path, level: str) -> None:
 def test_what_is_told_of_values_and_targets_is_a_mean_however_the_loss_is_normalised(
     qwen3_dir: Path, normalise: str
 ) -> None:
-    learner = Learner(run_config(algo=ppo(normalise=normalise), train=Train(minibatches=2)), qwen3_dir)
+    learner = Learner(run_config(algo=ppo(normalise=normalise), train=Train(minibatches=2)).learner, qwen3_dir)
     critic = learner.models.critic
     assert critic is not None
     torch.nn.init.constant_(critic.head.bias, 0.25)
@@ -136,7 +136,7 @@ def test_a_late_member_is_judged_by_itself(qwen3_dir: Path) -> None:
 
 
 def test_stale_tokens_are_valued_by_the_critic_of_now(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(algo=ppo(critic_lr=3e-2)), qwen3_dir)
+    learner = Learner(run_config(algo=ppo(critic_lr=3e-2)).learner, qwen3_dir)
     group = random_group(1, seed=3)
     values = [learner.step([group], step_of=STEP_OF).algorithm["value_mean"] for _ in range(3)]
     assert learner.step_index == 3 and len(set(values)) == 3  # the same tokens, sampled at step 0
@@ -156,16 +156,16 @@ def test_a_kill_between_step_and_checkpoint_loses_nothing_and_resumes_bit_for_bi
     qwen3_dir: Path, tmp_path: Path, algo: dict[str, object], of_train: dict[str, object]
 ) -> None:
     settings = run_config(algo=ppo(**algo), train=Train.model_validate(of_train), rollout=SHORT, seed=3)
-    straight = Learner(settings, qwen3_dir)
+    straight = Learner(settings.learner, qwen3_dir)
     for step in range(4):
         train(straight, step)
 
-    killed = Learner(settings, qwen3_dir)
+    killed = Learner(settings.learner, qwen3_dir)
     train(killed, 0)
     train(killed, 1)
     folder = killed.save(tmp_path)
     train(killed, 2)  # and dies here, without a checkpoint
-    again = Learner(settings, qwen3_dir)
+    again = Learner(settings.learner, qwen3_dir)
     assert not same(whole(killed), whole(again))
     assert again.load(folder).step == 2
     train(again, 2)
@@ -179,7 +179,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = run_config(algo=ppo(), seed=3)
-    straight = Learner(settings, qwen3_dir)
+    straight = Learner(settings.learner, qwen3_dir)
     train(straight, 0)
     straight.save(tmp_path)
     train(straight, 1)
@@ -196,7 +196,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
             straight.save(tmp_path)
     train(straight, 2)
 
-    again = Learner(settings, qwen3_dir)
+    again = Learner(settings.learner, qwen3_dir)
     found = newest(tmp_path)
     assert found is not None and again.load(found).step == 1
     for step in (1, 2):
@@ -206,7 +206,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
 
 
 def test_an_engine_sees_no_critic_in_a_checkpoint(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(run_config(algo=ppo()), qwen3_dir)
+    learner = Learner(run_config(algo=ppo()).learner, qwen3_dir)
     train(learner, 0)
     folder = learner.save(tmp_path)
     assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
@@ -215,10 +215,10 @@ def test_an_engine_sees_no_critic_in_a_checkpoint(qwen3_dir: Path, tmp_path: Pat
 
 def test_a_checkpoint_without_a_fitting_critic_is_refused(qwen3_dir: Path, tmp_path: Path) -> None:
     for name, algo in (("grpo", GRPO()), ("shared", ppo(critic="shared"))):
-        learner = Learner(run_config(algo=algo), qwen3_dir)
+        learner = Learner(run_config(algo=algo).learner, qwen3_dir)
         train(learner, 0)
         learner.save(tmp_path / name)
-    fresh = Learner(run_config(algo=ppo()), qwen3_dir)
+    fresh = Learner(run_config(algo=ppo()).learner, qwen3_dir)
     with pytest.raises(ModelError, match=r"no critic in .* was another algo\.kind trained"):
         fresh.load(tmp_path / "grpo" / "step-00000001")
     with pytest.raises(ModelError, match=r"is another one: trunk\..* \(algo\.critic, train\.lora_rank\)"):
@@ -227,13 +227,13 @@ def test_a_checkpoint_without_a_fitting_critic_is_refused(qwen3_dir: Path, tmp_p
 
 def test_a_checkpoint_of_an_older_agentrl_is_loaded(qwen3_dir: Path, tmp_path: Path) -> None:
     """It had one optimizer, under the name of its kind."""
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     train(learner, 0)
     folder = learner.save(tmp_path / "new")
     older = tmp_path / "older"
     shutil.copytree(folder, older)
     blob = torch.load(older / "optimizer.pt", weights_only=True)
     torch.save({"optimizer": blob["optimizers"]["policy"], "rng": blob["rng"]}, older / "optimizer.pt")
-    again = Learner(run_config(), qwen3_dir)
+    again = Learner(run_config().learner, qwen3_dir)
     again.load(older)
     assert same(whole(learner), whole(again))

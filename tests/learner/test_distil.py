@@ -54,7 +54,7 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path, where: str) -> None:
         rollout=Rollout(max_context=30, max_tokens_per_turn=16, group_size=1),
         train=Train(steps=STEPS, lr=2e-2, warmup_steps=0),
     )
-    learner = Learner(config, folders[0], folder_of=lambda name: Path(str(name)))
+    learner = Learner(config.learner, folders[0], folder_of=lambda name: Path(str(name)))
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     steps: list[StepReport] = []
     for seed in range(STEPS):

@@ -22,7 +22,7 @@ from .making import run_config, tiny_qwen3
 @pytest.mark.parametrize("tie", [True, False])
 def test_names_and_values_are_those_of_the_folder(tie: bool, tmp_path: Path) -> None:
     folder = tiny_qwen3(tmp_path / "model", tie=tie)
-    learner = Learner(run_config(), folder)
+    learner = Learner(run_config().learner, folder)
     file = learner.export(tmp_path / "shm" / "v1.safetensors")
     got, source = load_file(file.path), load_file(folder / "model.safetensors")
     assert got.keys() == source.keys() == set(file.names)
@@ -35,7 +35,7 @@ def test_names_and_values_are_those_of_the_folder(tie: bool, tmp_path: Path) -> 
 
 
 def test_it_can_be_cast(qwen3_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     file = learner.export(tmp_path / "half.safetensors", dtype=torch.bfloat16)
     whole = learner.export(tmp_path / "whole.safetensors")
     matrices, vectors = {torch.bfloat16}, {torch.float32}  # an engine may need a router's biases in float32
@@ -48,7 +48,7 @@ def test_it_can_be_cast(qwen3_dir: Path, tmp_path: Path) -> None:
 def test_a_folder_without_room_is_refused_before_a_byte_is_written(
     qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     size = learner.export(tmp_path / "first.safetensors").size_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size // 2))
     with pytest.raises(RunFailed, match=r"MiB left, and the weights take .* scratch_dir"):
@@ -57,7 +57,7 @@ def test_a_folder_without_room_is_refused_before_a_byte_is_written(
 
 
 def test_a_failed_write_leaves_the_old_file(qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     path = tmp_path / "weights.safetensors"
     old = learner.export(path)
 

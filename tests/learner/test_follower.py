@@ -28,7 +28,7 @@ TRAIN = {"warmup_steps": 0, "lr": 1e-2}
 
 def learner_of(folder: Path, train: dict[str, Any] | None = None, **algo: Any) -> Learner:
     given = Train.model_validate({**TRAIN, **(train or {})})
-    return Learner(run_config(algo=GRPO.model_validate(algo), train=given, rollout=SHORT, seed=3), folder)
+    return Learner(run_config(algo=GRPO.model_validate(algo), train=given, rollout=SHORT, seed=3).learner, folder)
 
 
 def step(learner: Learner, at: int) -> dict[str, float]:
@@ -90,7 +90,7 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
         if at == 2:
             folder = learner.save(tmp_path)
     group = random_group(1, seed=1)
-    (pack,) = packs([group_rows(group, learner.config.algo, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
+    (pack,) = packs([group_rows(group, learner.settings.algo, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
     second = PolicyModel(folder)
     expected = second.logprobs(pack, temperature=1.0)[0]
     assert torch.equal(learner.models.others(pack)["reference"], expected)
@@ -191,7 +191,9 @@ def test_the_policy_moves_to_its_teacher_without_any_reward(qwen3_dir: Path, tmp
         asked.append(name)
         return teacher
 
-    learner = Learner(run_config(algo=algo, train=Train(warmup_steps=0, lr=5e-3)), qwen3_dir, folder_of=folder_of)
+    learner = Learner(
+        run_config(algo=algo, train=Train(warmup_steps=0, lr=5e-3)).learner, qwen3_dir, folder_of=folder_of
+    )
     target_V, divergence = next_of(PolicyModel(teacher), PROMPT), []
     for at in range(16):
         now_V = next_of(learner.model, PROMPT)
@@ -223,7 +225,9 @@ def test_a_journaled_teacher_trains_as_one_in_the_learner(qwen3_dir: Path, tmp_p
         return replace(group, trajectories=tuple(members))
 
     slot, column, silent = (
-        Learner(run_config(algo=Distil(teacher=name), train=Train.model_validate(TRAIN), rollout=SHORT), qwen3_dir)
+        Learner(
+            run_config(algo=Distil(teacher=name), train=Train.model_validate(TRAIN), rollout=SHORT).learner, qwen3_dir
+        )
         for name in (str(folder), None, None)
     )
     begun = state_of(slot)

@@ -45,7 +45,7 @@ def test_frozen_weights_take_two_bytes_where_passes_compute_in_bfloat16(make, tm
 def test_an_adapter_is_trained_in_float32_over_weights_in_bfloat16(make, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     train = Train(lora_rank=2, dtype="bfloat16", warmup_steps=0, lr=1e-2)
-    learner = Learner(run_config(train=train, rollout=SHORT), folder)
+    learner = Learner(run_config(train=train, rollout=SHORT).learner, folder)
     below, own = (bytes_of(learner.model, trained=trained) for trained in (False, True))
     assert below[torch.bfloat16] > below[torch.float32] and set(own) == {torch.float32}
     before = learner.hashes()
@@ -70,7 +70,7 @@ def test_a_frozen_model_says_what_the_same_weights_in_float32_say(make, apart: f
 def test_a_reference_is_held_in_the_dtype_of_a_pass(qwen3_dir: Path) -> None:
     for dtype, expected in (("bfloat16", {torch.bfloat16, torch.float32}), ("float32", {torch.float32})):
         train = Train(dtype=dtype, warmup_steps=0)  # type: ignore[arg-type]
-        learner = Learner(run_config(algo=GRPO(kl_weight=0.1), train=train, rollout=SHORT), qwen3_dir)
+        learner = Learner(run_config(algo=GRPO(kl_weight=0.1), train=train, rollout=SHORT).learner, qwen3_dir)
         reference = learner.models._frozen["reference"]  # pyright: ignore[reportPrivateUsage]
         assert reference is not None and set(bytes_of(reference, trained=False)) == expected
         report = learner.step([random_group(1, seed=1)], step_of=lambda _: 0)

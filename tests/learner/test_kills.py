@@ -70,7 +70,7 @@ class Killer:
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(rank: int, qwen3_dir: Path, tmp_path: Path) -> None:
     algo = PPO(critic_warmup_steps=0, kl_weight=0.1)
     settings = run_config(algo=algo, train=Train(keep_checkpoints=1, lora_rank=rank), rollout=SHORT, seed=3)
-    learner, again = Learner(settings, qwen3_dir), Learner(settings, qwen3_dir)
+    learner, again = Learner(settings.learner, qwen3_dir), Learner(settings.learner, qwen3_dir)
     train(learner, 0)
     learner.save(tmp_path / "good")
     states = {1: whole(learner)}

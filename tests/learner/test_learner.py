@@ -69,7 +69,7 @@ def tree_gradients(
     folder: Path, groups: list[Group], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and unclipped gradients of the learner's own first update."""
-    learner = Learner(config, folder)
+    learner = Learner(config.learner, folder)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
@@ -127,7 +127,7 @@ def test_compiled_layers_train_as_rows_of_any_length(qwen3_dir: Path, monkeypatc
 def test_compiling_without_a_compiler_says_what_to_install(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"train\.compile.*'no-such-compiler': install it, or give false"):
-        Learner(run_config(train=Train(compile=True)), qwen3_dir)
+        Learner(run_config(train=Train(compile=True)).learner, qwen3_dir)
 
 
 # --- what it learns -----------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def bandit(learner: Learner, *, rewards: tuple[float, float] = (1.0, 0.0)) -> Gr
 
 
 def test_the_rewarded_sequence_becomes_likely(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(train=Train(lr=1e-2, warmup_steps=0)), qwen3_dir)
+    learner = Learner(run_config(train=Train(lr=1e-2, warmup_steps=0)).learner, qwen3_dir)
     before = sequence_logprob(learner, PROMPT, GOOD)
     losing = sequence_logprob(learner, PROMPT, BAD)
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_the_rewarded_sequence_becomes_likely(qwen3_dir: Path) -> None:
 
 
 def test_the_report_of_an_on_policy_step(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(train=Train(lr=1e-3, warmup_steps=3)), qwen3_dir)
+    learner = Learner(run_config(train=Train(lr=1e-3, warmup_steps=3)).learner, qwen3_dir)
     report = learner.step([bandit(learner, rewards=(2.0, 1.0))], step_of=STEP_OF)
     assert (report.step, learner.step_index, learner.trained) == (1, 1, [(100, 101)])
     assert report.lr == pytest.approx(1e-3 / 4)
@@ -198,7 +198,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_step_without_signal_leaves_the_weights_alone(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(train=Train(weight_decay=0.1)), qwen3_dir)
+    learner = Learner(run_config(train=Train(weight_decay=0.1)).learner, qwen3_dir)
     learner.step([bandit(learner)], step_of=STEP_OF)  # AdamW now has momentum that could move the weights
     before = state_of(learner)
     report = learner.step([bandit(learner, rewards=(1.0, 1.0))], step_of=STEP_OF)
@@ -212,7 +212,7 @@ def test_a_step_without_signal_leaves_the_weights_alone(qwen3_dir: Path) -> None
 def test_groups_without_signal_count_in_the_normalisation(qwen3_dir: Path) -> None:
     """Leaving them out of the passes saves time; it must not change the loss."""
     config = run_config(train=Train(grad_clip=1e9))
-    alone, beside = Learner(config, qwen3_dir), Learner(config, qwen3_dir)
+    alone, beside = Learner(config.learner, qwen3_dir), Learner(config.learner, qwen3_dir)
     one = alone.step([bandit(alone)], step_of=STEP_OF)
     two = beside.step([bandit(beside), bandit(beside, rewards=(1.0, 1.0))], step_of=STEP_OF)
     assert one.grad_norm is not None and two.grad_norm is not None
@@ -221,7 +221,7 @@ def test_groups_without_signal_count_in_the_normalisation(qwen3_dir: Path) -> No
 
 
 def test_law_3_a_failed_member_changes_nothing(qwen3_dir: Path) -> None:
-    with_it, without = Learner(run_config(), qwen3_dir), Learner(run_config(), qwen3_dir)
+    with_it, without = Learner(run_config().learner, qwen3_dir), Learner(run_config().learner, qwen3_dir)
     group = bandit(with_it)
     failed = episode(2, [turn(0, PROMPT, [9, 9])], 50.0, stop=StopReason.ENGINE_FAILED)
     report = with_it.step([group_of([*group.trajectories, failed])], step_of=STEP_OF)
@@ -231,7 +231,7 @@ def test_law_3_a_failed_member_changes_nothing(qwen3_dir: Path) -> None:
 
 
 def test_law_5_stale_tokens_are_counted_and_not_trained(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(buffer=Buffer(max_lag=1)), qwen3_dir)
+    learner = Learner(run_config(buffer=Buffer(max_lag=1)).learner, qwen3_dir)
     for _ in range(2):
         learner.step([], step_of=STEP_OF)
     before = state_of(learner)
@@ -241,7 +241,7 @@ def test_law_5_stale_tokens_are_counted_and_not_trained(qwen3_dir: Path) -> None
 
 
 def test_off_policy_tokens_are_seen(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     report = learner.step([random_group(1, seed=4)], step_of=STEP_OF)
     assert report.ess is not None and report.ess < 0.9
     assert report.kl_k3 is not None and report.kl_k3 > 0.01
@@ -251,7 +251,7 @@ def test_off_policy_tokens_are_seen(qwen3_dir: Path) -> None:
 def test_the_mismatch_of_fresh_tokens_is_that_of_one_version_alone(qwen3_dir: Path) -> None:
     """Tokens after a swap, whose keys are older, and those of an abandoned future have lag 0 too, and numbers of
     their own."""
-    learner = Learner(run_config(), qwen3_dir)
+    learner = Learner(run_config().learner, qwen3_dir)
     good, bad = bandit(learner).trajectories
     (first,), (second,) = good.turns, bad.turns
     swapped = replace(
@@ -271,7 +271,8 @@ def test_the_mismatch_of_fresh_tokens_is_that_of_one_version_alone(qwen3_dir: Pa
 def test_several_updates_stay_near_the_policy_of_the_steps_start(qwen3_dir: Path) -> None:
     train = Train(lr=3e-2, warmup_steps=0, epochs=6)
     wide, narrow = (
-        Learner(run_config(train=train, algo=GRPO(clip_low=clip, clip_high=clip)), qwen3_dir) for clip in (1e6, 0.05)
+        Learner(run_config(train=train, algo=GRPO(clip_low=clip, clip_high=clip)).learner, qwen3_dir)
+        for clip in (1e6, 0.05)
     )
     moved: list[float] = []
     for learner in (wide, narrow):
@@ -284,7 +285,7 @@ def test_several_updates_stay_near_the_policy_of_the_steps_start(qwen3_dir: Path
 
 
 def test_minibatches_update_once_each(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner(run_config(train=Train(minibatches=2)), qwen3_dir)
+    learner = Learner(run_config(train=Train(minibatches=2)).learner, qwen3_dir)
     updates: list[int] = []
     step = learner.optimizer.step
     monkeypatch.setattr(learner.optimizer, "step", lambda: updates.append(1) or step())
@@ -301,7 +302,7 @@ def test_training_is_deterministic_under_a_seed(qwen3_dir: Path) -> None:
                 train=Train(minibatches=2, tokens_per_batch=64),
                 seed=5,
                 rollout=Rollout(max_context=64, max_tokens_per_turn=8),
-            ),
+            ).learner,
             qwen3_dir,
         )
         for step in range(3):
@@ -324,7 +325,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(qwen3_dir
     """As if its groups had not been there; they count as trained."""
     ends = []
     for poison in (True, False):
-        learner = Learner(run_config(train=Train(warmup_steps=3, minibatches=minibatches)), qwen3_dir)
+        learner = Learner(run_config(train=Train(warmup_steps=3, minibatches=minibatches)).learner, qwen3_dir)
         group = bandit(learner)
         good, bad = [group] * (minibatches - 1), [poisoned(group)] * poison
         before = state_of(learner)
@@ -342,7 +343,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(qwen3_dir
 
 
 def test_updates_skipped_in_a_row_end_the_run_when_they_are_too_many(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(train=Train(max_skipped=2)), qwen3_dir)
+    learner = Learner(run_config(train=Train(max_skipped=2)).learner, qwen3_dir)
     group = bandit(learner)
     for bad in (True, True, False, True, True):
         learner.step([poisoned(group) if bad else group], step_of=lambda _: learner.step_index)

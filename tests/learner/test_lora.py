@@ -31,7 +31,7 @@ def config(**train: object) -> object:
 
 
 def learner_on(folder: Path, **train: object) -> Learner:
-    return Learner(config(**train), folder)  # pyright: ignore[reportArgumentType]
+    return Learner(config(**train).learner, folder)  # pyright: ignore[reportArgumentType]
 
 
 def trained(folder: Path, steps: int = 2, **train: object) -> Learner:
@@ -49,7 +49,7 @@ def plain_score(folder: Path) -> list[float]:
 
 
 def test_a_score_is_that_of_transformers(qwen3_dir: Path) -> None:
-    assert Learner(run_config(), qwen3_dir).score(TOKENS) == pytest.approx(plain_score(qwen3_dir), abs=1e-5)
+    assert Learner(run_config().learner, qwen3_dir).score(TOKENS) == pytest.approx(plain_score(qwen3_dir), abs=1e-5)
 
 
 def test_an_untrained_adapter_changes_nothing(qwen3_dir: Path) -> None:
@@ -119,11 +119,11 @@ def test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one(
     monkeypatch.setattr(model, "load", lambda path, *given: loaded.append(path) or load(path, *given))
     train = Train(warmup_steps=0, lr=1e-2, lora_rank=RANK, gradient_checkpointing=checkpointing)
     penalised = run_config(algo=GRPO(kl_weight=0.5), train=train, seed=3)
-    one = Learner(penalised, folder)
+    one = Learner(penalised.learner, folder)
     assert loaded == [folder]
-    two = Learner(penalised, folder, reference_dir=elsewhere)
+    two = Learner(penalised.learner, folder, reference_dir=elsewhere)
     assert loaded == [folder, folder, elsewhere]
-    free = Learner(run_config(train=train, seed=3), folder)
+    free = Learner(run_config(train=train, seed=3).learner, folder)
     for step in range(3):
         groups = [random_group(10 * step + id, seed=10 * step + id) for id in range(2)]
         for learner in (one, two, free):

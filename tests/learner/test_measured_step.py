@@ -49,7 +49,7 @@ def two_environments() -> list[Group]:
 
 
 def test_a_step_tells_its_environments_apart(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(rollout=SHORT), qwen3_dir)
+    learner = Learner(run_config(rollout=SHORT).learner, qwen3_dir)
     learner.step_index = 9  # version 1 is of step 9, version 9 of step 0
     report = learner.step(two_environments(), step_of={1: 9, 9: 0}.__getitem__)
     none, other = report.environments["test/none"], report.environments["test/other"]
@@ -64,7 +64,7 @@ def test_a_step_tells_its_environments_apart(qwen3_dir: Path) -> None:
 
 
 def test_a_steps_measures_are_of_all_its_tokens_by_age_and_by_turn(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(algo=GRPO(kl_weight=0.1), rollout=SHORT), qwen3_dir)
+    learner = Learner(run_config(algo=GRPO(kl_weight=0.1), rollout=SHORT).learner, qwen3_dir)
     learner.step_index = 3
     report = learner.step([random_group(id, seed=id) for id in (1, 2)], step_of={1: 3, 2: 1}.__getitem__)
     assert report.measures is not None and report.measures.tokens == report.tokens_trained
@@ -87,7 +87,7 @@ def test_clips_are_told_apart_by_side(qwen3_dir: Path) -> None:
     ]
     group = group_of([episode(m, [one], float(m)) for m, one in enumerate(tokens)])
     algo = CISPO(clip_low=0.2, clip_high=0.2)
-    report = Learner(run_config(algo=algo, rollout=SHORT), qwen3_dir).step([group], step_of=STEP_OF)
+    report = Learner(run_config(algo=algo, rollout=SHORT).learner, qwen3_dir).step([group], step_of=STEP_OF)
     assert report.measures is not None
     assert (report.measures.clip_low, report.measures.clip_high) == (0.5, 0.5)
 
@@ -95,7 +95,7 @@ def test_clips_are_told_apart_by_side(qwen3_dir: Path) -> None:
 def test_repeated_epochs_count_a_sequence_once(qwen3_dir: Path) -> None:
     groups = [random_group(1, seed=1)]
     reports = [
-        Learner(run_config(train=Train(warmup_steps=0, epochs=epochs), rollout=SHORT), qwen3_dir).step(
+        Learner(run_config(train=Train(warmup_steps=0, epochs=epochs), rollout=SHORT).learner, qwen3_dir).step(
             groups, step_of=STEP_OF
         )
         for epochs in (1, 2)
@@ -135,10 +135,10 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
 
 def test_the_share_of_a_peak_is_given_only_where_the_peak_is_known(qwen3_dir: Path) -> None:
     groups = [random_group(1, seed=1)]
-    unknown = Learner(run_config(rollout=SHORT), qwen3_dir).step(groups, step_of=STEP_OF).use
+    unknown = Learner(run_config(rollout=SHORT).learner, qwen3_dir).step(groups, step_of=STEP_OF).use
     assert unknown.mfu is None and unknown.tflops > 0 and unknown.peak_memory_mb > 50
     stated = Train(warmup_steps=0, peak_tflops=2.0)
-    known = Learner(run_config(train=stated, rollout=SHORT), qwen3_dir).step(groups, step_of=STEP_OF).use
+    known = Learner(run_config(train=stated, rollout=SHORT).learner, qwen3_dir).step(groups, step_of=STEP_OF).use
     assert known.mfu == known.tflops / 2
     assert flops.peak_of(torch.device("cpu"), torch.bfloat16) is None
 

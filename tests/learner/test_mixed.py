@@ -108,9 +108,9 @@ def test_a_mixed_steps_gradient_is_the_weighted_sum_of_those_of_two_runs(
         own = learner.models.critic
         return [*learner.model.parameters(), *(own.parameters() if own is not None else [])]
 
-    mixed = gradients(doubled(Learner(both, qwen3_dir)), [ONE, TWO], monkeypatch, of)
-    first = gradients(doubled(Learner(settings(algo=grpo), qwen3_dir)), [ONE], monkeypatch, of)
-    second = gradients(doubled(Learner(settings(algo=ppo), qwen3_dir)), [TWO], monkeypatch, of)
+    mixed = gradients(doubled(Learner(both.learner, qwen3_dir)), [ONE, TWO], monkeypatch, of)
+    first = gradients(doubled(Learner(settings(algo=grpo).learner, qwen3_dir)), [ONE], monkeypatch, of)
+    second = gradients(doubled(Learner(settings(algo=ppo).learner, qwen3_dir)), [TWO], monkeypatch, of)
     first = torch.cat([first, torch.zeros(len(second) - len(first)).double()])  # no critic there
     shares = (10 / 31, 21 / 31) if normalise == "token" else (4 / 7, 3 / 7)
     expected = shares[0] * first + shares[1] * second
@@ -129,7 +129,7 @@ def test_a_mixed_steps_gradient_is_the_same_however_it_is_divided(
     groups = [replace(group, id=10 * at) for at, group in enumerate(groups)]
 
     def gradient(**train: Any) -> torch.Tensor:
-        learner = doubled(Learner(settings(*tables, train=train), qwen3_dir))
+        learner = doubled(Learner(settings(*tables, train=train).learner, qwen3_dir))
         return gradients(learner, groups, monkeypatch, lambda one: list(one.model.parameters()))
 
     whole = gradient()
@@ -143,7 +143,7 @@ def test_entries_that_name_the_same_algorithm_train_bit_for_bit_as_one(qwen3_dir
     tables = [{"id": "test/one", "algo": algo}, {"id": "test/two", "algo": dict(algo)}]
 
     def trained(*tables: dict[str, Any]) -> tuple[Any, ...]:
-        learner = Learner(settings(*tables, algo=algo, train={"lr": 1e-2, "minibatches": 2}), qwen3_dir)
+        learner = Learner(settings(*tables, algo=algo, train={"lr": 1e-2, "minibatches": 2}).learner, qwen3_dir)
         reports = [learner.step([ONE, TWO], step_of=STEP_OF) for _ in range(2)]
         told = [replace(report, seconds={}, use=None) for report in reports]  # pyright: ignore
         return told, [parameter.detach().clone() for parameter in learner.model.parameters()]
@@ -151,7 +151,7 @@ def test_entries_that_name_the_same_algorithm_train_bit_for_bit_as_one(qwen3_dir
     (told, weights), (expected, as_one) = trained(*tables), trained()
     assert told == expected
     assert all(map(torch.equal, weights, as_one))
-    assert not all(map(torch.equal, weights, Learner(settings(), qwen3_dir).model.parameters()))
+    assert not all(map(torch.equal, weights, Learner(settings().learner, qwen3_dir).model.parameters()))
 
 
 def test_an_episodes_share_is_the_same_whatever_its_environment_normalises_by() -> None:
@@ -173,8 +173,8 @@ def test_a_critic_that_warms_up_beside_another_algorithm_does_not_move_the_polic
     """The policy moves as if the warming environment were not there, but for the other's share of the loss."""
     warm = {**PPO, "critic": critic, "critic_warmup_steps": 1}
     tables = [{"id": "test/one", "algo": {"normalise": "constant", "divisor": 4}}, {"id": "test/two", "algo": warm}]
-    learner = Learner(settings(*tables, train={"lr": 1e-2}), qwen3_dir)
-    alone = Learner(settings(algo={"normalise": "constant", "divisor": 7}, train={"lr": 1e-2}), qwen3_dir)
+    learner = Learner(settings(*tables, train={"lr": 1e-2}).learner, qwen3_dir)
+    alone = Learner(settings(algo={"normalise": "constant", "divisor": 7}, train={"lr": 1e-2}).learner, qwen3_dir)
     begun = [parameter.detach().clone() for parameter in learner.model.parameters()]
     report = learner.step([ONE, TWO], step_of=STEP_OF)
     alone.step([ONE], step_of=STEP_OF)  # 4 episodes of divisor 7, as 4 of 7 of divisor 4
@@ -187,7 +187,7 @@ def test_a_critic_that_warms_up_beside_another_algorithm_does_not_move_the_polic
 
 def test_a_step_tells_of_each_environment(qwen3_dir: Path) -> None:
     tables = [{"id": "test/one"}, {"id": "test/two", "algo": {**PPO, "normalise": "sequence"}}]
-    report = Learner(settings(*tables), qwen3_dir).step([ONE, TWO], step_of=STEP_OF)
+    report = Learner(settings(*tables).learner, qwen3_dir).step([ONE, TWO], step_of=STEP_OF)
     one, two = (report.environments[env] for env in ("test/one", "test/two"))
     assert (one.episodes, one.tokens_scored, two.episodes, two.tokens_scored) == (4, 10, 3, 21)
     assert (one.outcome_mean, one.reward_mean) == (0.5, 0.5 + 0.25 * 1.5)
@@ -199,10 +199,10 @@ def test_a_step_tells_of_each_environment(qwen3_dir: Path) -> None:
 
 def test_only_the_critics_own_rows_need_the_critic(qwen3_dir: Path) -> None:
     alone = settings({"id": "test/one"}, {"id": "test/two"})
-    assert Learner(alone, qwen3_dir).models.critic is None
+    assert Learner(alone.learner, qwen3_dir).models.critic is None
     unused = settings({"id": "test/one", "algo": {"kind": "grpo"}}, algo=PPO)
-    assert Learner(unused, qwen3_dir).models.critic is None, "no task is trained by [algo]"
-    mixed = Learner(settings({"id": "test/one"}, {"id": "test/two", "algo": PPO}), qwen3_dir)
+    assert Learner(unused.learner, qwen3_dir).models.critic is None, "no task is trained by [algo]"
+    mixed = Learner(settings({"id": "test/one"}, {"id": "test/two", "algo": PPO}).learner, qwen3_dir)
     mixed.step([ONE], step_of=STEP_OF)
     assert mixed.models.optimizers["critic"].state_dict()["state"] == {}
     mixed.step([TWO], step_of=STEP_OF)

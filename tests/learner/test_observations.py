@@ -73,7 +73,7 @@ def test_without_the_setting_no_token_is_observed() -> None:
 
 
 def gradients(folder: Path, settings: RunConfig, groups: list[Group], patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    learner = Learner(settings, folder)
+    learner = Learner(settings.learner, folder)
     seen: list[torch.Tensor] = []
 
     def keep() -> None:
@@ -135,9 +135,9 @@ def test_a_critic_is_asked_nothing_about_observations(qwen3_dir: Path, monkeypat
     """PPO on a shared trunk: the critic's head hears the scored tokens alone."""
     algo = PPO(observation_weight=0.5, critic="shared", critic_warmup_steps=0)
     settings = run_config(algo=algo, train=Train(warmup_steps=0), rollout=SHORT)  # type: ignore[arg-type]
-    learner = Learner(settings, qwen3_dir)
+    learner = Learner(settings.learner, qwen3_dir)
     report = learner.step([random_group(1, seed=1)], step_of=STEP_OF)
-    plain = Learner(run_config(algo=PPO(critic="shared", critic_warmup_steps=0), rollout=SHORT), qwen3_dir)  # type: ignore[arg-type]
+    plain = Learner(run_config(algo=PPO(critic="shared", critic_warmup_steps=0), rollout=SHORT).learner, qwen3_dir)  # type: ignore[arg-type]
     expected = plain.step([random_group(1, seed=1)], step_of=STEP_OF)
     assert report.algorithm["value_error"] == pytest.approx(expected.algorithm["value_error"])
     assert report.loss != pytest.approx(expected.loss)

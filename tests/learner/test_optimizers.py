@@ -144,13 +144,13 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 ) -> None:
     settings = config(GRPO(kl_weight=0.1, reference_every=2), lr_schedule="cosine", steps=4, **WAYS[way])
     folder = tiny_qwen3(tmp_path / "wide", hidden=128) if "8 bits" in way else qwen3_dir  # smaller ones keep 32 bits
-    straight = trained(Learner(settings, folder), 2)
+    straight = trained(Learner(settings.learner, folder), 2)
     kinds = {type(one).__name__ for state in straight.optimizer.state.values() for one in state.values()}
     assert ("OptimState8bit" in kinds) == ("8 bits" in way)
     write, hashes = straight.copy(tmp_path), straight.hashes()
     trained(straight, 2, 2)  # while the copy of before is yet to be written
     assert write is not None
-    begun = Learner(settings, folder)
+    begun = Learner(settings.learner, folder)
     assert begun.hashes() != hashes
     begun.load(write(lambda: None))
     assert begun.hashes() == hashes
@@ -163,8 +163,8 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_offloaded_optimizers_compute_the_same_bits(optimizer: str, weights: str, qwen3_dir: Path) -> None:
     settings = {"optimizer": optimizer, "dtype": "bfloat16", "weights": weights}
-    here = trained(Learner(config(**settings), qwen3_dir), 3)
-    there = trained(Learner(config(**settings, offload_optimizer=True), qwen3_dir), 3)
+    here = trained(Learner(config(**settings).learner, qwen3_dir), 3)
+    there = trained(Learner(config(**settings, offload_optimizer=True).learner, qwen3_dir), 3)
     assert there.hashes() == here.hashes()
     assert here.models.away() == []
     assert sum(one.numel() for one in there.models.away()) > 0 or optimizer == "sgd"
@@ -172,8 +172,8 @@ def test_offloaded_optimizers_compute_the_same_bits(optimizer: str, weights: str
 
 def test_bfloat16_weights_with_masters_train_as_float32_weights(qwen3_dir: Path, tmp_path: Path) -> None:
     """Bit by bit: a pass rounds float32 weights to what the others are held in."""
-    wide = trained(Learner(config(dtype="bfloat16"), qwen3_dir), 3)
-    narrow = trained(Learner(config(dtype="bfloat16", weights="bfloat16"), qwen3_dir), 3)
+    wide = trained(Learner(config(dtype="bfloat16").learner, qwen3_dir), 3)
+    narrow = trained(Learner(config(dtype="bfloat16", weights="bfloat16").learner, qwen3_dir), 3)
     assert narrow.hashes() == wide.hashes()
     held = {parameter.dtype for parameter in narrow.model.parameters() if parameter.dim() > 1}
     assert held == {torch.float32, torch.bfloat16}  # the embedding, and all others
@@ -182,7 +182,7 @@ def test_bfloat16_weights_with_masters_train_as_float32_weights(qwen3_dir: Path,
         assert narrow.score((3, 1, 4, 1), dtype) == wide.score((3, 1, 4, 1), dtype)
     for one in (wide, narrow):
         one.save(tmp_path / str(id(one)))
-    crossed = Learner(config(dtype="bfloat16", weights="bfloat16"), qwen3_dir)
+    crossed = Learner(config(dtype="bfloat16", weights="bfloat16").learner, qwen3_dir)
     crossed.model.load_weights(tmp_path / str(id(wide)) / "step-00000003")
     assert crossed.hashes() == narrow.hashes()
 
@@ -254,10 +254,10 @@ def test_what_these_refusals_say_instead_is_taken(given: dict[str, Any]) -> None
 
 def test_a_checkpoint_goes_on_with_and_without_offloading(qwen3_dir: Path, tmp_path: Path) -> None:
     """Matrices have another optimizer than what lies between them."""
-    begun = trained(Learner(config(optimizer="muon"), qwen3_dir), 2)
+    begun = trained(Learner(config(optimizer="muon").learner, qwen3_dir), 2)
     folder, found = begun.save(tmp_path / "0"), [trained(begun, 1, 2).hashes()]
     for at in (1, 2):
-        learner = Learner(config(optimizer="muon", offload_optimizer=at == 1), qwen3_dir)
+        learner = Learner(config(optimizer="muon", offload_optimizer=at == 1).learner, qwen3_dir)
         learner.load(folder)
         folder = learner.save(tmp_path / str(at))
         found.append(trained(learner, 1, 2).hashes())

@@ -63,7 +63,7 @@ def after(
     config: RunConfig, folder: Path, ranks: Ranks, *, steps: int = 2
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """The reports of some steps, and all that is trained after them."""
-    learner = Learner(config, folder, ranks=ranks)
+    learner = Learner(config.learner, folder, ranks=ranks)
     reports = [learner.step(groups(3, seed), step_of=STEP_OF) for seed in range(steps)]
     return reports, load_file(learner.export(folder / "now.safetensors").path)
 
@@ -142,7 +142,7 @@ def test_ranks_compute_the_prompt_of_a_group_that_is_larger_than_a_pass_once_eac
     def stepped(ranks: Ranks, **more: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
         settings = Train.model_validate({**TRAIN, **STEEP, "tokens_per_batch": 40, **train, **more})
         run = run_config(algo=algo, rollout=Rollout(max_context=40, max_tokens_per_turn=16), train=settings)
-        learner = Learner(run, qwen3_dir, ranks=ranks)
+        learner = Learner(run.learner, qwen3_dir, ranks=ranks)
         reports = [learner.step(made, step_of=STEP_OF) for _ in range(2)]
         return reports, load_file(learner.export(qwen3_dir / "now.safetensors").path)
 
@@ -190,7 +190,7 @@ STEEP = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None, "logits_mb": 1}  # we
 
 def stepped(pack: Pack, folder: Path, ranks: Ranks, **train: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of a pass, and the weights after one step on it. All ranks compute it, those of one team count."""
-    learner = Learner(config(GRPO(entropy_weight=0.1), **STEEP, **train), folder, ranks=ranks)
+    learner = Learner(config(GRPO(entropy_weight=0.1), **STEEP, **train).learner, folder, ranks=ranks)
     scaled = pack.having({"weight": pack.columns["weight"] / len(pack.target_K)})
     given = [[Pass(0, scaled, counts=rank < ranks.team)] for rank in range(ranks.size)]
     (columns,) = ranks.run(learner.forward, given)[0]
@@ -289,7 +289,7 @@ def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(t
     settings = {**STEEP, "lora_rank": 2}
 
     def adapter(ranks: Ranks, name: str, **parallel: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
-        learner = Learner(config(**settings, **parallel), folder, ranks=ranks)
+        learner = Learner(config(**settings, **parallel).learner, folder, ranks=ranks)
         files = [learner.export_adapter(tmp_path / f"{name} before")]
         report = [learner.step(groups(3, seed), step_of=STEP_OF) for seed in range(2)][-1]  # its B begins at 0
         files.append(learner.export_adapter(tmp_path / name))
@@ -321,7 +321,7 @@ def test_linear_layers_are_gathered_in_the_dtype_of_a_pass_and_no_bit_changes(
         return gather(output, *given, **named)
 
     def trained(ranks: Ranks) -> tuple[Learner, tuple[float, ...], list[float]]:
-        learner = Learner(narrow, qwen3_dir, ranks=ranks)
+        learner = Learner(narrow.learner, qwen3_dir, ranks=ranks)
         scores = learner.score(probe)
         moved.clear()
         return learner, scores, [learner.step(groups(3, seed), step_of=STEP_OF).loss for seed in range(2)]
@@ -376,7 +376,7 @@ def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
         """The bytes that are in use at most while a learner reads its weights, and the hashes of these."""
         seen.clear()
         gc.collect()
-        before, learner = in_use(), Learner(settings, folder, ranks=ranks)
+        before, learner = in_use(), Learner(settings.learner, folder, ranks=ranks)
         assert learner.model.obstacle is None
         return max(seen) - before, learner.hashes()
 
@@ -404,7 +404,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     settings: RunConfig, mixed: bool, two: Leader, qwen3_dir: Path, mixture_dir: Path, tmp_path: Path
 ) -> None:
     model = mixture_dir if mixed else qwen3_dir
-    shared = Learner(settings, model, ranks=two)
+    shared = Learner(settings.learner, model, ranks=two)
     shared.trained = [()]  # else nothing is to be saved
     begun = shared.save(tmp_path / "shared")  # no optimizer remembers anything yet
     shared.step(groups(3), step_of=STEP_OF)
@@ -414,7 +414,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     sent = shared.snapshot(torch.bfloat16).fingerprints()
     shared.step(groups(3), step_of=STEP_OF)  # while the copy of before is yet to be written
     assert write is not None and shared.hashes() != hashes
-    alone = Learner(settings, model)
+    alone = Learner(settings.learner, model)
     alone.load(begun)
     folder = write(lambda: None)
     alone.load(folder)
@@ -425,7 +425,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
         assert alone.score(probe, torch.bfloat16) == pytest.approx(rounded, abs=1e-5)
     assert rounded != pytest.approx(scores, abs=1e-5)
     assert alone.snapshot(torch.bfloat16).fingerprints() == sent
-    again = Learner(settings, model, ranks=two)
+    again = Learner(settings.learner, model, ranks=two)
     again.load(alone.save(tmp_path / "alone"))
     assert again.hashes() == hashes
     for learner in (alone, again):
@@ -444,7 +444,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
 
 @pytest.mark.parametrize(("offload", "tensor"), [(False, 1), (True, 2)])
 def test_muon_over_two_ranks_makes_the_updates_of_one(offload: bool, tensor: int, two: Leader, qwen3_dir: Path) -> None:
-    learner, work = Learner(config(), qwen3_dir, ranks=two), partial(updated, 2, tensor=tensor, offload=offload)
+    learner, work = Learner(config().learner, qwen3_dir, ranks=two), partial(updated, 2, tensor=tensor, offload=offload)
     before = two.ledger.standings()[0].count
     for one, other in zip(updated(1), everywhere(two, learner, work), strict=True):
         torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
@@ -469,7 +469,7 @@ def test_offloaded_optimizers_over_two_ranks_compute_the_same_bits(
     model, away = mixture_dir if mixed else qwen3_dir, {**settings, "offload_optimizer": True}
 
     def after_two(name: str, **given: Any) -> tuple[Learner, Path]:
-        learner = Learner(config(**given), model, ranks=two)
+        learner = Learner(config(**given).learner, model, ranks=two)
         for seed in range(2):
             learner.step(groups(3, seed), step_of=STEP_OF)
         return learner, learner.save(tmp_path / name)
@@ -485,10 +485,10 @@ def test_offloaded_optimizers_over_two_ranks_compute_the_same_bits(
     assert 0.4 * size < sum(one.nbytes for one in there.models.away()) < 0.6 * size
     there.step(groups(3, 2), step_of=STEP_OF)
     last = there.hashes()
-    alone = Learner(config(**{**settings, "parallel": {}}), model)
+    alone = Learner(config(**{**settings, "parallel": {}}).learner, model)
     alone.load(offloaded)
     assert alone.hashes() == hashes
-    again = Learner(config(**away), model, ranks=two)
+    again = Learner(config(**away).learner, model, ranks=two)
     again.load(alone.save(tmp_path / "alone"))
     again.step(groups(3, 2), step_of=STEP_OF)
     assert again.hashes() == last

@@ -51,7 +51,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
 ) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
-        learner = Learner(config(), qwen3_dir, ranks=ranks)
+        learner = Learner(config().learner, qwen3_dir, ranks=ranks)
         learner.step(groups(3), step_of=STEP_OF)
         (other,) = ranks.processes
 
@@ -99,7 +99,9 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
 ) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
-        learner = Learner(config(parallel={"ranks": 2} | ({together: 2} if together else {})), qwen3_dir, ranks=ranks)
+        learner = Learner(
+            config(parallel={"ranks": 2} | ({together: 2} if together else {})).learner, qwen3_dir, ranks=ranks
+        )
         (other,) = ranks.processes
         met = list(distributed.distributed_c10d._world.pg_map)
         for group in met:

@@ -54,12 +54,12 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: 
 
     with started(2) as two:
         for kind, (plan, _) in PLANS.items():
-            learner = Learner(config(**settings[kind], parallel=plan), models[kind], ranks=two)
+            learner = Learner(config(**settings[kind], parallel=plan).learner, models[kind], ranks=two)
             learner.step(groups(3), step_of=STEP_OF)
             save(kind, learner)
     with started(4) as four:
         for kind, (_, plan) in PLANS.items():
-            learner = Learner(config(**settings[kind], parallel=plan), models[kind], ranks=four)
+            learner = Learner(config(**settings[kind], parallel=plan).learner, models[kind], ranks=four)
             learner.load(saved[kind][0])
             save(kind, learner)
             stepped[kind] = learner.step(groups(3, 1), step_of=STEP_OF)
@@ -69,7 +69,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: 
             torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
         (report,), apart = after(config(**steep, parallel={"ranks": 4, "expert": 4}), mixed, four, steps=1)
     for kind, model in models.items():
-        alone = Learner(config(**settings[kind]), model)
+        alone = Learner(config(**settings[kind]).learner, model)
         alone.load(saved[kind][1])
         assert alone.hashes() == hashes[kind][0] == hashes[kind][1]
         save(kind, alone)

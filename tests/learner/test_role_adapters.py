@@ -27,7 +27,7 @@ TOKENS = [(7 * i) % VOCAB for i in range(12)]
 
 def learner(folder: Path, *roles: dict[str, Any], **given: Any) -> Learner:
     train = {**LORA, **given.pop("train", {})}
-    return Learner(settings(roles=list(roles), train=train, **given), folder)
+    return Learner(settings(roles=list(roles), train=train, **given).learner, folder)
 
 
 def adapter(of: Learner, role: str | None) -> list[torch.Tensor]:

@@ -70,9 +70,9 @@ def test_the_gradient_of_two_roles_algorithms_is_the_weighted_sum_of_those_of_ea
         return [*learner.model.parameters(), *(own.parameters() if own is not None else [])]
 
     both = settings(algo=grpo, roles=[{"name": "bob", "algo": ppo}])
-    mixed = gradients(doubled(Learner(both, qwen3_dir)), [game()], monkeypatch, of)
-    ann = gradients(doubled(Learner(settings(algo=grpo), qwen3_dir)), [game(["ann"])], monkeypatch, of)
-    bob = gradients(doubled(Learner(settings(algo=ppo), qwen3_dir)), [game(["bob"])], monkeypatch, of)
+    mixed = gradients(doubled(Learner(both.learner, qwen3_dir)), [game()], monkeypatch, of)
+    ann = gradients(doubled(Learner(settings(algo=grpo).learner, qwen3_dir)), [game(["ann"])], monkeypatch, of)
+    bob = gradients(doubled(Learner(settings(algo=ppo).learner, qwen3_dir)), [game(["bob"])], monkeypatch, of)
     ann = torch.cat([ann, torch.zeros(len(bob) - len(ann)).double()])  # no critic there
     whole = tokens_of("ann") + tokens_of("bob")
     shares = (tokens_of("ann") / whole, tokens_of("bob") / whole) if normalise == "token" else (0.5, 0.5)
@@ -88,7 +88,7 @@ def test_roles_with_the_same_algorithm_train_as_one_algorithm_does(
     algo = {"kind": "grpo", "normalise": "sequence", "process_weight": 0.5}
 
     def gradient(**given: Any) -> torch.Tensor:
-        learner = doubled(Learner(settings(**given), qwen3_dir))
+        learner = doubled(Learner(settings(**given).learner, qwen3_dir))
         return gradients(learner, [game()], monkeypatch, lambda one: list(one.model.parameters()))
 
     one = gradient(algo=algo)

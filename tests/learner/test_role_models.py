@@ -30,7 +30,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learner(folder: Path, *roles: dict[str, Any], **given: Any) -> Learner:
-    return Learner(settings(roles=list(roles), train={**TRAIN, **given.pop("train", {})}, **given), folder)
+    return Learner(settings(roles=list(roles), train={**TRAIN, **given.pop("train", {})}, **given).learner, folder)
 
 
 def weights(of: PolicyModel) -> list[torch.Tensor]:

@@ -111,7 +111,7 @@ def after(
 ) -> tuple[StepReport, dict[str, Tensor]]:
     """The report of the last of some steps, and the weights after it: each is one of 1 against the gradient."""
     given = {} if ranks is None else {"ranks": ranks}
-    learner = Learner(config(**train), folder, **given)
+    learner = Learner(config(**train).learner, folder, **given)
     report = [learner.step(groups, step_of=STEP_OF) for _ in range(steps)][-1]
     return report, load_file(learner.export(tmp_path / "now.safetensors").path)
 
@@ -150,7 +150,7 @@ def test_a_model_that_cannot_is_refused_with_what_to_set(
     make: Any, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        Learner(config(**settings), make(tmp_path / "model"))
+        Learner(config(**settings).learner, make(tmp_path / "model"))
 
 
 def test_dense_layers_among_mixtures_have_no_routers(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_token_without_experts_is_counted_alarmed_or_refused(
     assert (of(report).missing, of(report).replayed) == (missing, whole.replayed - missing)
     (alarm,) = [alarm for alarm in raised({"routing": asdict(of(report))}, Alarms()) if alarm.name == "routing"]
     assert f"routing.missing = {missing}" in alarm.text
-    learner = Learner(config(routing_replay="on"), folder)
+    learner = Learner(config(routing_replay="on").learner, folder)
     before = learner.hashes()
     with pytest.raises(RunFailed, match=rf"{missing} of {whole.replayed} tokens .* --set train\.routing_replay=auto"):
         learner.step([group], step_of=STEP_OF)
@@ -367,7 +367,7 @@ def test_one_row_has_the_balance_loss_of_transformers(folder: Path, tmp_path: Pa
 
 def test_the_balance_loss_evens_the_load(folder: Path, tmp_path: Path) -> None:
     groups = all_groups(None)
-    learner = Learner(config(balance_weight=1.0, lr=0.5), folder)
+    learner = Learner(config(balance_weight=1.0, lr=0.5).learner, folder)
     reports = [learner.step(groups, step_of=STEP_OF) for _ in range(5)]
     assert of(reports[-1]).balance < of(reports[0]).balance - 0.05
     assert of(reports[-1]).load_mean < of(reports[0]).load_mean

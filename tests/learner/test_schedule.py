@@ -47,13 +47,13 @@ def test_a_least_rate_that_nothing_falls_to_is_refused() -> None:
 
 def test_a_falling_rate_goes_on_after_a_resume_bit_by_bit(qwen3_dir: Path, tmp_path: Path) -> None:
     config = run_config(train=Train(lr=0.01, warmup_steps=1, steps=4, lr_schedule="cosine", lr_min=0.001))
-    whole, rates = Learner(config, qwen3_dir), []
+    whole, rates = Learner(config.learner, qwen3_dir), []
     for step in range(4):
         rates.append(whole.step([random_group(step, seed=step)], step_of=STEP_OF).lr)
         if step == 1:
             folder = whole.save(tmp_path / "checkpoints")
     assert rates == pytest.approx([0.005, 0.01, 0.001 + 0.009 * (1 + math.cos(math.pi / 2)) / 2, 0.001])
-    resumed = Learner(config, qwen3_dir)
+    resumed = Learner(config.learner, qwen3_dir)
     resumed.load(folder)
     for step in (2, 3):
         assert resumed.step([random_group(step, seed=step)], step_of=STEP_OF).lr == rates[step]

@@ -48,7 +48,7 @@ def test_the_stores_advantages_are_those_that_the_learner_computes(
 
 def test_a_skipped_group_counts_in_the_means_and_in_nothing_else(tmp_path: Path) -> None:
     """One group of outcomes 1 and 0, one skipped of outcomes 1 and 1: their mean is 0.75."""
-    learner = Learner(run_config(), tiny_qwen3(tmp_path))
+    learner = Learner(run_config().learner, tiny_qwen3(tmp_path))
     taken = group_of([episode(member, [turn(0, [1], [2, 3])], float(member)) for member in (0, 1)])
     other = solved(2)
     skipped = replace(other, state=GroupState.EXPIRED, trajectories=(), left_out=other.trajectories, skipped=True)
@@ -61,7 +61,7 @@ def test_a_skipped_group_counts_in_the_means_and_in_nothing_else(tmp_path: Path)
 
 
 def test_skipped_groups_leave_the_minibatches_even(tmp_path: Path) -> None:
-    learner = Learner(run_config(), tiny_qwen3(tmp_path))
+    learner = Learner(run_config().learner, tiny_qwen3(tmp_path))
     other = solved(2)
     skipped = replace(other, trajectories=(), left_out=other.trajectories, skipped=True)
     assert learner.step([skipped], step_of=lambda version: 0).updated is False

@@ -172,7 +172,7 @@ class Stepped:
     def __init__(self, folder: Path, algo: Any = None, **train: Any) -> None:
         torch.manual_seed(0)
         settings = Train.model_validate({**TRAIN, **train})
-        self.learner = Learner(run_config(algo=algo or GRPO(), train=settings, rollout=SHORT), folder)
+        self.learner = Learner(run_config(algo=algo or GRPO(), train=settings, rollout=SHORT).learner, folder)
         self.computed = 0  # tokens that went through the policy's layers
         self.learner.model.module.get_input_embeddings().register_forward_hook(self._count)
         self.grads: list[torch.Tensor] = []

@@ -43,7 +43,7 @@ class Stepped:
         routed: bool = True,
         **train: Any,
     ) -> None:
-        learner = Learner(config(algo, routed, **{"tokens_per_batch": PASS, **train}), folder)
+        learner = Learner(config(algo, routed, **{"tokens_per_batch": PASS, **train}).learner, folder)
         self.computed = 0
         learner.model.module.get_input_embeddings().register_forward_hook(self._count)
         self.report: StepReport = [learner.step(groups, step_of=STEP_OF) for _ in range(steps)][-1]
@@ -98,7 +98,7 @@ def test_a_step_of_a_mixture_is_that_of_passes_without_stems(name: str, folder: 
     algo, train = CASES[name]
     once, _ = both(folder, groups(other_choice if train.get("routed", True) else None), algo, **train)
     if "lora_rank" not in train:  # every model that is trained has moved: experts and routers
-        begun = Learner(config(algo, routed=False), folder).models.tensors()
+        begun = Learner(config(algo, routed=False).learner, folder).models.tensors()
         own = [name for name in begun if ".mlp." in name and not name.startswith("reference.")]
         assert min(float((once.weights[name] - begun[name].detach()).abs().max()) for name in own) > 1e-5
     assert (once.routing.replayed > 200) == train.get("routed", True)

@@ -24,7 +24,7 @@ def stepped(
 ) -> tuple[torch.Tensor, StepReport]:
     """The mean gradient of a step's updates, and its report."""
     settings = Train.model_validate({"warmup_steps": 0, "grad_clip": 1e9, **train})
-    learner = Learner(run_config(algo=algo, train=settings, rollout=SHORT), folder)
+    learner = Learner(run_config(algo=algo, train=settings, rollout=SHORT).learner, folder)
     seen: list[torch.Tensor] = []
 
     def keep() -> None:

@@ -59,7 +59,7 @@ class Run:
     ) -> None:
         config = run_config(train=Train(warmup_steps=0, lr=lr, steps=steps, checkpoint_every=1000))
         self.config: RunConfig = config.model_copy(update={"alarms": Alarms.model_validate(alarms)})
-        self.learner = Learner(self.config, model)
+        self.learner = Learner(self.config.learner, model)
         self.rows, self.bounds, self.saved = list[dict[str, Any]](), list[int](), list[int]()
         self.loop: Any = object.__new__(module._Learning)
         self.loop.__dict__.update(

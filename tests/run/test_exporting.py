@@ -30,7 +30,7 @@ def trained(run: Path, model: Path, *, steps: int = 1, config: RunConfig | None 
     settings = Train.model_validate({"warmup_steps": 0, "lr": 1e-2, "keep_checkpoints": 9, **train})
     config = (config or run_config(train=settings, seed=3)).model_copy(update={"model": str(model)})
     folder = RunDir.create(run, config)
-    learner = Learner(config, model)
+    learner = Learner(config.learner, model)
     for step in range(steps):
         learner.step([random_group(id, seed=10 * step + id) for id in range(3)], step_of=STEP_OF)
         learner.save(folder.checkpoints)

@@ -28,7 +28,7 @@ FAILED = StopReason.ENGINE_FAILED
 
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Learner:
-    return Learner(run_config(), tiny_qwen3(tmp_path_factory.mktemp("model")))
+    return Learner(run_config().learner, tiny_qwen3(tmp_path_factory.mktemp("model")))
 
 
 def group(*outcomes: float, id: int = 1, stop: StopReason = StopReason.DONE, version: int = 1) -> Group:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.algos.algorithm import Outputs
-from agentrl.config import RunConfig, Train, algorithms
+from agentrl.config import Train, algorithms
+from agentrl.config.learner import LearnerSettings
 from agentrl.learner.checkpoints.checkpoint import CRITIC, Part
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.data.shared_prompt import Roots
@@ -53,7 +54,7 @@ class Models:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: LearnerSettings,
         model_dir: Path,
         device: torch.device | str,
         *,
@@ -62,17 +63,17 @@ class Models:
         ranks: Ranks = ALONE,
     ) -> None:
         """Of several `ranks` each has a shard of every model. Raises ModelError for a folder that cannot be used."""
-        train, critic = config.train, algorithms.slots(config.algorithms)
-        self._config, self._temperature, self._ranks = config, config.rollout.temperature, ranks
+        train, critic = settings.train, algorithms.slots(settings.algorithms)
+        self._settings, self._temperature, self._ranks = settings, settings.temperature, ranks
         ranks.arrange(train.parallel)
         adapter = train if train.lora_rank else None
-        self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=config.adapted_roles)
-        self.own = {role: self._load(folder_of(of), device, held=train) for role, of in config.role_models.items()}
+        self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=settings.adapted_roles)
+        self.own = {role: self._load(folder_of(of), device, held=train) for role, of in settings.role_models.items()}
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         self.moving: dict[str, Follower] = {}
         self._roots: dict[str, Roots] = {}  # of the stem of the passes under way, by model
         for role in (None, *self.own):
-            slots, begun = algorithms.slots(config.algorithms_of(role)), self.of(role).folder
+            slots, begun = algorithms.slots(settings.algorithms_of(role)), self.of(role).folder
             for name, folder in slots.frozen.items():
                 given = reference_dir if name == REFERENCE and role is None else None
                 chosen = folder_of(folder) if folder else given or begun
@@ -87,8 +88,8 @@ class Models:
             self.critic = Critic(trunk, own=own)
             ranks.cut(self.critic.head)
         self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
-        if config.adapted_roles:
-            roles = (None, *config.adapted_roles)
+        if settings.adapted_roles:
+            roles = (None, *settings.adapted_roles)
             self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
         self._own |= {policy_of(role): model.parameters() for role, model in self.own.items()}
         self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
@@ -109,7 +110,7 @@ class Models:
         frozen: bool = False,
         headless: bool = False,
     ) -> PolicyModel:
-        train = self._config.train
+        train = self._settings.train
         return PolicyModel(
             folder,
             device=device,
@@ -132,7 +133,7 @@ class Models:
         for model in self.language_models():
             layers = (model.module.get_input_embeddings(), model.module.get_output_embeddings())
             outer += [weight for layer in layers for weight in layer.parameters()]
-        return optimizers.make(self._config.train, parameters, lr, outer={id(weight) for weight in outer})
+        return optimizers.make(self._settings.train, parameters, lr, outer={id(weight) for weight in outer})
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
@@ -216,7 +217,7 @@ class Models:
 
     def _activate_adapter(self, pack: Pack) -> None:
         """Have the policy compute with the adapter of a pass, if roles have their own."""
-        if self._config.adapted_roles:
+        if self._settings.adapted_roles:
             lora.activate(self.policy.module, pack.policy)
 
     @torch.no_grad()
@@ -266,7 +267,7 @@ class Models:
     @property
     def prompt_once(self) -> bool:
         """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
-        return self._config.train.prompt_once and all(model.has_stems for model in self.language_models())
+        return self._settings.train.prompt_once and all(model.has_stems for model in self.language_models())
 
     # --- updates --------------------------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Models:
         return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:
-        most = self._config.train.grad_clip
+        most = self._settings.train.grad_clip
         return clipped(self._own[name], math.inf if most is None else most)
 
     def _zero_grad(self) -> None:

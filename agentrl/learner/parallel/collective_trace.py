@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config import RunConfig
+from agentrl.config.learner import LearnerSettings
 from agentrl.config.train import ParallelPlan
 from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs
@@ -72,13 +72,13 @@ class Collective:
         return self.nbytes * (self.size - 1) / self.size * (2 if self.kind == "all-reduce" else 1)
 
 
-def traffic(config: RunConfig, folder: Path, rows: Sequence[Row]) -> list[Collective]:
+def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> list[Collective]:
     """Those of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more than a
     config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
-    plan = config.train.parallel
+    plan = settings.train.parallel
     with first_of(plan) as first:
         with hollow():
-            models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
+            models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
         (pack,) = packs([rows], 1 << 60)
         recorder = _Recorder()
         collectives.keep(cast(Any, recorder))  # in the place of a ledger

@@ -40,9 +40,9 @@ def serve(
         while True:
             name, given = orders.get()
             if name == "build":
-                config, model_dir, reference_dir, folder_of = given
+                settings, model_dir, reference_dir, folder_of = given
                 learner = Learner(
-                    config, model_dir, where, reference_dir=reference_dir, folder_of=folder_of, ranks=member
+                    settings, model_dir, where, reference_dir=reference_dir, folder_of=folder_of, ranks=member
                 )
                 send(line, Reply())
             else:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import trio
 
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, Train
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.weight_lock import Held
@@ -95,14 +95,14 @@ class _Learning:
         self._config: RunConfig = with_ranks(self._as_begun, scale_requests.ranks(self._as_begun, store.meta))
         store.lead()
         start = start_point(run, store)
-        self._ranks = ranks_of(self._config, self._heartbeat.mark)
+        self._ranks = ranks_of(self._config.train, self._config.engine.start_deadline_s, self._heartbeat.mark)
         if self._config.engine.colocated:
             self._turns = Turns(self._config, run.locks, self._heartbeat.mark)
             self._turns.begin(self._urls, weights_follow=False)
         self._learner = Learner(
-            self._config,
+            self._config.learner,
             model_dir(self._config.model),
-            device_of(self._config),
+            device_of(self._config.train),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
             may_save=store.still_leads,
@@ -473,9 +473,9 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.over(ranks)})
 
 
-def device_of(config: RunConfig) -> torch.device:
+def device_of(train: Train) -> torch.device:
     """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
-    train, seen = config.train, torch.cuda.device_count()
+    seen = torch.cuda.device_count()
     if train.gpus and max(train.gpus) >= seen:
         if train.parallel.ranks == 1:
             raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
@@ -484,16 +484,16 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
 
 
-def ranks_of(config: RunConfig, progress: Callable[[], None]) -> Ranks:
-    """The ranks of the learner, started. They end with this process. Raises ConfigError, RankLost."""
-    plan, first = config.train.parallel, device_of(config)
+def ranks_of(train: Train, start_s: float, progress: Callable[[], None]) -> Ranks:
+    """The ranks of the learner, started within `start_s`. They end with this process. Raises ConfigError, RankLost."""
+    plan, first = train.parallel, device_of(train)
     if plan.ranks == 1:
         return ALONE
-    others = [torch.device("cuda", gpu) for gpu in config.train.gpus[1:]] or [first] * (plan.ranks - 1)
+    others = [torch.device("cuda", gpu) for gpu in train.gpus[1:]] or [first] * (plan.ranks - 1)
     return Leader(
         [first, *others],
         deadline_s=plan.deadline_s,
-        start_s=config.engine.start_deadline_s,
+        start_s=start_s,
         progress=progress,
         ends=partial(give_up, "learner"),
     )
