@@ -1,9 +1,9 @@
 """Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms, orders of groups,
-dialects of tool calls.
+dialects of tool calls, ways of new weights to engines.
 
 A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
 `agentrl.models`, `agentrl.columns`, `agentrl.algorithms`, `agentrl.orders`,
-`agentrl.tool_formats`; a program may also `register` at run time.
+`agentrl.tool_formats`, `agentrl.weight_transports`; a program may also `register` at run time.
 Nothing is imported before its first use.
 """
 
@@ -21,7 +21,17 @@ from typing import Any, Literal, cast
 
 from agentrl.errors import UnknownIdError, UsageError, boundary
 
-Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms", "orders", "tool_formats"]
+Kind = Literal[
+    "environments",
+    "tools",
+    "sandboxes",
+    "models",
+    "columns",
+    "algorithms",
+    "orders",
+    "tool_formats",
+    "weight_transports",
+]
 Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {
@@ -38,6 +48,11 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "dapo"): "agentrl.algos.grpo_variants:DAPO",
     ("algorithms", "distil"): "agentrl.algos.grpo_variants:Distil",
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
+    ("weight_transports", "full"): "agentrl.engine.weight_sync.file_transport:FileTransport",
+    ("weight_transports", "delta"): "agentrl.engine.weight_sync.delta_transport:DeltaTransport",
+    ("weight_transports", "adapter"): "agentrl.engine.weight_sync.adapters:AdapterTransport",
+    ("weight_transports", "nccl"): "agentrl.engine.weight_sync.gpu_transport:NcclTransport",
+    ("weight_transports", "ipc"): "agentrl.engine.weight_sync.gpu_transport:IpcTransport",
 }
 
 

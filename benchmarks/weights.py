@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.launch import VLLMServer, find_build, running
 from agentrl.engine.weight_sync import adapters, weight_file
-from agentrl.engine.weight_sync.file_transport import PushReport, push
+from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.transport import PushReport
 from agentrl.learner.weight_export import WeightFile, export_weights
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams

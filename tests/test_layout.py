@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 MOST_FILES = 20  # of one folder, `__init__.py` among them
+MOST_OF_A_SETTING = 16  # files from the run file to the uses of `buffer.max_lag`
 LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registration.py", "registry.py"}
 ONE_IDEA = {
     "backend.py": "the backend of a kind of box",
@@ -53,3 +54,33 @@ def test_a_file_name_stands_for_one_idea() -> None:
 def test_every_room_says_what_it_is() -> None:
     rooms = [path for path in modules() if path.name == "__init__.py"]
     assert [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))] == []
+
+
+BESIDE_A_RUN = ("planning", "testing", "cli", "offline", "view", "sandbox", "engine/embedded", "engine/vllm/plugin")
+"""Rooms that no token and no setting passes on its way through a run: forecasts, tests, the inside of an engine."""
+
+
+def names_in(path: Path) -> set[str]:
+    """The names that a module's code uses: variables, attributes and arguments; not its comments and texts."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def passes(*names: str) -> list[str]:
+    """The files of a run whose code handles one of these names."""
+    inside = [(path.relative_to(PACKAGE).as_posix(), path) for path in modules()]
+    return [place for place, path in inside if not place.startswith(BESIDE_A_RUN) and names_in(path) & {*names}]
+
+
+def test_a_sampled_token_passes_few_files() -> None:
+    assert len(passes("token_ids", "logprobs")) <= 30
+
+
+def test_a_setting_passes_few_files_from_the_run_file_to_its_uses() -> None:
+    assert len(passes("max_lag")) <= MOST_OF_A_SETTING

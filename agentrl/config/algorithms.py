@@ -108,7 +108,7 @@ def check(algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: in
         raise ConfigError("buffer.skip_without_signal", True, hint)
     for field, algo in algorithms.items():
         named = f"{field}.kind = {algo.kind!r}"
-        if buffer.max_lag > 0 and not algo.corrects and algo.diverges:
+        if not buffer.synchronous and not algo.corrects and algo.diverges:
             raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if group_size < (least := algo.least_members):
             hint = f"{named} compares siblings: give at least {least}, or another algorithm"

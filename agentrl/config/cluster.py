@@ -181,7 +181,7 @@ def splits(cluster: Cluster, begins: Split) -> list[Split]:
     return [split for split in found if split.engines >= least]
 
 
-def check(cluster: Cluster, engine: _Engine, train: _Train, *, sync: str, several: bool) -> None:
+def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) -> None:
     """Raises ConfigError for what Ray's processes cannot do, for GPUs that nobody reserved, or for a controller that
     has nothing to move. `several`: more than one policy learns."""
     if cluster.controller is not None:
@@ -200,9 +200,6 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, sync: str, severa
     if cluster.engine.gpus and (engine.kind == "embedded" or engine.urls):
         hint = "it is for replicas of vLLM that the run starts: give 0"
         raise ConfigError("cluster.engine.gpus", cluster.engine.gpus, hint)
-    if sync == "ipc":
-        hint = "it leaves no GPU, and Ray may place engine and learner apart: give 'nccl'"
-        raise ConfigError("engine.sync", sync, hint)
     if train.device != "cpu" and not cluster.learner.gpus:
         hint = f"train.device = {train.device!r} needs one: give cluster.learner = {{ gpus = 1 }}"
         raise ConfigError("cluster.learner.gpus", 0, hint)

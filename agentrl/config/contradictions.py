@@ -72,11 +72,11 @@ def _of_engines(config: RunConfig) -> Iterator[str]:
     engine, given = config.engine, config.engine.model_fields_set
     if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
         yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
-    if engine.weights_url is not None and config.sync == "adapter":
+    if engine.weights_url is not None and config.sends_adapters:
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
     if engine.canary_tolerance is not None and not engine.canary:
         yield "engine.canary_tolerance has no effect without the canary: --set engine.canary=true"
-    if engine.stage == "file" and (engine.kind == "embedded" or config.sync not in ("full", "delta")):
+    if engine.stage == "file" and (engine.kind == "embedded" or config.transport.form != "file"):
         yield "engine.stage has no effect: vLLM alone stages, and only what is a file: --set engine.stage=auto"
     if engine.kind == "embedded" and engine.dtype != "float32" and not engine.urls:
         yield f"engine.dtype = {engine.dtype!r}: the embedded engine computes in float32: --set engine.dtype=float32"
@@ -140,7 +140,7 @@ def _of_groups(config: RunConfig) -> Iterator[str]:
     if buffer.quorum is not None and config.quorum is None:
         closes = "all members" if buffer.close == "full" else "all members at buffer.max_lag = 0"
         yield f"buffer.quorum has no effect, as groups wait for {closes}: --set buffer.quorum=false"
-    if buffer.close == "quorum" and buffer.max_lag == 0:
+    if buffer.close == "quorum" and buffer.synchronous:
         yield "buffer.max_lag = 0 leaves the late members of a quorum untrained: --set buffer.max_lag=1"
     if buffer.window != type(buffer).model_fields["window"].default and buffer.order != "windowed":
         yield f"buffer.window has no effect with buffer.order = {buffer.order!r}: --set buffer.order=windowed"

@@ -17,6 +17,8 @@ class _Engine(Protocol):
     @property
     def kind(self) -> str: ...
     @property
+    def sync(self) -> str: ...
+    @property
     def colocated(self) -> bool: ...
     @property
     def gpus(self) -> Sequence[object]: ...
@@ -57,6 +59,10 @@ def check_memory_sync(engine: _Engine, train: Train, *, sync: str, on_ray: bool)
     if device == "cpu":
         hint = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
         raise ConfigError("train.device", device, hint)
+    if sync == "ipc" and on_ray:
+        raise ConfigError(
+            "engine.sync", sync, "it leaves no GPU, and Ray may place engine and learner apart: give 'nccl'"
+        )
     if engine.urls or on_ray:
         return
     taken, learner = _taken(engine), set(train.gpus)
@@ -74,7 +80,7 @@ def check_memory_sync(engine: _Engine, train: Train, *, sync: str, on_ray: bool)
         raise ConfigError("engine.gpus", engine.gpus, "NCCL joins each GPU once: give each replica its own")
 
 
-def check_colocated(engine: _Engine, train: Train, *, sync: str, on_ray: bool, others: Collection[str]) -> None:
+def check_colocated(engine: _Engine, train: Train, *, form: str, on_ray: bool, others: Collection[str]) -> None:
     """Raises ConfigError if engine and learner cannot take turns. `others` are models besides the policy that have
     engines of their own."""
     if not engine.colocated:
@@ -89,8 +95,10 @@ def check_colocated(engine: _Engine, train: Train, *, sync: str, on_ray: bool, o
         raise refuse("Ray may place engine and learner apart: give cluster.launcher = 'local'")
     if train.parallel.ranks > 1:
         raise refuse(f"one GPU has room for one rank, and train.parallel.ranks = {train.parallel.ranks}: give 1")
-    if sync in ("nccl", "ipc"):
-        raise ConfigError("engine.sync", sync, "a learner that has left the GPU sends no memory of it: give 'auto'")
+    if form == "memory":
+        raise ConfigError(
+            "engine.sync", engine.sync, "a learner that has left the GPU sends no memory of it: give 'auto'"
+        )
     if train.optimizer == "adamw8bit":
         raise ConfigError("train.optimizer", "adamw8bit", "engine.colocated moves plain tensors: give 'adamw'")
     if others:

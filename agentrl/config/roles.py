@@ -15,6 +15,7 @@ from pydantic import SerializeAsAny
 from agentrl.algos.algorithm import Algorithm
 from agentrl.config.sections import RewardSource, Section
 from agentrl.config.train import Train
+from agentrl.config.weight_sync import Transport
 from agentrl.errors import ConfigError
 
 
@@ -77,7 +78,25 @@ class WithRoles:
         return {table.name: table.plays for table in self.roles if table.plays != "self"}
 
 
-def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, sync: str, share: float = 1.0) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """How weights travel to a run's engines (`engine.sync`, and the transport that it names), the URLs of those that it
+    attaches to, and whether Ray places the rest."""
+
+    sync: str
+    transport: Transport
+    urls: list[str]
+    on_ray: bool
+
+    def check_adapters(self, hint: str) -> None:
+        """Raises ConfigError if they do not hold several adapters."""
+        if self.transport.form != "adapter":
+            raise ConfigError("engine.sync", self.sync, hint)
+
+
+def check(
+    tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, engines: Engines, share: float = 1.0
+) -> None:
     """`frozen` roles are not trained; past selves play in a `share` of the groups. Raises ConfigError."""
     seen: set[str] = set()
     for at, table in enumerate(tables):
@@ -88,16 +107,16 @@ def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train,
             hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
             raise ConfigError(f"roles.{at}.algo", table.algo.kind, hint)
         if table.plays != "self":
-            _check_league(f"roles.{at}", table, frozen, train=train, sync=sync, never_learns=share == 1.0)
+            _check_league(f"roles.{at}", table, frozen, train=train, engines=engines, never_learns=share == 1.0)
         if table.adapter:
-            _check_adapter(f"roles.{at}", table, frozen, train=train, sync=sync)
+            _check_adapter(f"roles.{at}", table, frozen, train=train, engines=engines)
     either = [f"roles.{at}.plays" for at, table in enumerate(tables) if table.plays == "either"]
     if len(either) == 1:
         raise ConfigError(either[0], "either", "give it to two roles or more: each group draws one for the policy")
 
 
 def _check_league(
-    field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str, never_learns: bool
+    field: str, table: RoleTable, frozen: Collection[str], *, train: Train, engines: Engines, never_learns: bool
 ) -> None:
     if table.name in frozen:
         hint = f"rollout.roles gives {table.name} to another policy: leave one of the two out"
@@ -109,20 +128,16 @@ def _check_league(
     if not train.lora_rank:
         hint = "past selves are adapters beside each other: train one (train.lora_rank = 16, for instance)"
         raise ConfigError(f"{field}.plays", table.plays, hint)
-    if sync != "adapter":
-        hint = f"{field}.plays = {table.plays!r} needs engines that hold several adapters: give 'auto'"
-        raise ConfigError("engine.sync", sync, hint)
+    engines.check_adapters(f"{field}.plays = {table.plays!r} needs engines that hold several adapters: give 'auto'")
 
 
-def _check_adapter(field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str) -> None:
+def _check_adapter(field: str, table: RoleTable, frozen: Collection[str], *, train: Train, engines: Engines) -> None:
     if table.name in frozen:
         hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
         raise ConfigError(f"{field}.adapter", True, hint)
     if not train.lora_rank:
         raise ConfigError(f"{field}.adapter", True, "say how large an adapter is: train.lora_rank = 16, for instance")
-    if sync != "adapter":
-        hint = f"{field}.adapter needs engines that hold several adapters: give 'auto'"
-        raise ConfigError("engine.sync", sync, hint)
+    engines.check_adapters(f"{field}.adapter needs engines that hold several adapters: give 'auto'")
     if (ranks := train.parallel.ranks) > 1:
         raise ConfigError("train.parallel.ranks", ranks, f"{field}.adapter is trained by one rank: leave it out")
     _check_name(field, table)
@@ -132,15 +147,6 @@ def _check_name(field: str, table: RoleTable) -> None:
     if not re.fullmatch(r"\w[\w-]*", table.name):
         hint = "a folder and an adapter are named after it: letters, digits, _ and - only"
         raise ConfigError(f"{field}.name", table.name, hint)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """How weights travel to a run's engines, the URLs of those that it attaches to, and whether Ray places the rest."""
-
-    sync: str
-    urls: list[str]
-    on_ray: bool
 
 
 def check_models(
@@ -161,7 +167,7 @@ def check_models(
             hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
             raise ConfigError(field, table.model, hint)
         _check_beside(field, config, train=train)
-        if engines.sync != "full":
+        if not engines.transport.serves_role_models:
             raise ConfigError("engine.sync", engines.sync, f"the weights of {field} travel as whole files: give 'auto'")
         if engines.urls:
             hint = f"the run starts the engines of {field} itself: leave it out and give engine.replicas"

@@ -16,13 +16,13 @@ from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationEr
 
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
-from agentrl.config import algorithms, gpu_placement, shared_engines, vllm_arguments
+from agentrl.config import algorithms, gpu_placement, shared_engines, vllm_arguments, weight_sync
 from agentrl.config import cluster as cluster_settings
 from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
 from agentrl.config.cluster import Cluster, WithCluster
 from agentrl.config.league import LeagueSettings
-from agentrl.config.learner import LearnerSettings
+from agentrl.config.learner_settings import LearnerSettings
 from agentrl.config.roles import RoleTable, WithRoles
 from agentrl.config.sandbox import Sandboxes
 from agentrl.config.sections import (
@@ -40,15 +40,16 @@ from agentrl.config.sections import (
     RewardSource,
     as_stored,
     check_sources,
-    check_sync,
     check_temperatures,
     check_template,
     check_url,
+    check_weights_url,
     config_error,
 )
 from agentrl.config.sections import Section as _Section
 from agentrl.config.train import Train as Train
 from agentrl.config.train import check_experts
+from agentrl.config.weight_sync import Transport
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import POLICY, EngineKey, SamplingParams
 
@@ -194,7 +195,7 @@ class EngineSettings(_Section):
     kv_cache_mb: Count = 512  # keys and values of an engine
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
-    sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
+    sync: str = "auto"  # how new weights travel: auto, full, delta, adapter, nccl, ipc, or a transport of yours
     weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
     weights_from: list[str] = Field(default_factory=list)  # further folders and URLs that engines may read weights from
     stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
@@ -235,6 +236,11 @@ class EngineSettings(_Section):
         if url.rstrip("/").removesuffix("/v1") not in self.urls:
             return self.own_key
         return None if self.api_key_env is None else key_in(self.api_key_env, "engine.api_key_env")
+
+    @property
+    def weight_backend(self) -> str:
+        """The part of vLLM that takes new weights, by its name there."""
+        return weight_sync.transport_of(weight_sync.chosen(self.sync, adapters=False, objects=False)).backend
 
     @property
     def places(self) -> list[list[int]]:
@@ -307,20 +313,25 @@ class RunConfig(WithRoles, WithCluster, _Section):
     alarms: Alarms = Alarms()
 
     @property
-    def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
-        """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM or shared, or
-        roles have their own; else a file of all weights, or what changed, through an object store. An adapter that does
-        not travel alone is merged first. `nccl` and `ipc` need no file: they go from GPU memory to GPU memory."""
-        if self.engine.sync != "auto":
-            return self.engine.sync
-        alone = self.engine.kind == "vllm" or self.engine.shared or self.adapted_roles or self.league_roles
-        return "adapter" if self.train.lora_rank and alone else "delta" if self.engine.weights_url else "full"
+    def sync(self) -> str:
+        """How new weights travel, the name of a transport: that of `engine.sync`. `auto` is the adapter alone where one
+        is trained and the engine is vLLM or shared, or roles have their own. An adapter that does not travel alone is
+        merged first."""
+        engine = self.engine
+        held = engine.kind == "vllm" or engine.shared or bool(self.adapted_roles or self.league_roles)
+        adapters, objects = held and bool(self.train.lora_rank), engine.weights_url is not None
+        return weight_sync.chosen(engine.sync, adapters=adapters, objects=objects)
+
+    @property
+    def transport(self) -> Transport:
+        """The class of this transport, which says what else of a run depends on it."""
+        return weight_sync.transport_of(self.sync)
 
     @property
     def quorum(self) -> int | None:
         """How many scored members close a group; the others are trained when they end. None: the last member closes it,
         as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
-        if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
+        if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.synchronous):
             return None
         size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
         return self.buffer.quorum or (max(2, least, 3 * size // 4) if size > 1 else None)
@@ -333,7 +344,12 @@ class RunConfig(WithRoles, WithCluster, _Section):
     @property
     def syncs_memory(self) -> bool:
         """Whether new weights go from memory to memory, and no file holds them."""
-        return self.sync in ("nccl", "ipc")
+        return self.transport.form == "memory"
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether adapters travel alone, and engines hold several versions beside each other."""
+        return self.transport.form == "adapter"
 
     @property
     def algorithms(self) -> dict[str, Algorithm]:
@@ -435,19 +451,15 @@ class RunConfig(WithRoles, WithCluster, _Section):
             )
         if rollout.resume != "tokens" and self.engine.preempt:
             raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
-        check_sync(self.engine.kind, self.engine.sync, self.engine.weights_url)
+        check_weights_url(self.engine.weights_url)
+        on_ray, transport = self.cluster.on_ray, self.transport
+        transport.check(self.engine, self.train, on_ray=on_ray)
         check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         shared_engines.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
-        cluster_settings.check(self.cluster, self.engine, self.train, sync=self.sync, several=bool(self.role_models))
-        sync, on_ray = self.sync, self.cluster.on_ray
-        if self.syncs_memory:
-            gpu_placement.check_memory_sync(self.engine, self.train, sync=sync, on_ray=on_ray)
+        cluster_settings.check(self.cluster, self.engine, self.train, several=bool(self.role_models))
         others = {*rollout.given_models(), *self.role_models.values()}
-        gpu_placement.check_colocated(self.engine, self.train, sync=sync, on_ray=on_ray, others=others)
-        if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
-            hint = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
-            raise ConfigError("train.lora_rank", self.train.lora_rank, hint)
+        gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=others)
         if self.curriculum is not None:
             if self.curriculum.hopeless >= self.curriculum.solved:
                 hint = f"must be below curriculum.solved = {self.curriculum.solved:g}"
@@ -470,8 +482,10 @@ class RunConfig(WithRoles, WithCluster, _Section):
                 hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
                 raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
         frozen, share = self.rollout.frozen_roles(), self.league.share
-        role_settings.check(self.roles, frozen, train=self.train, sync=self.sync, share=share)
-        there = role_settings.Engines(sync=self.sync, urls=self.engine.urls, on_ray=self.cluster.on_ray)
+        there = role_settings.Engines(
+            sync=self.sync, transport=self.transport, urls=self.engine.urls, on_ray=self.cluster.on_ray
+        )
+        role_settings.check(self.roles, frozen, train=self.train, engines=there, share=share)
         role_settings.check_models(self, frozen, train=self.train, engines=there, rewards=self.rewards)
         algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
 

@@ -102,6 +102,11 @@ class Buffer(Section):
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
     @property
+    def synchronous(self) -> bool:
+        """Whether a step trains only what the weights before it sampled."""
+        return self.max_lag == 0
+
+    @property
     def groups_ahead(self) -> int:
         """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
         return (self.max_lag + 1) * self.groups_per_step
@@ -325,15 +330,11 @@ def check_url(field: str, url: str) -> str:
     return url
 
 
-def check_sync(kind: str, sync: str, weights_url: str | None) -> None:
-    """Raises ConfigError for a way of new weights that an engine of this kind does not have."""
+def check_weights_url(weights_url: str | None) -> None:
+    """Raises ConfigError for what is no URL of a folder."""
     if weights_url is not None and not re.match(r"[a-z][a-z0-9+.-]*://.", weights_url):
         hint = 'must be a URL: "s3://bucket/folder", or "file:///folder" for one that all machines mount'
         raise ConfigError("engine.weights_url", weights_url, hint)
-    if weights_url is not None and sync in ("nccl", "ipc"):
-        raise ConfigError("engine.weights_url", weights_url, f"engine.sync = {sync!r} needs none: leave it out")
-    if kind == "embedded" and sync not in ("auto", "full", *(["delta"] if weights_url else [])):
-        raise ConfigError("engine.sync", sync, "the embedded engine takes whole files: give 'auto'")
 
 
 def config_error(error: ValidationError, model: type[BaseModel], section: tuple[str, ...] = ()) -> ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -36,7 +36,7 @@ class Sender:
     """Opens channels from `device` to engines: `nccl` broadcasts packed tensors to any number of other GPUs, `ipc`
     shares a buffer with engines on the same GPU."""
 
-    def __init__(self, sync: Literal["nccl", "ipc"], device: torch.device | str) -> None:
+    def __init__(self, sync: str, device: torch.device | str) -> None:
         """Raises ConfigError if vLLM cannot be loaded, or if this learner cannot send by `sync`."""
         self._sync, self._device = sync, torch.device(device)
         try:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from agentrl.algos.algorithm import Outputs
 from agentrl.config.algorithms import distinct
-from agentrl.config.learner import LearnerSettings
+from agentrl.config.learner_settings import LearnerSettings
 from agentrl.errors import RunFailed
 from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState

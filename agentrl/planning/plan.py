@@ -218,7 +218,7 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     room = _RESERVED * gpu.memory_gb * GB
     weights = each.weights(bytes_.parameters, bytes_.experts)
     turns = config.engine.colocated
-    staged = config.engine.stage == "auto" and config.sync in ("full", "delta") and not turns
+    staged = config.engine.stage == "auto" and config.transport.form == "file" and not turns
     second = weights if staged else 0  # of new ones
     left = room - weights - second - (0 if engines or turns else learner)
     at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
@@ -263,14 +263,14 @@ def _waiting(config: RunConfig, bytes_: Held) -> float:
     """Bytes in host memory while an engine samples whose GPU the learner shares by turns; or while the learner steps,
     with an adapter, the engine's weights."""
     learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
-    return bytes_.host + learner + (2 * bytes_.parameters if config.sync == "adapter" else 0)
+    return bytes_.host + learner + (2 * bytes_.parameters if config.sends_adapters else 0)
 
 
 def _swapped(config: RunConfig, bytes_: Held) -> float:
     """Bytes that go over the GPU's bus for a turn of the learner: it comes and leaves, the engine gets new weights, or
     with an adapter takes its own away and back."""
     learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
-    return 2 * learner + 2 * bytes_.parameters * (2 if config.sync == "adapter" else 1)
+    return 2 * learner + 2 * bytes_.parameters * (2 if config.sends_adapters else 1)
 
 
 def _used(described: dict[str, Any]) -> float:

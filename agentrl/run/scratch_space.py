@@ -49,7 +49,7 @@ def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None
     are kept, the next one, and a delta if there are deltas."""
     if config.syncs_memory:
         return
-    files = KEPT + (2 if config.sync == "delta" else 1)
+    files = KEPT + config.transport.files
     need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
     if need > free:
         raise ConfigError(
@@ -64,7 +64,7 @@ def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None
 def _file_bytes(config: RunConfig, model: Path) -> int:
     """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
     tensors = [place for part in weight_file.parts(model) for place in weight_file.places(weight_file.open_bytes(part))]
-    if config.sync == "adapter":
+    if config.sends_adapters:
         adapters = 1 + len(config.adapted_roles)
         return adapters * sum(
             4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2

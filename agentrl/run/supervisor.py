@@ -378,7 +378,7 @@ def _sockets(config: RunConfig) -> Generator[Path | None]:
 async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
     with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
-        if (there := await looks(lambda store: objects_of(config, store.meta, None))) is not None:
+        if (there := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
             last = Folder(there.url, deadline_s=_STORE_S)
             await trio.to_thread.run_sync(last.remove_all)
 

@@ -65,7 +65,7 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
         teacher_of(config, _nobody, one)
         if one.url != POLICY:
             trio.run(_check_tokens, config, one, _client(config, one, str(one.url), transport))
-        elif config.sync == "adapter":
+        elif config.sends_adapters:
             hint = "engines know an adapter by the name of its version: give engine.sync = 'full'"
             raise ConfigError("rewards.url", POLICY, hint)
 

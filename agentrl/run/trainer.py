@@ -190,7 +190,7 @@ def check_startable(config: RunConfig) -> None:
     for line in contradictions(config):
         print(f"agentrl: warning: {line}", file=sys.stderr)
     if config.syncs_memory:
-        check_sender(config.sync, untested=config.engine.untested_vllm)
+        check_sender(config.transport.backend, untested=config.engine.untested_vllm)
     _check_store(config)
     if config.engine.gpus:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])

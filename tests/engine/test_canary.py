@@ -17,8 +17,9 @@ from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import canary, fingerprints
 from agentrl.engine.weight_sync.canary import Canary, Seen, probe_tokens
+from agentrl.engine.weight_sync.transport import MemoryParcel
 from agentrl.errors import CanaryMismatch
-from agentrl.run.weights.publisher import MemoryParcel, WeightPublisher
+from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
 
 TOKENS = probe_tokens(500)
@@ -219,7 +220,7 @@ async def told(apart: float, **given: Any) -> float:
     """What a publisher of such engine settings says of an engine whose every log-prob is so far off."""
     server, drift = FakeVLLM(version="1"), Drift()
     server.logprob = costs([number + apart for number in drift.at(1)])
-    publisher = WeightPublisher(parse({"model": "m", "env": {"id": "e"}, "engine": {"kind": "vllm", **given}}))
+    publisher = WeightPublisher(parse({"model": "m", "env": {"id": "e"}, "engine": {"kind": "vllm", **given}}).engine)
     proof = drift.canary(1, dtype=given.get("dtype", "float32"))
     async with aclosing(EngineClient(server.url, transport=server)) as client:
         return (await publisher._prove(client, MemoryParcel(version=1, snapshot=Any, canary=proof)))["canary_error"]

@@ -11,10 +11,11 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.capabilities import Need, probe
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
 from agentrl.run.processes.engine_process import Weights, attach
-from agentrl.run.weights.publisher import Parcel, WeightPublisher
+from agentrl.run.weights.publisher import WeightPublisher
 
 from .conftest import Started
 from .policy import Policy
@@ -45,7 +46,7 @@ async def test_a_stock_server_is_attached_by_what_its_refusal_says(
         parcel = Parcel(
             version=version, path=file.path, sha256=file.sha256, canary=probe_of(stock, version, marked=True)
         )
-        row = await WeightPublisher(stock_config).deliver([url], parcel)
+        row = await WeightPublisher(stock_config.engine, stock_config.sync).deliver([url], parcel)
         assert row["canary_error"] < ROUGH
         prompt = tuple((7 * i) % 120 + 3 for i in range(100))
         for _ in range(2):  # the second finds its prefix computed

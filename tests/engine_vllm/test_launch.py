@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import EngineSettings
+from agentrl.config.weight_sync import transport_of
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.capabilities import Facts, Need, needed
 from agentrl.engine.vllm.launch import (
@@ -152,7 +153,7 @@ def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: py
 def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: str, hint: str) -> None:
     facts = facts_of(*frozenset(Need) - {Need.WEIGHTS, Need.NCCL, Need.IPC})
     with pytest.raises(UsageError) as caught:
-        facts.require(needed(sync))
+        facts.require(needed(transport_of(sync)))
     assert str(caught.value).endswith(f"beside its other flags, with: {hint}")
 
 
@@ -164,7 +165,7 @@ def test_however_weights_travel_the_plugin_must_be_there_or_a_prefix_cache_would
         r"/models/m --worker-extension-cls agentrl"
     )
     with pytest.raises(UsageError, match=rf"lacks agentrl's plugin: .* with: {command}\..*Extension$"):
-        facts.require(needed(sync))
+        facts.require(needed(transport_of(sync)))
 
 
 def test_a_server_of_another_dtype_or_with_shorter_contexts_is_refused_with_the_runs_own() -> None:

@@ -14,6 +14,7 @@ import pytest
 import trio
 from safetensors.torch import load_file
 
+from agentrl.config.weight_sync import transport_of
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.capabilities import Need, needed, probe
 from agentrl.errors import UsageError
@@ -57,13 +58,13 @@ async def test_a_server_says_how_it_takes_weights(servers: list[Server]) -> None
     await client.aclose()
     sync = server.spec.weight_backend
     assert facts.backend == f"{sync.upper()}WeightTransferEngine"
-    facts.require(needed(sync))
+    facts.require(needed(transport_of(sync)))
     with pytest.raises(UsageError, match="files: " + FLAG % "shm"):
-        facts.require(needed("full"))
+        facts.require(needed(transport_of("full")))
     other = {"nccl": "ipc", "ipc": "nccl"}[sync]
     with pytest.raises(UsageError, match=FLAG % other):
-        facts.require(needed(other))
-    assert Need.WEIGHTS in needed("delta") and Need.LORA in needed("adapter")
+        facts.require(needed(transport_of(other)))
+    assert Need.WEIGHTS in needed(transport_of("delta")) and Need.LORA in needed(transport_of("adapter"))
 
 
 def test_versions_go_from_memory_to_memory_and_the_engines_sample_from_them(servers: list[Server]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trio
 
-from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train
 from agentrl.config.sections import Buffer
 from agentrl.errors import LeaseLost, RunFailed
 from agentrl.learner.learner import Diverged
@@ -237,9 +237,7 @@ def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene
             raise LeaseLost("another learner has begun")
 
     scene.learning._store.still_leads = still_leads
-    publishers = Publishers(
-        RunConfig(model="unused", env=EnvSource(id="test/none")), scene.learning._as_leader, locks=Path()
-    )
+    publishers = Publishers(EngineSettings(), "full", scene.learning._as_leader, locks=Path())
     tries = list[Sequence[str]]()
 
     async def deliver(urls: Callable[[], Sequence[str]], *_: object) -> None:

@@ -14,8 +14,10 @@ import torch
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
+from agentrl.config.weight_sync import transport_of
 from agentrl.engine.vllm import launch
 from agentrl.engine.weight_sync import weight_file
+from agentrl.engine.weight_sync.transport import MemoryParcel
 from agentrl.errors import ConfigError
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import WeightFile, export_weights
@@ -27,7 +29,6 @@ from agentrl.run.processes import engine_process, learner_process
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, evaluate
-from agentrl.run.weights.publisher import MemoryParcel
 from agentrl.store import RunStore
 
 URLS = ["http://a:1", "http://b:1"]
@@ -193,7 +194,7 @@ async def test_an_attached_engine_samples_nothing_before_the_learner_sent_its_we
     config = run_config()
     await engine_process.attach(URLS[0], engine_process.current_weights(config, scene.store, START), config)
     needs, *rest = calls
-    assert needs == engine_process.needed("nccl")
+    assert needs == engine_process.needed(transport_of("nccl"))
     assert rest == [
         ("/pause", {"mode": "keep", "clear_cache": "true"}),
         ("/update_weight_version", {"new_version": "0"}),

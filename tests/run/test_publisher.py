@@ -16,18 +16,19 @@ import trio
 from safetensors.numpy import save_file
 from trio.testing import MockClock
 
-from agentrl.config import EngineSettings, EnvSource, RunConfig
+from agentrl.config import EngineSettings, RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import EmbeddedEngine, launch_embedded
+from agentrl.engine.weight_sync import gpu_transport
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
-from agentrl.engine.weight_sync.file_transport import PushReport
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, PushReport
 from agentrl.engine.weight_sync.weight_lock import exclusive
 from agentrl.errors import RunFailed, WeightSyncError
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
 from agentrl.run.weights import publisher as module
-from agentrl.run.weights.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
+from agentrl.run.weights.publisher import NotDelivered, WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=300.0)
@@ -65,7 +66,7 @@ class Weights:
 
 def publisher(**engine: object) -> WeightPublisher:
     settings = SETTINGS.model_copy(update=engine)
-    return WeightPublisher(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=settings))
+    return WeightPublisher(settings)
 
 
 async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: EmbeddedEngine, tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ async def test_one_engine_of_several_that_samples_from_other_weights_ends_the_ru
 async def test_nobody_gives_weights_to_an_engine_that_another_process_is_giving_some(
     fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    ours = WeightPublisher(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=SETTINGS), locks=tmp_path)
+    ours = WeightPublisher(SETTINGS, locks=tmp_path)
     async with exclusive(tmp_path, fakes.urls[1], deadline_s=1):
         await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     assert fakes.versions() == ["2", "1", "2"]
@@ -278,7 +279,7 @@ class Memory:
 
 
 def memory_publisher(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> WeightPublisher:
-    monkeypatch.setattr(module, "Transfer", lambda sender: memory)
+    monkeypatch.setattr(gpu_transport, "Transfer", lambda sender: memory)
     config = RunConfig.model_validate(
         {
             "model": "unused",
@@ -293,7 +294,7 @@ def memory_publisher(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> WeightP
             "train": {"device": "cuda:1"},
         }
     )
-    return WeightPublisher(config, sender=object())  # pyright: ignore[reportArgumentType]
+    return WeightPublisher(config.engine, config.sync, sender=object())  # pyright: ignore[reportArgumentType]
 
 
 PARCEL = MemoryParcel(version=3, snapshot=SimpleNamespace(size_bytes=12))

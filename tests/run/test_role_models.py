@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl.config import RunConfig, parse
 from agentrl.engine.router.by_role import Policies
+from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.learner.checkpoints.folders import of_role
 from agentrl.models.resolve import model_dir
@@ -26,7 +27,7 @@ from agentrl.run.processes.engine_process import current_weights
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, check_startable
-from agentrl.run.weights.publisher import NotDelivered, Parcel
+from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of
 from agentrl.store import RunStore
 from agentrl.store.audit.audit import audit
@@ -77,7 +78,7 @@ class Sends:
 
 async def test_each_policys_engines_get_its_weights_under_one_version(config: RunConfig, tmp_path: Path) -> None:
     meta = {"engine_urls": '["http://ours"]', "role_urls": '{"short": ["http://theirs"]}'}
-    publishers: Any = Publishers(config, meta.get, locks=tmp_path)
+    publishers: Any = Publishers(config.engine, config.sync, meta.get, roles=tuple(config.role_models), locks=tmp_path)
     ours = Sends({"sync_s": 2.0, "engines_behind": 1, "sync_bytes": 10})
     theirs = Sends({"sync_s": 3.0, "engines_behind": 0, "sync_bytes": 5})
     assert publishers._of.keys() == {None, "short"}

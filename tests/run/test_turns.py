@@ -68,7 +68,12 @@ class Table:
         kind = partial(EngineClient, transport=self.server)
         monkeypatch.setattr(module, "EngineClient", kind)
         monkeypatch.setattr(module, "_RETRY_S", 0.01)
-        self.turns = Turns(colocated(config), folder, lambda: self.order.append("waits"))
+        self.turns = Turns(
+            colocated(config).engine,
+            folder,
+            lambda: self.order.append("waits"),
+            level=1 if config.sends_adapters else 2,
+        )
         self.turns.parking = Parked(self.order)  # type: ignore[assignment]
 
     def free(self) -> bool:
@@ -184,7 +189,7 @@ async def test_the_lock_goes_with_the_first_attempt_to_deliver(
     fails: bool, fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     autojump_clock.autojump_threshold = 0.02  # seconds: a thread looks at the file, and the clock waits for no thread
-    ours = WeightPublisher(colocated(FILES), locks=tmp_path)
+    ours = WeightPublisher(colocated(FILES).engine, locks=tmp_path)
     (fake,) = list(fakes.by_url.values())[:1]
     fake.sleeps = True
     async with EngineSleeping(fake, 2):

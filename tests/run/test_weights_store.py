@@ -118,7 +118,8 @@ async def test_versions_reach_it_through_the_store(engine: Elsewhere, monkeypatc
     """And what is torn is not loaded: the version is put once more, whole."""
     weights, put, torn = Small(engine.learner / "kept"), Folder.put, list[str]()
     document = {"model": "unused", "env": {"id": "test/none"}, "engine": {"weights_url": f"file://{engine.store}"}}
-    ours = WeightPublisher(configuration.parse(document), store=engine.folder("kept"))
+    config = configuration.parse(document)
+    ours = WeightPublisher(config.engine, config.sync, store=engine.folder("kept"))
     client = EngineClient(engine.url)
 
     def tears(folder: Folder, stem: str, entry: Entry, data: Path) -> str:

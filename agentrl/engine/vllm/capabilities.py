@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, cast
 from uuid import uuid4
 
+from agentrl.config.weight_sync import Transport
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.launch import check_version, lora_room
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION
@@ -78,15 +79,13 @@ _BACKENDS = {
 }
 
 
-def needed(sync: str) -> frozenset[Need]:
-    """The needs of training at a server to which new weights travel as `RunConfig.sync` says."""
-    match sync:
-        case "nccl" | "ipc":
-            return FOR_TRAINING - {Need.WEIGHTS} | {Need.NCCL if sync == "nccl" else Need.IPC}
-        case "adapter":
-            return FOR_TRAINING | {Need.LORA}
-        case _:
-            return FOR_TRAINING
+_OF_BACKEND = {"nccl": Need.NCCL, "ipc": Need.IPC}
+
+
+def needed(transport: Transport) -> frozenset[Need]:
+    """The needs of training at a server to which new weights travel by this transport."""
+    takes = FOR_TRAINING - {Need.WEIGHTS} | {_OF_BACKEND.get(transport.backend, Need.WEIGHTS)}
+    return takes | {Need.LORA} if transport.form == "adapter" else takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

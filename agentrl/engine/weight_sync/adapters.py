@@ -21,13 +21,15 @@ from urllib.parse import urlsplit
 
 import trio
 
+from agentrl.config import MAX_LORA_RANK, EngineSettings, Train
+from agentrl.engine import sleep
 from agentrl.engine.access import folder_digest
 from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
 from agentrl.engine.vllm_api import metric, parse_json, results
 from agentrl.engine.weight_sync import uploads
-from agentrl.engine.weight_sync.file_transport import PushReport
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
+from agentrl.errors import ConfigError, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
 
@@ -292,3 +294,36 @@ async def _everywhere(
             nursery.start_soon(named, engine)
     if failures:
         raise WeightSyncError("; ".join(sorted(failures)))
+
+
+class AdapterTransport(WeightTransport):
+    """`adapter`: the folder of an adapter, loaded beside those in use."""
+
+    form = "adapter"
+
+    def __init__(self, place: Place) -> None:
+        self._settings = place.engine
+
+    @classmethod
+    def check(cls, engine: EngineSettings, train: Train, *, on_ray: bool) -> None:
+        if engine.sync == "adapter" and engine.kind == "embedded":
+            raise ConfigError("engine.sync", "adapter", "the embedded engine takes whole files: give 'auto'")
+        if not train.lora_rank:
+            raise ConfigError("engine.sync", "adapter", "no adapter is trained: give train.lora_rank = 16, or 'auto'")
+        if train.lora_rank > MAX_LORA_RANK:
+            hint = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
+            raise ConfigError("train.lora_rank", train.lora_rank, hint)
+
+    async def deliver(self, engines: Sequence[EngineClient], parcel: Parcel, base: Parcel | None) -> PushReport:
+        deadline_s = self._settings.admin_deadline_s
+        if self._settings.colocated:
+            for engine in engines:
+                await sleep.wake(engine, deadline_s=deadline_s)
+        return await load(engines, parcel.path, parcel.version, deadline_s=deadline_s)
+
+    async def retire(self, engines: Sequence[EngineClient], keep: Sequence[Parcel]) -> frozenset[int]:
+        versions = [parcel.version for parcel in keep]
+        try:
+            return await retire(engines, keep=versions, deadline_s=self._settings.admin_deadline_s)
+        except EngineError:
+            return frozenset({-1})

@@ -1,4 +1,4 @@
-"""New weights into running engines, through vLLM's weight-transfer calls. No torch: a file's path is all it passes.
+"""New weights as files into running engines, through vLLM's weight-transfer calls. No torch: it passes a file's path.
 
     stage ──► second copy ready ─► swap, between two passes ───────────────────────────────────► served?
           └─► else: pause ► start ► update ► finish ► resume ────────────────────────────────────┘
@@ -12,8 +12,8 @@ waiting is better than sampling from half-loaded weights, and pushing again repa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -22,20 +22,12 @@ from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import parse_json, results
 from agentrl.engine.weight_sync import object_store, weight_file
+from agentrl.engine.weight_sync.object_store import Outbox, Sent
+from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
 _STAGE_POLL_S = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """The cost of a push: the longest pause of generation, the whole in wall time (seconds), and the file's bytes. A
-    swap's pause is measured in the engine, any other by whoever pauses it: the passes in flight count there."""
-
-    pause_s: float
-    total_s: float
-    bytes: int
 
 
 async def push(
@@ -238,3 +230,59 @@ async def _load(
     await call("/finish_weight_update", finish)
     await call("/resume")
     return trio.current_time() - started
+
+
+class FileTransport(WeightTransport):
+    """`full`: a file of all weights, or an object of a store if `engine.weights_url` names one."""
+
+    serves_role_models = True
+    deltas = False  # whether the store gets what changed
+
+    def __init__(self, place: Place) -> None:
+        self._settings = place.engine
+        self._outbox = None if place.store is None else Outbox(place.store, deltas=self.deltas)
+        self._stored: tuple[int, Sent] | None = None  # the version that was put into the store last
+
+    @asynccontextmanager
+    async def offer(self, parcel: Parcel, base: Parcel | None) -> AsyncGenerator[None]:
+        if self._outbox is not None and (self._stored is None or self._stored[0] != parcel.version):
+            sent = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
+            self._stored = (parcel.version, sent)
+        yield
+
+    async def deliver(self, engines: Sequence[EngineClient], parcel: Parcel, base: Parcel | None) -> PushReport:
+        return await self._push(engines, parcel)
+
+    async def _push(
+        self, engines: Sequence[EngineClient], parcel: Parcel, delta: Path | None = None, base: Parcel | None = None
+    ) -> PushReport:
+        """Push the object in the store, else `delta` against `base`, else the file."""
+        settings = self._settings
+        use = delta if self._stored is None else None
+        return await push(
+            engines,
+            self._stored[1].url if self._stored is not None else use or parcel.path,
+            parcel.version,
+            sha256=parcel.sha256,
+            base_sha256=base.sha256 if use is not None and base is not None else None,
+            keep_base=True if self.deltas else None,
+            stage=settings.kind == "vllm",
+            second=settings.stage == "auto",
+            deadline_s=settings.admin_deadline_s,
+            clear_cache=settings.recompute_kv,
+            asleep=settings.colocated,
+        )
+
+    def missed(self, *, by_all: bool) -> None:
+        if self._outbox is not None:
+            self._outbox.whole_next()
+            self._stored = None if by_all else self._stored
+
+    async def retire(self, engines: Sequence[EngineClient], keep: Sequence[Parcel]) -> frozenset[int]:
+        if self._outbox is not None:
+            with suppress(WeightSyncError):  # a store that is away now is tidied with the next version
+                await trio.to_thread.run_sync(self._outbox.tidy, [parcel.version for parcel in keep])
+        return frozenset()
+
+    def diagnosis(self, parcel: Parcel) -> dict[str, Json] | None:
+        return update_info(self._stored[1].url if self._stored is not None else parcel.path, parcel.sha256)

@@ -17,43 +17,31 @@ import pickle
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import trio
 import trio.from_thread
 import trio.to_thread
 
+from agentrl.config import EngineSettings, Train, gpu_placement
 from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
 from agentrl.engine.vllm_api import parse_json
-from agentrl.engine.weight_sync.file_transport import PushReport
-from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
+from agentrl.engine.weight_sync.transport import (
+    Channel,
+    MemoryParcel,
+    Place,
+    PushReport,
+    Sender,
+    Snapshot,
+    WeightTransport,
+)
+from agentrl.errors import ConfigError, EngineError, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
 _LEAVE_S = 10.0
 _T = TypeVar("_T")
-
-
-class Snapshot(Protocol):
-    """Weights in the learner's memory: `agentrl.learner.weight_snapshot.Snapshot`."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-
-class Channel(Protocol):
-    """Joined engines: `agentrl.learner.gpu_sender.Channel`."""
-
-    def send(self, client: Any, snapshot: Any) -> None: ...
-    def leave(self) -> None: ...
-
-
-class Sender(Protocol):
-    """Joins engines: `agentrl.learner.gpu_sender.Sender`. `world` counts their workers, `address` is where they reach
-    us."""
-
-    def join(self, client: Any, snapshot: Any, *, world: int, address: str) -> Channel: ...
 
 
 class Transfer:
@@ -291,3 +279,46 @@ def _address(urls: Sequence[str]) -> str:
                 raise WeightSyncError(f"no way leads from here to {url}: {error.strerror}") from error
             found.append(probe.getsockname()[0])
     return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+
+
+class _MemoryTransport(WeightTransport):
+    """From the learner's GPU memory into that of the engines, all of them together."""
+
+    form = "memory"
+
+    def __init__(self, place: Place) -> None:
+        self._settings = place.engine
+        self._transfer = None if place.sender is None else Transfer(place.sender)
+
+    @classmethod
+    def check(cls, engine: EngineSettings, train: Train, *, on_ray: bool) -> None:
+        if engine.weights_url is not None:
+            hint = f"engine.sync = {cls.backend!r} needs none: leave it out"
+            raise ConfigError("engine.weights_url", engine.weights_url, hint)
+        if engine.kind == "embedded":
+            raise ConfigError("engine.sync", cls.backend, "the embedded engine takes whole files: give 'auto'")
+        gpu_placement.check_memory_sync(engine, train, sync=cls.backend, on_ray=on_ray)
+
+    async def deliver(
+        self, engines: Sequence[EngineClient], parcel: MemoryParcel, base: MemoryParcel | None
+    ) -> PushReport:
+        assert self._transfer is not None, "only a learner sends from its memory"
+        return await self._transfer.push(
+            engines,
+            parcel.snapshot,
+            parcel.version,
+            deadline_s=self._settings.admin_deadline_s,
+            clear_cache=self._settings.recompute_kv,
+        )
+
+
+class NcclTransport(_MemoryTransport):
+    """`nccl`: a broadcast to any number of other GPUs."""
+
+    backend = "nccl"
+
+
+class IpcTransport(_MemoryTransport):
+    """`ipc`: a buffer shared with engines on the same GPU."""
+
+    backend = "ipc"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from agentrl.algos.algorithm import Outputs
 from agentrl.config import Train, algorithms
-from agentrl.config.learner import LearnerSettings
+from agentrl.config.learner_settings import LearnerSettings
 from agentrl.learner.checkpoints.checkpoint import CRITIC, Part
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.data.shared_prompt import Roots

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config.learner import LearnerSettings
+from agentrl.config.learner_settings import LearnerSettings
 from agentrl.config.train import ParallelPlan
 from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs

@@ -63,7 +63,7 @@ def _weights(run: RunDir, config: RunConfig) -> Weights:
     step = 0 if checkpoint is None else step_of(checkpoint)
     with RunStore.open(run.store_path) as store:
         version = store.version_at(step) or WeightVersion(version=0, step=0)
-        there = objects_of(config, store.meta, None)
+        there = objects_of(config.engine, config.name, store.meta, None)
     return Weights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
 
 

@@ -89,7 +89,7 @@ class Watch:
 
     def _client(self) -> EngineClient:
         key = self.config.engine.key_of(self.url)
-        if self.weights is not None and self.config.sync == "adapter":
+        if self.weights is not None and self.config.sends_adapters:
             below = partial(self.looks, version_below) if self.config.engine.shared else None
             return AdapterClient(self.url, current=always(None), below=below, api_key=key)
         return EngineClient(self.url, api_key=key)

@@ -22,7 +22,6 @@ from agentrl.engine.embedded_process import embedded_argv
 from agentrl.engine.vllm import check_arguments as arguments
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.capabilities import Need, needed, probe
-from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.weight_sync import adapters, canary, object_store, weight_file
 from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.file_transport import push, update_info
@@ -46,13 +45,12 @@ from agentrl.run.weights.role_policies import file_of, objects_of
 from agentrl.store.interfaces import Versions
 
 _POLL_S = 0.05
-_PAUSES = ("full", "delta")  # of new weights (`RunConfig.sync`)
 _ADAPTERS = 4  # versions with which the turns of one batch may have begun
 
 
 def halts(config: RunConfig) -> bool:
     """Whether a paused engine is one whose pusher is at work, or vanished. One that sleeps is paused."""
-    return config.sync in _PAUSES or config.engine.colocated
+    return config.transport.form == "file" or config.engine.colocated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +86,8 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint, role:
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
     kept = None if found is None else canary.beside(found)
     proof = Canary.read(kept) if kept is not None and kept.exists() else None
-    remote = objects_of(config, store.meta, role)
-    if config.sync != "adapter":
+    remote = objects_of(config.engine, config.name, store.meta, role)
+    if not config.sends_adapters:
         base = current if found is None else start.version  # versions of one step have the same weights
         own = start.model_of(role, config)
         file = found if found is None or remote is None else remote.of_version(current.version)
@@ -250,7 +248,7 @@ async def fit(
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
         found = await weights()
         client = EngineClient(url, api_key=key)
-        if config.sync == "adapter":
+        if config.sends_adapters:
             client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
@@ -297,7 +295,7 @@ def server_of(
         plugin_folder=plugin_folder,
         max_context=config.rollout.max_context,
         gpus=gpus,
-        lora_rank=config.train.lora_rank if config.sync == "adapter" else 0,
+        lora_rank=config.train.lora_rank if config.sends_adapters else 0,
         lora_targets=config.train.lora_targets,
         max_loras=_ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
         kept_sets=config.rollout.sampling.cuts,
@@ -336,7 +334,7 @@ def vllm_server(
         routed_experts=settings.routed_experts,
         kept_sets=kept_sets,
         sleeps=settings.colocated,
-        weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
+        weight_backend=settings.weight_backend,
         arguments=settings.vllm,
     )
 
@@ -358,12 +356,12 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
     the flags to add; WeightSyncError if it does not take the weights.
 
     If weights go from memory, the learner sends them: until then the engine is paused, at a version that no run has."""
-    settings, adapters_alone = config.engine, config.sync == "adapter"
+    settings, adapters_alone = config.engine, config.sends_adapters
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.key_of(url))) as client:
         if settings.kind == "vllm" and fresh:
             told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
-            needs = needed(config.sync) - ({Need.WEIGHTS} if settings.shared else set[Need]())
+            needs = needed(config.transport) - ({Need.WEIGHTS} if settings.shared else set[Need]())
             (await probe(client, untested=settings.untested_vllm)).require(
                 needs | {need for need, asked in told.items() if asked},
                 dtype=settings.dtype,
@@ -405,7 +403,7 @@ async def _push_whole(client: EngineClient, weights: Weights, version: int, conf
     try:
         await push([client], whole, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
     except WeightSyncError as error:
-        if config.sync != "adapter" or not settings.canary or "shares no disk" not in str(error):
+        if not config.sends_adapters or not settings.canary or "shares no disk" not in str(error):
             raise
         await vllm.announce(client, version)
 

@@ -29,6 +29,7 @@ import trio
 from agentrl.config import RunConfig, Train
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import Held
 from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
 from agentrl.host.lifeline import watch_lifeline
@@ -52,7 +53,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
-from agentrl.run.weights.publisher import MemoryParcel, NotDelivered, Parcel
+from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
 from agentrl.store import RunStore
 from agentrl.store.interfaces import LearnerStore
@@ -97,7 +98,8 @@ class _Learning:
         start = start_point(run, store)
         self._ranks = ranks_of(self._config.train, self._config.engine.start_deadline_s, self._heartbeat.mark)
         if self._config.engine.colocated:
-            self._turns = Turns(self._config, run.locks, self._heartbeat.mark)
+            engine, level = self._config.engine, 1 if self._config.sends_adapters else 2
+            self._turns = Turns(engine, run.locks, self._heartbeat.mark, level=level)
             self._turns.begin(self._urls, weights_follow=False)
         self._learner = Learner(
             self._config.learner,
@@ -114,14 +116,22 @@ class _Learning:
             self._turns.parking = Parking(self._learner.models)
             self._turns.without_weights(self._urls)
         self._telemetry = Telemetry(store, run.metrics, "learner")
-        sync = self._config.sync
-        sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
+        device, memory = self._learner.model.device, self._config.syncs_memory
+        sender = Sender(self._config.transport.backend, device) if memory else None
         self._order, self._returns = take_order(self._config), returns_of(self._config)
         if self._config.league_roles:
             self._league = League(self._config, run, store)
             if start.checkpoint is not None and self._league.is_due(start.version.step):
                 self._league.join(start.version, start.checkpoint)
-        self._publisher = Publishers(self._config, self._as_leader, sender, locks=run.locks)
+        self._publisher = Publishers(
+            self._config.engine,
+            self._config.sync,
+            self._as_leader,
+            sender,
+            name=self._config.name,
+            roles=tuple(self._config.role_models),
+            locks=run.locks,
+        )
         full = self._config.buffer.max_lag
         self._bound = LagBound(
             full, self._config.alarms.calm_steps, now=staleness.bound_now(store.meta(staleness.BOUND_KEY), full)
@@ -293,7 +303,7 @@ class _Learning:
             return version
         path = self._run.scratch / "weights" / str(time.time_ns())
         sha256, marks = dict[str | None, str](), dict[str | None, Mapping[str, str]]()
-        if self._config.sync == "adapter":
+        if self._config.sends_adapters:
             self._learner.export_adapter(path)
         else:
             path = path.with_suffix(".safetensors")
@@ -349,7 +359,7 @@ class _Learning:
             return None
         held_in = self._dtype(role)
         tokens = probe_tokens(self._learner.models.of(role).vocab, min(_PROBE, config.rollout.max_context - 1))
-        merged = train.lora_rank > 0 and config.sync != "adapter"
+        merged = train.lora_rank > 0 and not config.sends_adapters
         rounded = held_in == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
         dtype = getattr(torch, held_in) if rounded else torch.float32
         logprobs = self._learner.score(tokens, dtype, role=role)

@@ -226,7 +226,7 @@ def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) ->
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     config, version = sight.config, known.version.version
     key, tokens = config.engine.key_of(url), vocabulary(model_dir(config.model_of(role)))
-    if config.sync == "adapter":
+    if config.sends_adapters:
         below = sight.below if config.engine.shared else None
         return AdapterClient(url, current=sight.adapter, below=below, api_key=key, vocabulary=tokens)
     return EngineClient(url, version=version, api_key=key, vocabulary=tokens)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import trio
 
-from agentrl.config import RunConfig
+from agentrl.config import EngineSettings
 from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.sleep import Level
@@ -37,12 +37,13 @@ class _Call(Protocol):
 
 
 class Turns:
-    """`parking` is the learner's, once it is there. `waits` is called while a turn waits to begin. Between `begin` and
-    `end` the learner may use the GPU."""
+    """`parking` is the learner's, once it is there. `level` says how deep engines sleep if weights follow: at 2 they
+    forget theirs. `waits` is called while a turn waits to begin. Between `begin` and `end` the learner may use the
+    GPU."""
 
-    def __init__(self, config: RunConfig, locks: Path, waits: Callable[[], None]) -> None:
-        self._settings, self._locks, self._waits = config.engine, locks, waits
-        self._level: Level = 1 if config.sync == "adapter" else 2
+    def __init__(self, engine: EngineSettings, locks: Path, waits: Callable[[], None], *, level: Level = 2) -> None:
+        self._settings, self._locks, self._waits = engine, locks, waits
+        self._level: Level = level
         self._held: Held | None = None
         self._began = 0.0
         self._cost: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Sends a weight version to the engines, and proves that it arrived.
 
-It owns the method that `RunConfig.sync` names (all weights, a delta, an adapter alone, or from memory to memory), the
-retries while all engines restart, the canary, and the files in scratch, or objects in a store, for engines to read. The
-weights and the canary's expected values come from the learner: no torch here. A version counts as sent when an engine
+It owns the retries while all engines restart, the lock of an engine, the canary, and which files stay in scratch for
+engines to read. How a version travels is its transport's (`agentrl.engine.weight_sync.transport`). The weights and the
+canary's expected values come from the learner: no torch here. A version counts as sent when an engine
 confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
 `agentrl.run.processes.engine_health` sends it when they answer again; if no file holds the weights, the learner does.
 """
@@ -11,46 +11,33 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import trio
 
-from agentrl.config import RunConfig
-from agentrl.engine import sleep
+from agentrl.config import EngineSettings
+from agentrl.config.weight_sync import transport_of
 from agentrl.engine.client import EngineClient
-from agentrl.engine.weight_sync import adapters, canary, weight_file
+from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
-from agentrl.engine.weight_sync.canary import Canary
-from agentrl.engine.weight_sync.file_transport import PushReport, push, update_info
-from agentrl.engine.weight_sync.gpu_transport import Sender, Snapshot, Transfer
-from agentrl.engine.weight_sync.object_store import Folder, Outbox, Sent
+from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.transport import (
+    MemoryParcel,
+    Parcel,
+    Place,
+    PushReport,
+    Sender,
+    WeightTransport,
+)
 from agentrl.engine.weight_sync.weight_lock import Held, exclusive, name_of
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
 _ASK_S = 5.0  # deadline to ask an engine that was left behind: shorter than that of a push that it will not take
 KEPT = 2  # weight files: an engine may restart from the older one while the newer is sent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """A weight version on its way: a weight file, or the folder of an adapter, which has no `sha256`."""
-
-    version: int
-    path: Path
-    sha256: str = ""
-    canary: Canary | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParcel:
-    """A weight version on its way from memory to memory: no file holds it."""
-
-    version: int
-    snapshot: Snapshot
-    canary: Canary | None = None
 
 
 class NotDelivered(RunFailed):
@@ -67,23 +54,22 @@ class _Delivery:
 
 
 class WeightPublisher:
-    """Delivers one parcel after the other. Parcels with files lie in one folder of their own; parcels without files go
-    through `sender`. With `store`, engines read whole weights from there, and no file. `locks` is the folder of locks
-    that let only one process at a time send weights to an engine."""
+    """Delivers one parcel after the other by the transport `sync`. Parcels with files lie in one folder of their own;
+    parcels without files go through `sender`. With `store`, engines read whole weights from there, and no file. `locks`
+    is the folder of locks that let only one process at a time send weights to an engine."""
 
     def __init__(
         self,
-        config: RunConfig,
+        engine: EngineSettings,
+        sync: str = "full",
         sender: Sender | None = None,
         *,
         locks: Path | None = None,
         store: Folder | None = None,
     ) -> None:
-        self._sync, self._settings, self._locks = config.sync, config.engine, locks
-        self._transfer = Transfer(sender) if sender is not None else None
-        whole = store is not None and self._sync in ("full", "delta")
-        self._outbox = Outbox(store, deltas=self._sync == "delta") if store is not None and whole else None
-        self._stored: tuple[int, Sent] | None = None  # the parcel that was put into the store last
+        self._settings, self._locks = engine, locks
+        transport = cast("type[WeightTransport]", transport_of(sync))
+        self._transport = transport(Place(engine=engine, store=store, sender=sender))
         self._seen: dict[str, canary.Seen] = {}  # the engines' answers to canaries, by URL
         self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
         self._took: dict[str, int] = {}  # the last version that each engine took
@@ -117,9 +103,8 @@ class WeightPublisher:
                 delivery.failures["store"] = str(error)
             finally:
                 await _close(engines)
-            if self._outbox is not None and any("://" in why for why in delivery.failures.values()):
-                self._outbox.whole_next()
-                self._stored = self._stored if delivery.rows else None
+            if delivery.failures:
+                self._transport.missed(by_all=not delivery.rows)
             if delivery.rows:
                 break
             if trio.current_time() - started > self._settings.mending_deadline_s:
@@ -152,17 +137,16 @@ class WeightPublisher:
         if not self._sent:
             return  # no parcel with files was sent
         needed = self._sent[-KEPT:]
-        if self._sync == "adapter":
+        if self._transport.form == "adapter":
             there = [url for url in urls if self._took.get(url) == needed[-1].version]
-            in_use = await self._retire(there, [parcel.version for parcel in needed])
+            in_use = await self._retire(there, needed)
             older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
             if len(older) < len(in_use):
                 return  # a version in use has a folder that is not known here: remove nothing for now
             needed = older + needed
+        else:
+            await self._retire([], needed)
         self._sent = needed
-        if self._outbox is not None:
-            with suppress(WeightSyncError):  # a store that is away now is tidied with the next version
-                await trio.to_thread.run_sync(self._outbox.tidy, [parcel.version for parcel in needed])
         paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
             if path not in paths:
@@ -171,7 +155,7 @@ class WeightPublisher:
     # --- one delivery
 
     def _client(self, url: str, version: int) -> EngineClient:
-        if self._sync == "adapter":
+        if self._transport.form == "adapter":
             return AdapterClient(url, current=always(version), api_key=self._settings.key_of(url))
         return EngineClient(url, api_key=self._settings.key_of(url))
 
@@ -188,17 +172,16 @@ class WeightPublisher:
 
     async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
         """Send to all engines at once, each independent of the others. Raises CanaryMismatch."""
-        stored = await self._store(parcel)
-        delta = None if stored is not None else await self._delta(parcel)
+        base = self._sent[-1] if self._sent else None
         mismatches: list[CanaryMismatch] = []
 
         async def one(engine: EngineClient) -> None:
-            followed = bool(self._sent) and self._took.get(engine.url) == self._sent[-1].version
+            follows = base is not None and self._took.get(engine.url) == base.version
             try:
                 async with self._alone_with(engine, delivery.held):
-                    if self._sent and not followed:
+                    if base is not None and not follows:
                         await engine.served_version(deadline_s=_ASK_S)
-                    report = await self._send(engine, parcel, stored or (delta if followed else None))
+                    report = await self._transport.deliver([engine], parcel, base if follows else None)
                     delivery.rows[engine.url] = _row(report) | await self._prove(engine, parcel)
             except CanaryMismatch as error:
                 mismatches.append(error)
@@ -206,69 +189,21 @@ class WeightPublisher:
                 delivery.failures[engine.url] = str(error)
                 self._took.pop(engine.url, None)  # a delta would have no base
 
-        try:
-            async with trio.open_nursery() as nursery:
-                for engine in engines:
-                    nursery.start_soon(one, engine)
-        finally:
-            if delta is not None:
-                delta.unlink(missing_ok=True)
+        async with self._transport.offer(parcel, base), trio.open_nursery() as nursery:
+            for engine in engines:
+                nursery.start_soon(one, engine)
         if mismatches:
             raise mismatches[0]
 
-    async def _store(self, parcel: Parcel) -> Sent | None:
-        """Put a parcel into the store, once, if there is one. Raises WeightSyncError."""
-        if self._outbox is None:
-            return None
-        if self._stored is None or self._stored[0] != parcel.version:
-            sent = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
-            self._stored = (parcel.version, sent)
-        return self._stored[1]
-
-    async def _delta(self, parcel: Parcel) -> Path | None:
-        """The changes since the last parcel, as a file for the engines that have this parcel."""
-        if self._sync != "delta" or not self._sent:
-            return None
-        path = parcel.path.with_suffix(".delta")
-        await trio.to_thread.run_sync(_write_delta, self._sent[-1].path, parcel.path, path)
-        return path
-
-    async def _send(self, engine: EngineClient, parcel: Parcel, other: Sent | Path | None) -> PushReport:
-        """Send a parcel, by its object in the store or a delta if there is one."""
-        settings = self._settings
-        if self._sync == "adapter":
-            if settings.colocated:
-                await sleep.wake(engine, deadline_s=settings.admin_deadline_s)
-            return await adapters.load([engine], parcel.path, parcel.version, deadline_s=settings.admin_deadline_s)
-        return await push(
-            [engine],
-            other.url if isinstance(other, Sent) else other or parcel.path,
-            parcel.version,
-            sha256=parcel.sha256,
-            base_sha256=self._sent[-1].sha256 if isinstance(other, Path) else None,
-            keep_base=True if self._sync == "delta" else None,
-            stage=settings.kind == "vllm",
-            second=settings.stage == "auto",
-            deadline_s=settings.admin_deadline_s,
-            clear_cache=settings.recompute_kv,
-            asleep=settings.colocated,
-        )
-
     async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:
         """Send to all engines that answer, together: all take it or none does. Raises CanaryMismatch."""
-        assert self._transfer is not None
         served, delivery.failures = await _ask(engines)
         there = [engine for engine in engines if engine.url in served]
         report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
         try:
             if set(served.values()) - {parcel.version}:
-                report = await self._transfer.push(
-                    there,
-                    parcel.snapshot,
-                    parcel.version,
-                    deadline_s=self._settings.admin_deadline_s,
-                    clear_cache=self._settings.recompute_kv,
-                )
+                async with self._transport.offer(parcel, None):
+                    report = await self._transport.deliver(there, parcel, None)
             rows = {engine.url: _row(report) | await self._prove(engine, parcel) for engine in there}
         except CanaryMismatch:
             raise
@@ -281,33 +216,23 @@ class WeightPublisher:
         if parcel.canary is None:
             return {}
         started = trio.current_time()
-        info = None
-        if isinstance(parcel, Parcel) and self._sync != "adapter":
-            info = update_info(self._stored[1].url if self._stored else parcel.path, parcel.sha256)
         error = await canary.check(
             [engine],
             parcel.canary,
-            update_info=info,
+            update_info=self._transport.diagnosis(parcel),
             seen=self._seen,
             tolerance=canary.allowed(parcel.canary.dtype, self._settings),
             deadline_s=self._settings.admin_deadline_s,
         )
         return {"canary_error": error, "canary_s": trio.current_time() - started}
 
-    async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:
-        """The versions besides `keep` that some engine still uses; only -1 if an engine cannot be asked."""
+    async def _retire(self, urls: Sequence[str], keep: Sequence[Parcel]) -> frozenset[int]:
+        """The versions besides `keep` that some engine still uses: see `WeightTransport.retire`."""
         engines = self._plain(urls)
         try:
-            return await adapters.retire(engines, keep=keep, deadline_s=self._settings.admin_deadline_s)
-        except EngineError:
-            return frozenset({-1})
+            return await self._transport.retire(engines, keep)
         finally:
             await _close(engines)
-
-
-def _write_delta(base: Path, new: Path, path: Path) -> None:
-    old, fresh = weight_file.open_bytes(base), weight_file.open_bytes(new)
-    weight_file.write_delta(old, fresh, path, width=weight_file.width(fresh))
 
 
 def _row(report: PushReport) -> dict[str, float]:

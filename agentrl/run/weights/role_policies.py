@@ -7,17 +7,17 @@ model of their own. All policies of a step have one version number: it counts as
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import trio
 
-from agentrl.config import RunConfig
-from agentrl.engine.weight_sync.gpu_transport import Sender
+from agentrl.config import EngineSettings
 from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, Sender
 from agentrl.engine.weight_sync.weight_lock import Held
 from agentrl.errors import matters
-from agentrl.run.weights.publisher import MemoryParcel, Parcel, WeightPublisher
+from agentrl.run.weights.publisher import WeightPublisher
 
 ENGINE_URLS = "engine_urls"
 """What the store calls the URLs of engines that serve; empty until all of a run's first ones do."""
@@ -40,28 +40,37 @@ def file_of(path: Path, role: str | None) -> Path:
     return path if role is None else path.parent.with_name(f"{path.parent.name}-{role}") / path.name
 
 
-def objects_of(config: RunConfig, meta: Callable[[str], str | None], role: str | None) -> Folder | None:
-    """Where in the object store the weights of a policy of this run go; None if they go by files."""
-    if config.engine.weights_url is None:
+def objects_of(engine: EngineSettings, name: str, meta: Callable[[str], str | None], role: str | None) -> Folder | None:
+    """Where in the object store the weights of a policy of the run `name` go; None if they go by files."""
+    if engine.weights_url is None:
         return None
-    own = f"{config.name}-{meta('created_s')}"  # another run at the same URL was made at another time
-    url = "/".join(filter(None, [config.engine.weights_url.rstrip("/"), own, role]))
-    return Folder(url, deadline_s=config.engine.admin_deadline_s)
+    own = f"{name}-{meta('created_s')}"  # another run at the same URL was made at another time
+    url = "/".join(filter(None, [engine.weights_url.rstrip("/"), own, role]))
+    return Folder(url, deadline_s=engine.admin_deadline_s)
 
 
 class Publishers:
-    """Delivers a version to the engines of all policies. `meta` says where they are: it reads the store. The rest is as
-    for `WeightPublisher`."""
+    """Delivers a version of the run `name` to the engines of all policies: those of `roles` with a model of their own,
+    and the one of all others. `meta` says where they are: it reads the store. The rest is as for `WeightPublisher`."""
 
     def __init__(
-        self, config: RunConfig, meta: Callable[[str], str | None], sender: Sender | None = None, *, locks: Path
+        self,
+        engine: EngineSettings,
+        sync: str,
+        meta: Callable[[str], str | None],
+        sender: Sender | None = None,
+        *,
+        name: str = "run",
+        roles: Sequence[str] = (),
+        locks: Path,
     ) -> None:
         self._meta = meta
 
         def publisher(role: str | None, sender: Sender | None) -> WeightPublisher:
-            return WeightPublisher(config, sender, locks=locks, store=objects_of(config, meta, role))
+            store = objects_of(engine, name, meta, role)
+            return WeightPublisher(engine, sync, sender, locks=locks, store=store)
 
-        self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in config.role_models}
+        self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in roles}
 
     def urls(self, role: str | None = None) -> list[str]:
         """Where the engines of a policy serve now."""
