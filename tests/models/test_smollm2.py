@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from agentrl.models.resolve import model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACK = [sys.executable, "-c", "from agentrl.models.smollm2 import smollm2_135m; print(smollm2_135m())"]
+MAIN = "from agentrl.cli.main import main; main()"
+EVAL = ["eval", smollm2.ID, "--env", "agentrl/Calculator-v0", "--n", "1"]
 LLAMA_CPP = [  # how llama.cpp splits the texts of a tokenizer that a file names `smollm`
     r"\p{N}",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -150,6 +153,18 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ModelError, match="538 MB are needed; XDG_CACHE_HOME names another place"):
         model_dir(smollm2.ID)
+
+
+@pytest.mark.smollm2
+def test_weights_that_cannot_be_written_are_named(cache: Path) -> None:
+    """As on a full disk; here the process may write no file of more than 100 MB."""
+    limited = ["bash", "-c", f"ulimit -f 100000; exec {shlex.join([sys.executable, '-c', MAIN, *EVAL])}"]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"agentrl: model 'agentrl/smollm2-135m' cannot be unpacked into {str(cache)!r} ("), last
+    assert last.endswith("): 538 MB are needed; XDG_CACHE_HOME names another place")
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
 def test_the_packages_are_those_of_the_pinned_set() -> None:
