@@ -9,6 +9,7 @@ AgentRLError
 │   └── EnvCheckFailed         an environment breaks its contract
 ├── WornOut                    a process asks to be started anew (exit code 4)
 ├── RunFailed                  the run cannot go on (exit code 1); journaled data stays
+│   └── CallbackError          a callback of the user's raised
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
 │   │                          ├── EngineTimeout       ├── EngineRefusal
@@ -32,9 +33,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +90,10 @@ class EnvCheckFailed(UsageError):
 
 class RunFailed(AgentRLError):
     """The run cannot go on. All journaled data stays; `agentrl train --resume` goes on from it."""
+
+
+class CallbackError(RunFailed):
+    """A callback of the user's raised, and asks that the run stop: the learner has saved its step."""
 
 
 class WornOut(AgentRLError):
@@ -291,7 +297,19 @@ _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "plats
 def place_of(error: BaseException) -> str:
     """`file:line` of the last frame of the code that somebody wrote for a run: neither of agentrl nor of Python, nor of
     an installed package if there is another one. "" for an error that was never raised."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen ")]
+    return _place_in(traceback.extract_tb(error.__traceback__))
+
+
+def place_of_thread(thread: int | None, below: str) -> str:
+    """The same of the code that a thread runs now, as far as the file `below` called it; "" if it runs none."""
+    frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
+    frames = list(traceback.extract_stack(frame)) if frame is not None else list[traceback.FrameSummary]()
+    called = next((at for at in range(len(frames), 0, -1) if frames[at - 1].filename == below), len(frames))
+    return _place_in(frames[called:])
+
+
+def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
+    frames = [one for one in stack if not one.filename.startswith("<frozen ")]
     foreign = [one for one in frames if not one.filename.startswith(_OURS)]
     own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
     chosen = own or foreign or frames

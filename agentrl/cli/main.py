@@ -240,25 +240,18 @@ def _evaluate_endpoint(
     show: int,
 ) -> EvalResult:
     from agentrl.config.sections import check_url
-    from agentrl.engine.scoring_client import ScoringClient
     from agentrl.host.janitor import OwnedFolder
     from agentrl.run.evaluation import of_endpoint as endpoint
+    from agentrl.run.evaluation.evaluate import of_server
     from agentrl.run.reporting.report import quoted
 
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
-    config = endpoint.configured(model, env, settings)
     check_url("--endpoint", url)
-    client = ScoringClient(url, model=model, api_key=key, concurrency=concurrency)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
-        result = endpoint.evaluate(
-            config,
-            endpoint.Endpoint(client=client, concurrency=concurrency, options=endpoint.sampling(config)),
-            n,
-            out or owner.path,
-            on_result=lambda row: print(endpoint.line(row), file=sys.stderr),
-        )
-        for row, said in endpoint.conversations(out or owner.path, show):
+        folder = out or owner.path
+        result = of_server(url, model, env, n, settings, folder, key, concurrency)
+        for row, said in endpoint.conversations(folder, show):
             _show_episode(endpoint.line(row), "\n\n" + "\n".join(quoted(said)))
         return result
 

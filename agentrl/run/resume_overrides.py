@@ -1,6 +1,7 @@
 """Settings that a resumed run may change: how long it trains and which resources it uses, never what it learns from.
 
-Owns their list. If a finished run gets more steps, its last evaluation becomes one of those during training.
+Owns their list. If a finished run gets more steps, or one that was stopped early goes on, its last evaluation becomes
+one of those during training.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.run.cluster import scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
+from agentrl.run.stop_request import STOPPED_EARLY
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
@@ -72,9 +74,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
         config = configuration.parse(document)
         _check(before, config, store)
         if config.train.steps > before.train.steps:
-            _reopen(before, store)
-            if run.summary.exists():  # it tells of the earlier end
-                run.summary.replace(run.path / f"summary-{before.train.steps}.json")
+            _reopen(run, before, store)
         run.write_config(config, store)
         said = [override.partition("=")[0].strip() for override in overrides]
         engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))
@@ -92,15 +92,31 @@ def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
         raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")
 
 
-def _reopen(before: RunConfig, store: ControlStore) -> None:
+def reopen_stopped(run: RunDir) -> None:
+    """Let a run that was stopped before its last step train on. Raises UsageError while another process runs it."""
+    with RunStore.read(run.store_path) as store:
+        if not store.meta(STOPPED_EARLY):
+            return
+    with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
+        open_store.own(run.store_path)
+        _reopen(run, run.config(), store)
+
+
+def _reopen(run: RunDir, before: RunConfig, store: ControlStore) -> None:
     """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
+    stopped = store.meta(STOPPED_EARLY)
+    done = store.current_version().step if stopped else before.train.steps
     started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
     if started and ended:
         store.set_meta("train_started_s", str(time.time() - (float(ended) - float(started))))
         store.set_meta("train_ended_s", "")
     for held_out in before.eval.sets:
         ended = evaluation.label(held_out.name, "after")
-        store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{before.train.steps}"))
+        store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
+    if run.summary.exists():  # it tells of the earlier end
+        run.summary.replace(run.path / f"summary-{done}.json")
+    if stopped:
+        store.set_meta(STOPPED_EARLY, "")  # last: a crash before it does all of this again
 
 
 def _leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

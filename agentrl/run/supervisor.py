@@ -7,9 +7,10 @@
 
 The learner starts up while the engines do, unless it is on a GPU of theirs, and during the evaluation before.
 
-The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`), the deadlines and
-admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is left to
-admit, and the learner trains the remaining groups in a last smaller batch. Evaluations during training are claimed
+The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `finish`, `stop`), the
+deadlines and admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task
+is left to admit, and the learner trains the remaining groups in a last smaller batch. If somebody wants training to
+end, it is `finish`: the learner saves its step, and takes no more groups. Evaluations during training are claimed
 before training episodes, and nothing waits for them.
 """
 
@@ -53,6 +54,7 @@ from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
 from agentrl.run.scratch_space import check_room, watch_disk
 from agentrl.run.start_point import WENT_BACK, StartPoint, start_point
+from agentrl.run.stop_request import STOPPED_EARLY, StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import ENGINE_URLS, objects_of
@@ -92,6 +94,7 @@ class Supervisor:
     processes: RunProcesses
     start: StartPoint
     on_tick: Callable[[Supervisor], None]
+    stop: StopRequest = field(default_factory=StopRequest)
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
     _clocks: tuple[float, float] | None = None  # the store's and our own, at the last look
@@ -147,19 +150,34 @@ class Supervisor:
             admission.start_soon(admitter.run, self.writes)
             if self.config.cluster.controller is not None:
                 admission.start_soon(self._controller(self.config.cluster.controller).keep_looking)
-            progress = _Progress(self.config.train.stall_deadline_s)
+            progress, finishing = _Progress(self.config.train.stall_deadline_s), False
             while not learned.is_set():
                 await self._with_space(self._schedule_during)
-                if tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
+                if self.stop.ends_training:
+                    if not finishing:
+                        await self._with_space(_finish(self.stop.finish))
+                    finishing = True
+                elif tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
                     await self._with_space(_enter("drain"))
                 progress.saw(await self.writes(_progress), processes=self.processes)
                 await self._tick()
             admission.cancel_scope.cancel()
+        if self.stop.error is not None:
+            raise self.stop.error
         await self._with_space(_clock("train_ended_s"))
         await self._with_space(lambda store: store.end_late())
         await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
         await self.evaluate("after")
+
+    async def obey(self) -> None:
+        """End the run if a thread of this process wants it. While the learner trains, an error waits for its step."""
+        while True:
+            if self.stop.interrupt is not None:
+                raise _interrupted(f"{self.stop.interrupt}; go on with agentrl train --resume {self.run.path}")
+            if self.stop.error is not None and self.phase != "training":
+                raise self.stop.error
+            await trio.sleep(_TICK_S)
 
     def _controller(self, settings: ControllerSettings) -> Controller:
         return Controller(
@@ -282,6 +300,17 @@ def _enter(phase: str) -> Callable[[ControlStore], None]:
     return lambda store: store.set_meta("phase", phase)
 
 
+def _finish(reason: str | None) -> Callable[[ControlStore], None]:
+    """Without a reason the run fails, and may go on as it was."""
+
+    def write(store: ControlStore) -> None:
+        if reason is not None:
+            store.set_meta(STOPPED_EARLY, reason)
+        store.set_meta("phase", "finish")
+
+    return write
+
+
 def _go_on(store: ControlStore) -> None:
     """For a learner that starts before the engines: those of before are gone, and a run that was stopped goes on."""
     store.set_meta(ENGINE_URLS, "[]")
@@ -317,7 +346,7 @@ class _Progress:
 
 @asynccontextmanager
 async def supervise(
-    run: RunDir, *, on_tick: Callable[[Supervisor], None] = lambda _: None
+    run: RunDir, *, on_tick: Callable[[Supervisor], None] = lambda _: None, stop: StopRequest | None = None
 ) -> AsyncGenerator[Supervisor]:
     """A supervisor over `run` with its scratch space made and its signals caught; all of it is removed at the end.
 
@@ -352,8 +381,11 @@ async def supervise(
                 nursery.start_soon(watch_disk, run.path, _say)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
+                wish = stop or StopRequest()
+                supervisor = Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick, wish)
+                nursery.start_soon(supervisor.obey)
                 try:
-                    yield Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick)
+                    yield supervisor
                 finally:
                     store.hurry(_LAST_WORD_S)
                     await processes.stop()
@@ -449,11 +481,12 @@ def run_to_end(
     body: Callable[[Supervisor], Awaitable[None]],
     *,
     on_tick: Callable[[Supervisor], None] = lambda _: None,
+    stop: StopRequest | None = None,
 ) -> None:
-    """Run `body` under a supervisor and unwrap the one error that ended it."""
+    """Run `body` under a supervisor, which `stop` may end, and unwrap the one error that ended it."""
 
     async def main() -> None:
-        async with supervise(run, on_tick=on_tick) as supervisor:
+        async with supervise(run, on_tick=on_tick, stop=stop) as supervisor:
             await body(supervisor)
 
     try:

@@ -2,6 +2,8 @@
 
 from agentrl import Trainer
 summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", config={"train": {"steps": 20}}).train()
+
+Callbacks are told what happens, see `agentrl.run.callbacks.callback`.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -34,21 +36,25 @@ from agentrl.errors import (
     WeightSyncError,
     boundary,
 )
+from agentrl.host.janitor import OwnedFolder
 from agentrl.models.resolve import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.run import resume_overrides
+from agentrl.run.callbacks.callback import Callback, check_callbacks
+from agentrl.run.callbacks.delivery import telling
 from agentrl.run.dataset import run_file
 from agentrl.run.dataset.notebook import reference_of
 from agentrl.run.evaluation import held_out as evaluation
-from agentrl.run.evaluation.of_checkpoint import Adapters
+from agentrl.run.evaluation.of_checkpoint import Adapters, measured
 from agentrl.run.order_by_name import take_order
 from agentrl.run.preflight import check_limits, check_tasks
 from agentrl.run.processes.engine_process import check_arguments
 from agentrl.run.reporting import failed_tasks, report
 from agentrl.run.reporting.live_view import LiveView, Warnings
 from agentrl.run.run_folder import RunDir
+from agentrl.run.stop_request import StopRequest
 from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_to_end
 from agentrl.run.task_sources import first_tasks, task_source
 from agentrl.run.teachers import check_teachers
@@ -76,7 +82,14 @@ class Trainer:
     Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.dataset_env` for `env.kwargs`.
 
     What a notebook's cell defines is written there too (`OUT.NAME.py`), with the imports, constants and functions that
-    it names, so that workers can import it.
+    it names, so that workers can import it; so is what a script defines that trains outside of
+    `if __name__ == "__main__":`.
+
+    `callbacks` are told of steps, episodes, evaluations and new weights, see `agentrl.Callback`.
+
+    Every method may be called in any thread, and beside a loop of asyncio (`train` and `evaluate` hold that loop up
+    until they return: `await asyncio.to_thread(trainer.train)` does not). Inside of a loop of trio they raise
+    UsageError, which says how to give them a thread.
 
     Raises ConfigError or UsageError for a bad setting, before anything starts."""
 
@@ -90,9 +103,11 @@ class Trainer:
         dataset: run_file.Rows | None = None,
         reward_funcs: run_file.Rewards = (),
         eval_dataset: run_file.Rows | None = None,
+        callbacks: Sequence[Callback] = (),
         out: Path | str = "runs/run",
         overwrite: bool = False,
     ) -> None:
+        self._callbacks = check_callbacks(callbacks)
         document = _document(config)
         if model is not None:
             document["model"] = str(model)
@@ -116,15 +131,14 @@ class Trainer:
         step. `quiet` leaves only warnings, through `logging`; a `view` takes its place. Returns the contents of
         `summary.json`. Settings that `config` leaves out are chosen for this machine first.
 
-        It may be called in any thread, and beside a loop of asyncio; outside of the main thread Ctrl-C does not reach
-        it, and `agentrl stop` ends it. Raises RunFailed if the run cannot go on, UsageError inside of a loop of
-        trio."""
+        Outside of the main thread Ctrl-C does not reach it: `stop` ends it, as does `agentrl stop`. Raises RunFailed if
+        the run cannot go on, Interrupted if it was stopped, CallbackError if a callback raised."""
         check_no_loop("Trainer.train")
         self.config = _fitted(_pinned(self.config))
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
-            return finish_training(run, _shown(view, quiet))
+            return finish_training(run, _shown(view, quiet), self._callbacks)
         except AgentRLError:
             if not began(run):
                 run.discard()
@@ -132,16 +146,57 @@ class Trainer:
 
     @staticmethod
     def resume(
-        path: Path | str, view: View | None = None, *, settings: Sequence[str] = (), quiet: bool = False
+        path: Path | str,
+        view: View | None = None,
+        *,
+        settings: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
     ) -> dict[str, Any]:
         """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
         (`section.key=value`) change how long it trains and which resources it uses; `view` and `quiet` as for `train`.
+        `callbacks` go on where those of the same names were told last. A run that was stopped early trains on.
         Raises ConfigError for a setting that may not change."""
         check_no_loop("Trainer.resume")
-        run = RunDir.open(Path(path))
+        callbacks, run = check_callbacks(callbacks), RunDir.open(Path(path))
         if settings:
             resume_overrides.change(run, list(settings))
-        return finish_training(run, _shown(view, quiet))
+        resume_overrides.reopen_stopped(run)
+        return finish_training(run, _shown(view, quiet), callbacks)
+
+    def stop(self, *, now: bool = False) -> bool:
+        """Ask the run at `out` to end, and return at once; False if this process does not train it. Training ends after
+        the step under way: the learner saves, the held-out sets are measured, and `train` returns its summary. With
+        `now` the run ends as by Ctrl-C: `train` raises Interrupted. Either can be resumed. To be called from any
+        thread, also that of a callback, and in any loop."""
+        request = _under_way.get(self.out.resolve())
+        if request is None:
+            return False
+        if now:
+            request.ask_to_interrupt("stopped by Trainer.stop")
+        else:
+            request.ask_to_finish("stopped by Trainer.stop")
+        return True
+
+    def evaluate(
+        self,
+        n: int | None = None,
+        *,
+        settings: Sequence[str] = (),
+        out: Path | str | None = None,
+        view: View | None = None,
+    ) -> list[evaluation.EvalResult]:
+        """Measure the newest checkpoint of the run at `out`, or the model before there is one, without training: `n`
+        episodes of each held-out set (None: as many as the run file says), under `settings` (`section.key=value`).
+        The run may be under way meanwhile. The episodes are kept in another run's folder if `out` names one.
+        Raises as `agentrl.evaluate`."""
+        check_no_loop("Trainer.evaluate")
+        given: Path | RunConfig = self.out if RunDir(self.out).store_path.exists() else self.config
+        return measure(given, None, n, settings, out=None if out is None else Path(out), view=view)
+
+
+_under_way: dict[Path, StopRequest] = {}
+"""The runs that this process trains, by their folders."""
 
 
 def _shown(view: View | None, quiet: bool) -> View:
@@ -338,24 +393,55 @@ def _roles_of(task: Task) -> tuple[str, ...]:
     return tuple(getattr(env, "roles", ()))
 
 
-def finish_training(run: RunDir, view: View) -> dict[str, Any]:
+def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train a run to its end, then write its summary, plot and transcripts."""
     restarts: dict[str, int] = {}
+    stop = StopRequest()
 
     async def body(supervisor: Supervisor) -> None:
-        try:
-            await supervisor.train()
-        finally:
-            restarts.update(supervisor.processes.restarts)
+        async with telling(callbacks, run, supervisor.config, stop):
+            try:
+                await supervisor.train()
+            finally:
+                restarts.update(supervisor.processes.restarts)
 
-    with view:
-        run_to_end(run, body, on_tick=view.tick)
+    with view, _stoppable(run, stop):
+        run_to_end(run, body, on_tick=view.tick, stop=stop)
     with RunStore.read(run.store_path) as store:
         config = run.config()
         summary = report.summarise(run, config, store, restarts=restarts)
         report.plot(run, config, store)
         report.transcripts(run, config, store)
         return summary
+
+
+@contextmanager
+def _stoppable(run: RunDir, stop: StopRequest) -> Generator[None]:
+    """Let `Trainer.stop` find the run. Another call in this process may have the same folder, and waits for its lock in
+    vain: the run that is under way stays the one to stop."""
+    path = run.path.resolve()
+    first = _under_way.setdefault(path, stop) is stop
+    try:
+        yield
+    finally:
+        if first:
+            del _under_way[path]
+
+
+def measure(
+    what: str | Path | RunConfig,
+    env: str | None,
+    n: int | None,
+    settings: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    view: View | None = None,
+) -> list[evaluation.EvalResult]:
+    """Measure a run's newest checkpoint or a model, see `of_checkpoint.measured`; without `out`, in a folder that is
+    removed."""
+    config, adapters = measured(what, env, n, settings)
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return evaluate(config, adapters, out=out or owner.path / "run", view=view)
 
 
 def evaluate(

@@ -101,6 +101,7 @@ class ReadStore(Versions, Protocol):
     episode_times = RunStore.episode_times
     push_times = RunStore.push_times
     latest_checkpoint = RunStore.latest_checkpoint
+    served_versions = RunStore.served_versions
     sources = RunStore.sources
     artifacts = RunStore.artifacts
     awaiting = RunStore.awaiting

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
 from agentrl.store.databases.database import Database, Part
 from agentrl.store.learner_fence import check_lead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedVersion:
+    """A version that engines serve, or served, since `confirmed_s`."""
+
+    version: int
+    step: int
+    confirmed_s: float
 
 
 class Versions(Part):
@@ -48,6 +58,16 @@ class Versions(Part):
         if current is None:
             raise StoreError("no weight version is confirmed yet: no engine serves any")
         return current
+
+    def served_versions(self, after: int = 0) -> list[ServedVersion]:
+        """The confirmed versions above `after` that no rollback undid, by their number."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT version, step, confirmed_s FROM versions"
+                " WHERE version > ? AND confirmed_s IS NOT NULL AND undone_attempt IS NULL ORDER BY version",
+                (after,),
+            )
+        return [ServedVersion(version=version, step=step, confirmed_s=at_s) for version, step, at_s in rows]
 
     def knows_version(self, version: int) -> bool:
         """Whether it was ever minted here; the version of an engine that somebody else started was not."""

@@ -24,6 +24,7 @@ from agentrl.run.evaluation import of_endpoint
 from agentrl.run.evaluation.held_out import EvalResult
 from agentrl_environments.calculator.arithmetic import evaluate, written
 
+MODELS = ["some-model"]
 Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 
@@ -62,6 +63,13 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]], list[Answer]]]:
             body = {"error": "no"} if isinstance(answer, int) else {"choices": [{"message": answer}]}
             data = json.dumps(body).encode()
             self.send_response(answer if isinstance(answer, int) else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            data = json.dumps({"data": [{"id": name} for name in MODELS]}).encode()
+            self.send_response(200 if self.path == "/v1/models" else 404)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -295,3 +303,25 @@ def test_what_is_of_an_endpoint_alone_is_refused_without_one(monkeypatch: pytest
     monkeypatch.setattr("sys.argv", ["agentrl", *given])
     with pytest.raises(UsageError, match=r"^--model, --key-variable, --concurrency: only with --endpoint URL"):
         main.app(standalone_mode=False)
+
+
+def test_from_python_a_url_is_enough_for_a_server_with_one_model(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, requests, _ = server
+    (result,) = agentrl.evaluate(url, "agentrl/Calculator-v0", 2, out=tmp_path / "eval", api_key="secret")
+    assert (result.success, result.turns, result.n) == (1.0, 2.0, 2)
+    assert {(asked["model"], asked["key"]) for asked in requests} == {("some-model", "Bearer secret")}
+    monkeypatch.setattr(sys.modules[__name__], "MODELS", ["one", "other"])
+    with pytest.raises(UsageError, match="has the models one, other: give one of them, name="):
+        agentrl.evaluate(url, "agentrl/Calculator-v0", 2)
+    with pytest.raises(UsageError, match="is a server: name the environment"):
+        agentrl.evaluate(url)
+    with pytest.raises(UsageError, match="name and api_key are for a server's URL"):
+        agentrl.evaluate("agentrl/tiny-coder", "agentrl/Calculator-v0", name="x")
+
+    async def inside() -> None:
+        agentrl.evaluate(url, "agentrl/Calculator-v0", 2)
+
+    with pytest.raises(UsageError, match=r"agentrl.evaluate starts an event loop of trio's"):
+        trio.run(inside)

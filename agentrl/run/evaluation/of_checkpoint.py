@@ -55,12 +55,18 @@ class Adapters:
             shutil.copytree(folder, run.path / "league" / str(version))
 
 
-def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -> tuple[RunConfig, Adapters | None]:
-    """The configuration with which `n` episodes of each held-out set measure `what`, a run's folder or a model, under
-    `settings` (`section.key=value`); and its adapters, if they are measured as such. Raises UsageError."""
-    path, adapters = Path(what), None
+def measured(
+    what: str | Path | RunConfig, env: str | None, n: int | None, settings: Sequence[str] = ()
+) -> tuple[RunConfig, Adapters | None]:
+    """The configuration with which `n` episodes of each held-out set (None: as many as it has) measure `what`: a run's
+    folder, a model, or the model of a configuration; under `settings` (`section.key=value`). And its adapters, if they
+    are measured as such. Raises UsageError."""
+    adapters = None
     document: dict[str, Any]
-    if RunDir(path).store_path.exists():
+    if isinstance(what, RunConfig):
+        document = what.model_dump(mode="json", exclude_unset=True)
+        what = what.model
+    elif RunDir(path := Path(what)).store_path.exists():
         run = RunDir.open(path)
         config, checkpoint = run.config(), newest(run.checkpoints)
         document = config.model_dump(mode="json")
@@ -77,13 +83,13 @@ def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -
     else:
         if env is None:
             raise UsageError(f"{what} is a model: name the environment with --env")
-        document = {"model": what, "env": {"id": env}}
+        document = {"model": str(what), "env": {"id": env}}
     if env is not None and env != document["env"]["id"]:
         document["env"] = {"id": env}
         document["tasks"], document["curriculum"] = [], None
         document["eval"] = {}
     sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
-    document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
+    document["eval"] = {"sets": [{**held_out, **({} if n is None else {"n": n})} for held_out in sets]}
     for override in settings:
         configuration.apply_override(document, override)
     config = configuration.parse(document)
@@ -91,7 +97,7 @@ def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -
     return config, adapters
 
 
-def _check_rows(what: str, config: RunConfig) -> None:
+def _check_rows(what: str | Path, config: RunConfig) -> None:
     """Refuse held-out sets of a data set without rows: none of their episodes could begin."""
     for held_out in config.eval.sets:
         task = evaluation.tasks_of(config, held_out, 1)[0]

@@ -223,12 +223,14 @@ class _Learning:
             self._heartbeat.mark()
 
     def _take(self) -> tuple[list[Group], float] | None:
-        """The next batch and how long the learner waited for it, in seconds; None if no task is left. The last one
-        waits for late members, which no later step would train, for at most `rollout.group_deadline_s`."""
+        """The next batch and how long the learner waited for it, in seconds; None if no task is left or training is to
+        end. The last one waits for late members, which no later step trains, at most `rollout.group_deadline_s`."""
         buffer, train = self._config.buffer, self._config.train
         started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
         patience_s, named = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2), ""
         while (phase := self._store.meta("phase")) != "stop":
+            if phase == "finish":
+                return None
             if self._config.cluster.controller is not None:
                 self._make_way()
             if phase == "drain":

@@ -25,6 +25,7 @@ from agentrl.run.order_by_name import returns_of
 from agentrl.run.reporting import failed_tasks
 from agentrl.run.reward_services import by_function
 from agentrl.run.run_folder import RunDir
+from agentrl.run.stop_request import STOPPED_EARLY
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import finite
 
@@ -33,7 +34,8 @@ _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
 def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dict[str, int]) -> dict[str, Any]:
     """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
-    that changed the weights; `no_signal` says why the last steps did not change them, None if they did."""
+    that changed the weights; `no_signal` says why the last steps did not change them, None if they did;
+    `stopped_early` why training ended before its last step, None if it did not."""
     steps = [row.values for row in store.metrics("step")]
     idle = sum(row["idle_s"] for row in steps)
     busy = sum(row["busy_s"] for row in steps)
@@ -60,6 +62,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "steps_updated": sum(bool(row["updated"]) for row in steps),
         "tokens_trained": sum(row["tokens_scored"] for row in steps if row["updated"]),
         "no_signal": None if idle_end is None else str(idle_end),
+        "stopped_early": store.meta(STOPPED_EARLY) or None,
         "wall_s": time.time() - float(store.meta("created_s") or time.time()),
         "train_s": ended - started,
         "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
@@ -252,6 +255,8 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     transcripts = path / "transcripts.md"
     if transcripts.exists():
         console.print(transcripts.read_text(), markup=False, highlight=False)
+    if summary.get("stopped_early"):
+        console.print(f"training ended early: {summary['stopped_early']}", markup=False, highlight=False)
     if summary["no_signal"]:
         console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
     console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)

@@ -1,0 +1,214 @@
+"""Callbacks of a run, and the events they are told of: plain data, which needs nothing of the run to be read.
+
+    class Best(agentrl.Callback):
+        def on_eval(self, evaluation: agentrl.EvalEnded) -> None:
+            print(evaluation.step, evaluation.success)
+
+    agentrl.Trainer(…, callbacks=[Best(), agentrl.Callback(on_step=lambda step: print(step.values["loss"]))])
+
+Never knows who calls them, see `agentrl.run.callbacks.delivery`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.errors import UsageError
+from agentrl.records import Json, StopReason
+
+HOOKS = ("on_start", "on_episode", "on_step", "on_weights", "on_eval", "on_end")
+
+
+class StopTraining(Exception):
+    """Raise it in a callback to end training in order: the learner saves its step, the held-out sets are measured, and
+    `Trainer.train` returns. Its text is the reason, which `summary.json` keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """A run begins, or goes on, at optimizer step `step`. `attempt` is 1 at first, and grows whenever the run goes back
+    to a checkpoint. `config` is its whole run file, defaults included."""
+
+    path: Path
+    config: Mapping[str, Any]
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """An optimizer step is done, and engines serve its weights. `values` are its metrics, see
+    `docs/reference/metrics.md`. A step that a restart undid is trained again, and is another event with a higher
+    `attempt`."""
+
+    id: str
+    step: int
+    attempt: int
+    time_s: float
+    values: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnded:
+    """An episode is over and scored. `purpose` is `train`, or the name of an evaluation. `detail` is the cause if it
+    failed through no doing of the policy, which `stop_reason.by_policy` says. `turns` and `tokens` are counts."""
+
+    id: str
+    episode: int
+    group: int
+    purpose: str
+    env: str
+    seed: int
+    stop_reason: StopReason
+    outcome: float | None
+    success: bool | None
+    detail: str
+    turns: int
+    tokens: int
+    started_s: float | None
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEnded:
+    """All episodes of the held-out set `name` are played. `when` is `before`, `during` or `after`, `step` the optimizer
+    step that is measured. Means are over the `n` episodes that the policy itself ended, None if there is none;
+    `failed` counts the others."""
+
+    id: str
+    name: str
+    when: str
+    step: int
+    success: float | None
+    outcome: float | None
+    turns: float | None
+    tokens: float | None
+    n: int
+    failed: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsServed:
+    """Engines sample from weight version `version`, which optimizer step `step` made (0: what the run began with)."""
+
+    id: str
+    version: int
+    step: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded:
+    """The run is over, at optimizer step `step`. `finished`: `Trainer.train` returns its summary; else it raises, and
+    the run may be resumed."""
+
+    path: Path
+    step: int
+    finished: bool
+
+
+Event = EpisodeEnded | StepEnded | WeightsServed | EvalEnded
+
+
+class Callback:
+    """Override the hooks you need, or give functions for them. Hooks are called in a thread of their own, one at a
+    time: training never waits for them.
+
+    Each event is told once to each callback, known by its `name` (that of its class unless given), also when the run is
+    stopped or killed and resumed: the run's store keeps how far it was told, and a resumed run goes on from there. Only
+    a kill between the end of a hook and the write of that place tells an event again, with the same `id`. With
+    `from_start` every start tells everything of the run from its first step on: for what is counted in memory.
+
+    If a hook raises, its traceback is printed, and its event counts as told. With `errors = "stop"` the learner saves
+    its step, and `Trainer.train` raises CallbackError; with "warn" the run goes on, and so does the callback. A hook
+    that takes longer than `deadline_s` is named on stderr with the line it stands at, and the run goes on."""
+
+    name: str = ""
+    from_start: bool = False
+    errors: Literal["stop", "warn"] = "stop"
+    deadline_s: float = 60.0
+
+    def __init__(
+        self,
+        *,
+        name: str | None = None,
+        on_start: Callable[[RunStarted], object] | None = None,
+        on_episode: Callable[[EpisodeEnded], object] | None = None,
+        on_step: Callable[[StepEnded], object] | None = None,
+        on_weights: Callable[[WeightsServed], object] | None = None,
+        on_eval: Callable[[EvalEnded], object] | None = None,
+        on_end: Callable[[RunEnded], object] | None = None,
+        errors: Literal["stop", "warn"] | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        given = {
+            "name": name,
+            "errors": errors,
+            "deadline_s": deadline_s,
+            "on_start": on_start,
+            "on_episode": on_episode,
+            "on_step": on_step,
+            "on_weights": on_weights,
+            "on_eval": on_eval,
+            "on_end": on_end,
+        }
+        vars(self).update({key: value for key, value in given.items() if value is not None})
+
+    def on_start(self, run: RunStarted, /) -> None:
+        """The run begins or goes on. Told at every start."""
+
+    def on_episode(self, episode: EpisodeEnded, /) -> None:
+        """An episode is over."""
+
+    def on_step(self, step: StepEnded, /) -> None:
+        """An optimizer step is done."""
+
+    def on_weights(self, weights: WeightsServed, /) -> None:
+        """Engines serve new weights."""
+
+    def on_eval(self, evaluation: EvalEnded, /) -> None:
+        """A held-out set is measured."""
+
+    def on_end(self, end: RunEnded, /) -> None:
+        """The run is over, however it ended. Told at every end, and not if the process is killed."""
+
+
+def overridden(callback: Callback) -> list[str]:
+    """The hooks that a callback has something to do in."""
+    return [
+        hook for hook in HOOKS if hook in vars(callback) or getattr(type(callback), hook) != getattr(Callback, hook)
+    ]
+
+
+def name_of(callback: Callback) -> str:
+    return callback.name or type(callback).__qualname__
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks as a list. Raises UsageError for what would never be called, or could not be told apart."""
+    names: set[str] = set()
+    for one in callbacks:
+        if not isinstance(one, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
+            hint = "derive its class from agentrl.Callback, or give agentrl.Callback(on_step=…)"
+            raise UsageError(f"{one!r} is no callback: {hint}")
+        name = name_of(one)
+        if name in names:
+            raise UsageError(f"two callbacks have the name {name!r}: give one of them another, name=…")
+        names.add(name)
+        if one.errors not in ("stop", "warn"):
+            raise UsageError(f"callback {name}: errors = {one.errors!r}: give 'stop' or 'warn'")
+        hooks = overridden(one)
+        for unknown in [key for key in dir(one) if key.startswith("on_") and key not in HOOKS]:
+            raise UsageError(f"callback {name}: {unknown} is never called; the hooks are {', '.join(HOOKS)}")
+        if not hooks:
+            raise UsageError(f"callback {name} has no hook: give it one of {', '.join(HOOKS)}")
+        for hook in hooks:
+            if inspect.iscoroutinefunction(getattr(one, hook)):
+                hint = "hooks run in a thread, so give a function; it may call asyncio.run_coroutine_threadsafe"
+                raise UsageError(f"callback {name}: {hook} is a coroutine function: {hint}")
+    return list(callbacks)

@@ -1,0 +1,248 @@
+"""Tells callbacks what happens in a run: each in a thread of its own, which reads the run's store.
+
+Owns these threads, the places up to which they have told, and the line that names a callback that hangs. The run waits
+for none of them but at its end, for as long as they get on. Never knows what an event means.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import CallbackError, StoreAway, StoreError, place_of, place_of_thread
+from agentrl.run.callbacks.callback import (
+    Callback,
+    EpisodeEnded,
+    EvalEnded,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StopTraining,
+    WeightsServed,
+    name_of,
+    overridden,
+)
+from agentrl.run.callbacks.event_feed import MOST, EventFeed, Place, place_key
+from agentrl.run.run_folder import RunDir
+from agentrl.run.stop_request import StopRequest
+from agentrl.store import RunStore
+from agentrl.store.interfaces import ControlStore, ReadStore
+
+_T = TypeVar("_T")
+_POLL_S = 0.5
+_LOOK_S = 1.0  # between two looks at whether a hook hangs
+_LATE_S = 10.0  # after which a run that is over says whom it waits for, and for how long a stopped one waits for a hook
+_HOOK_OF = {EpisodeEnded: "on_episode", StepEnded: "on_step", WeightsServed: "on_weights", EvalEnded: "on_eval"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A hook that is being called, with which event, since `began_s` of the monotonic clock."""
+
+    hook: str
+    event: str
+    began_s: float
+
+
+class Teller:
+    """Tells one callback. `call` is under way, `handled` have ended."""
+
+    def __init__(self, callback: Callback, run: RunDir, config: RunConfig, stop: StopRequest) -> None:
+        self.label = name_of(callback)
+        # a daemon: one that hangs does not keep the process
+        self.thread = threading.Thread(target=self._run_to_end, name=f"callback {self.label}", daemon=True)
+        self.callback, self.handled = callback, 0
+        self.call: _Call | None = None
+        self._run, self._config, self._stop = run, config, stop
+        self._hooks = overridden(callback)
+        self._wake, self._finished = threading.Event(), False
+        self._closing = self._abandoned = self._broken = False
+        self._raised = Counter[tuple[str, str]]()
+
+    def close(self, finished: bool) -> None:
+        """Tell what there is by now, then that the run is over, and end."""
+        self._finished, self._closing = finished, True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """Nobody waits any more: tell and write nothing after the call under way."""
+        self._abandoned = True
+
+    def _run_to_end(self) -> None:
+        path = self._run.store_path
+        try:
+            with RunStore.open(path, away_s=0) as writes, RunStore.read(path, away_s=0) as reads:
+                self._tell_all(reads, writes)
+        except StoreError as error:
+            self.warn(f"is told nothing more until the run goes on: {error}")
+
+    def _tell_all(self, reads: ReadStore, writes: ControlStore) -> None:
+        place = Place()
+        if not self.callback.from_start:
+            place = Place.parse(self._ask(lambda: reads.meta(place_key(self.label))))
+        feed = EventFeed(self._hooks, place)
+        self._tell("on_start", self._ask(lambda: self._started(reads)))
+        while not self._ends:
+            closing = self._closing  # before the read: it has all that was there then
+            events = self._ask(lambda: feed.read(reads))
+            for event in events:
+                self._tell(_HOOK_OF[type(event)], event, event.id)
+                feed.mark(event)
+                if self._ends:
+                    break
+            if events and not self.callback.from_start:
+                self._save(feed.place, writes)
+            if len(events) < MOST:
+                if closing:
+                    break
+                self._wake.wait(_POLL_S)
+        self._tell("on_end", self._ask(lambda: self._ended(reads)))
+
+    def _ask(self, read: Callable[[], _T]) -> _T:
+        """What a read returns, once the database is there. Raises StoreAway if the run is over before."""
+        while True:
+            try:
+                return read()
+            except StoreAway:
+                if self._closing:
+                    raise
+                self._wake.wait(_POLL_S)
+
+    def _started(self, reads: ReadStore) -> RunStarted:
+        checkpoint = reads.latest_checkpoint()
+        return RunStarted(
+            path=self._run.path,
+            config=self._config.model_dump(mode="json"),
+            step=0 if checkpoint is None else checkpoint.step,
+            attempt=reads.attempt,
+        )
+
+    def _ended(self, reads: ReadStore) -> RunEnded:
+        steps = reads.metrics("step")
+        return RunEnded(path=self._run.path, step=steps[-1].step if steps else 0, finished=self._finished)
+
+    @property
+    def _ends(self) -> bool:
+        return self._broken or self._abandoned
+
+    def _tell(self, hook: str, event: object, id: str = "") -> None:
+        if hook not in self._hooks or self._ends:
+            return
+        self.call = _Call(hook, id, time.monotonic())
+        try:
+            getattr(self.callback, hook)(event)
+        except StopTraining as reason:
+            self._stop.ask_to_finish(f"callback {self.label}: {reason}")
+        except BaseException as error:  # SystemExit, too: it would end this thread without a word
+            self._failed(f"{hook}({id})", error)
+        finally:
+            self.call = None
+            self.handled += 1
+
+    def _failed(self, call: str, error: BaseException) -> None:
+        """Print the traceback of the first error of a kind, and a line for each whose number is a power of two."""
+        place, kind = place_of(error), type(error).__name__
+        line = f"{call} raised {kind}: {' '.join(str(error).split())}" + f" ({place})" * bool(place)
+        self._raised[kind, place] += 1
+        times = self._raised[kind, place]
+        if times == 1:
+            below = None if error.__traceback__ is None else error.__traceback__.tb_next  # the frame above is ours
+            print("".join(traceback.format_exception(type(error), error, below)).rstrip(), file=sys.stderr)
+        if self.callback.errors == "stop":
+            self._broken = True
+            self._stop.fail(CallbackError(f"callback {self.label}: {line}; with errors = 'warn' the run goes on"))
+        elif times & (times - 1) == 0:
+            self.warn(line + f"; {times} times by now" * (times > 1))
+
+    def _save(self, place: Place, writes: ControlStore) -> None:
+        """Let the store keep the place; if it cannot, it does the next time."""
+        if self._abandoned:
+            return
+        try:
+            writes.set_meta(place_key(self.label), place.to_json())
+        except StoreError as error:
+            if self._closing:
+                self.warn(f"what it was told last is told again when the run goes on: {error}")
+
+    def warn(self, line: str) -> None:
+        print(f"agentrl: warning: callback {self.label}: {line}", file=sys.stderr)
+
+    def stands(self, call: _Call) -> str:
+        """For how long, and where, a call is under way."""
+        place, event = place_of_thread(self.thread.ident, __file__), f" ({call.event})" * bool(call.event)
+        return (
+            f"{call.hook}{event} has not returned for {time.monotonic() - call.began_s:.0f} s"
+            + f", at {place}" * bool(place)
+        )
+
+
+async def _watch(tellers: Sequence[Teller]) -> None:
+    """Name each hook that has not returned for `deadline_s`, and again whenever that time has doubled."""
+    named: dict[_Call, float] = {}
+    while True:
+        for teller in tellers:
+            call = teller.call
+            if call is None:
+                continue
+            due_s = named.get(call, teller.callback.deadline_s)
+            if time.monotonic() - call.began_s > due_s:
+                named = {**{known: at for known, at in named.items() if known is teller.call}, call: 2 * due_s}
+                teller.warn(f"{teller.stands(call)}; the run goes on, and what happens is told later")
+        await trio.sleep(_LOOK_S)
+
+
+def _finish(tellers: Sequence[Teller], finished: bool) -> None:
+    """Wait until all have told, as long as they get on."""
+    for teller in tellers:
+        teller.close(finished)
+    for teller in tellers:
+        deadline_s = teller.callback.deadline_s if finished else min(_LATE_S, teller.callback.deadline_s)
+        began_s = since_s = time.monotonic()
+        handled, silent = teller.handled, True
+        while teller.thread.is_alive():
+            teller.thread.join(0.1)
+            now = time.monotonic()
+            if teller.handled != handled:
+                handled, since_s = teller.handled, now
+            if now - since_s > deadline_s:
+                teller.abandon()
+                call = teller.call
+                what = "has not ended" if call is None else teller.stands(call)
+                teller.warn(f"{what}; the run ends without it, and tells it the rest when it goes on")
+                break
+            if silent and now - began_s > _LATE_S:
+                silent = False
+                teller.warn("the run is over; it is told what happened until then")
+
+
+@asynccontextmanager
+async def telling(
+    callbacks: Sequence[Callback], run: RunDir, config: RunConfig, stop: StopRequest
+) -> AsyncGenerator[None]:
+    """Tell callbacks what happens in a run whose supervisor this process is, and at the end what is not told yet. A
+    callback that wants the run to end says so to `stop`."""
+    tellers = [Teller(one, run, config, stop) for one in callbacks]
+    for teller in tellers:
+        teller.thread.start()
+    finished = False
+    async with trio.open_nursery() as nursery:
+        if tellers:
+            nursery.start_soon(_watch, tellers)
+        try:
+            yield
+            finished = True
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(partial(_finish, tellers, finished))
+        nursery.cancel_scope.cancel()

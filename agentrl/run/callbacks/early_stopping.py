@@ -1,0 +1,91 @@
+"""Ends training when a metric has stopped getting better, or is good enough. Counts in memory, from the run's first
+step on: a resumed run counts as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any, Literal
+
+from agentrl.errors import UsageError
+from agentrl.registry import nearest
+from agentrl.run.callbacks.callback import Callback, EvalEnded, StepEnded, StopTraining
+
+
+class EarlyStopping(Callback):
+    """Stops when the metric has not been better than its best by more than `min_delta` for `patience` values in a row,
+    or has reached `target`. One of both may be left out.
+
+    `on = "step"`: a metric of the optimizer steps (`docs/reference/metrics.md`), as mean over the last `window`;
+    `"eval"`: `success`, `outcome`, `turns` or `tokens` of the held-out set `eval_set`, by default of any. Values that
+    were not measured count for nothing. Raises UsageError for settings that would never stop anything."""
+
+    from_start = True
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        on: Literal["step", "eval"] = "step",
+        mode: Literal["max", "min"] = "max",
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        target: float | None = None,
+        window: int = 1,
+        eval_set: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name or f"EarlyStopping({metric})")
+        if patience is None and target is None:
+            raise UsageError("EarlyStopping would never stop: give it patience=…, target=… or both")
+        for field, value, least in (("patience", patience, 1), ("window", window, 1), ("min_delta", min_delta, 0)):
+            if value is not None and value < least:
+                raise UsageError(f"EarlyStopping: {field} = {value!r}: give at least {least}")
+        if on not in ("step", "eval") or mode not in ("max", "min"):
+            raise UsageError(
+                f"EarlyStopping: on = {on!r}, mode = {mode!r}: on is 'step' or 'eval', mode 'max' or 'min'"
+            )
+        self.metric, self.on, self.patience, self.min_delta = metric, on, patience, min_delta
+        self.target, self.window, self.eval_set = target, window, eval_set
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._values: dict[int, float] = {}  # by step, in its order
+
+    def on_step(self, step: StepEnded) -> None:
+        """Count a step."""
+        if self.on == "step":
+            self._count(step.step, step.values)
+
+    def on_eval(self, evaluation: EvalEnded) -> None:
+        """Count an evaluation."""
+        if self.on == "eval" and self.eval_set in (None, evaluation.name):
+            values = {name: getattr(evaluation, name) for name in ("success", "outcome", "turns", "tokens")}
+            self._count(evaluation.step, values)
+
+    def _count(self, step: int, values: Mapping[str, Any]) -> None:
+        if self.metric not in values:
+            close = ", ".join(nearest(self.metric, list(values))) or ", ".join(values)
+            raise UsageError(f"EarlyStopping: no {self.on} has a metric {self.metric!r}: give {close}")
+        value = values[self.metric]
+        if not isinstance(value, int | float):
+            return
+        self._values = {at: known for at, known in self._values.items() if at < step}  # undone steps are trained again
+        self._values[step] = float(value)
+        if reason := self._reason():
+            raise StopTraining(f"{reason}, at step {step}")
+
+    def _reason(self) -> str:
+        """Why training is to end; "" while it is not."""
+        steps, values = list(self._values), list(self._values.values())
+        if len(values) < self.window:
+            return ""
+        means = [fmean(values[at - self.window : at]) for at in range(self.window, len(values) + 1)]
+        signed = [self._sign * mean for mean in means]
+        if self.target is not None and signed[-1] >= self._sign * self.target:
+            return f"{self.metric} is {means[-1]:g} (target {self.target:g})"
+        best = 0
+        for at, value in enumerate(signed):
+            best = at if value > signed[best] + self.min_delta else best
+        if self.patience is not None and len(signed) - 1 - best >= self.patience:
+            since = f"since {means[best]:g} at step {steps[best + self.window - 1]}"
+            return f"{self.metric} has not got better for {len(signed) - 1 - best} values, {since}"
+        return ""

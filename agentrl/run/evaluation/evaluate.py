@@ -1,0 +1,100 @@
+"""`agentrl.evaluate`: one call for a model, a run or a server. Owns the choice; `of_checkpoint` and `of_endpoint` do
+the work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+
+from agentrl.config.sections import check_url
+from agentrl.engine.scoring_client import ScoringClient
+from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.host.janitor import OwnedFolder
+from agentrl.run import trainer
+from agentrl.run.dataset.notebook import reference_of
+from agentrl.run.evaluation import of_endpoint
+from agentrl.run.evaluation.held_out import EvalResult
+from agentrl.run.supervisor import check_no_loop
+
+_MODELS_S = 10.0  # how long a server may take to name its models
+
+
+def evaluate(
+    model: str | Path,
+    env: str | type | None = None,
+    n: int = 256,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    concurrency: int = 16,
+    settings: Sequence[str] = (),
+    out: Path | str | None = None,
+) -> list[EvalResult]:
+    """Play `n` held-out episodes of each set and return the means, one result a set. No training.
+
+    `model` is a run's folder (its newest checkpoint is measured, on the run's environment unless `env` is given), a
+    model's folder or id, or the http(s) URL of a server with an OpenAI-compatible API. Only there `name` counts, by
+    which the server knows the model (None: its only one), `api_key`, and `concurrency`, the episodes at once.
+    `env` is an id, a reference or a class; `settings` are those of a run file, as `section.key=value`. The episodes are
+    kept in the folder `out`, which `agentrl.load_run` reads; of a server in `out`/results.jsonl, and what is there is
+    not played again.
+
+    Raises UsageError for what cannot be measured, RunFailed if no episode of a server could be played."""
+    check_no_loop("agentrl.evaluate")
+    folder = None if out is None else Path(out)
+    if env is not None and not isinstance(env, str):
+        env = reference_of(env, folder or Path("runs/evaluation"))
+    if not str(model).startswith(("http://", "https://")):
+        if name is not None or api_key is not None:
+            raise UsageError(f"agentrl.evaluate: name and api_key are for a server's URL, and {model} is none")
+        return trainer.measure(model, env, n, settings, out=folder)
+    if env is None:
+        raise UsageError(f"agentrl.evaluate: {model} is a server: name the environment, env=…")
+    url = str(model)
+    check_url("model", url)
+    return [
+        of_server(url, name or only_model(url, api_key), env, n, settings, folder, api_key, concurrency),
+    ]
+
+
+def of_server(
+    url: str,
+    name: str,
+    env: str,
+    n: int,
+    settings: Sequence[str],
+    out: Path | None,
+    api_key: str | None,
+    concurrency: int,
+) -> EvalResult:
+    """Measure the model `name` of a server; a line for each episode goes to stderr."""
+    config = of_endpoint.configured(name, env, settings)
+    client = ScoringClient(url, model=name, api_key=api_key, concurrency=concurrency)
+    endpoint = of_endpoint.Endpoint(client=client, concurrency=concurrency, options=of_endpoint.sampling(config))
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return of_endpoint.evaluate(
+            config,
+            endpoint,
+            n,
+            out or owner.path,
+            on_result=lambda row: print(of_endpoint.line(row), file=sys.stderr),
+        )
+
+
+def only_model(url: str, api_key: str | None = None) -> str:
+    """The one model of a server. Raises UsageError if it has several, EngineUnavailable if it does not answer."""
+    at = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        answer = httpx.get(at, headers=headers, timeout=_MODELS_S)
+        answer.raise_for_status()
+        names = [str(model["id"]) for model in answer.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise EngineUnavailable(f"{at} does not say which models there are ({error}): give name=…") from error
+    if len(names) != 1:
+        raise UsageError(f"{url} has the models {', '.join(names) or 'none'}: give one of them, name=…")
+    return names[0]
