@@ -19,19 +19,67 @@ if TYPE_CHECKING:
     from agentrl.env import ToolEnv as ToolEnv
     from agentrl.env import tool as tool
     from agentrl.env.checks.check_env import check_env as check_env
+    from agentrl.run.callbacks.callback import Callback as Callback
+    from agentrl.run.callbacks.callback import EpisodeEnded as EpisodeEnded
+    from agentrl.run.callbacks.callback import EvalEnded as EvalEnded
+    from agentrl.run.callbacks.callback import RunEnded as RunEnded
+    from agentrl.run.callbacks.callback import RunStarted as RunStarted
+    from agentrl.run.callbacks.callback import StepEnded as StepEnded
+    from agentrl.run.callbacks.callback import StopTraining as StopTraining
+    from agentrl.run.callbacks.callback import WeightsServed as WeightsServed
+    from agentrl.run.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from agentrl.run.callbacks.file_tracker import FileTracker as FileTracker
+    from agentrl.run.evaluation.evaluate import evaluate as evaluate
+    from agentrl.run.reporting.load_run import load_run as load_run
     from agentrl.run.trainer import Trainer as Trainer
 
+_CALLBACKS = "agentrl.run.callbacks"
 _WHERE = {
+    "Callback": f"{_CALLBACKS}.callback",
+    "EarlyStopping": f"{_CALLBACKS}.early_stopping",
     "Env": "agentrl.env",
+    "EpisodeEnded": f"{_CALLBACKS}.callback",
     "EpisodeLimits": "agentrl.env",
+    "EvalEnded": f"{_CALLBACKS}.callback",
+    "FileTracker": f"{_CALLBACKS}.file_tracker",
     "Grade": "agentrl.env",
+    "RunEnded": f"{_CALLBACKS}.callback",
+    "RunStarted": f"{_CALLBACKS}.callback",
+    "StepEnded": f"{_CALLBACKS}.callback",
+    "StopTraining": f"{_CALLBACKS}.callback",
     "ToolEnv": "agentrl.env",
     "Trainer": "agentrl.run.trainer",
+    "WeightsServed": f"{_CALLBACKS}.callback",
     "check_env": "agentrl.env.checks.check_env",
+    "evaluate": "agentrl.run.evaluation.evaluate",
+    "load_run": "agentrl.run.reporting.load_run",
     "tool": "agentrl.env",
 }
 
-__all__ = ["Env", "EpisodeLimits", "Grade", "ToolEnv", "Trainer", "check_env", "make", "make_vec", "register", "tool"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "Env",
+    "EpisodeEnded",
+    "EpisodeLimits",
+    "EvalEnded",
+    "FileTracker",
+    "Grade",
+    "RunEnded",
+    "RunStarted",
+    "StepEnded",
+    "StopTraining",
+    "ToolEnv",
+    "Trainer",
+    "WeightsServed",
+    "check_env",
+    "evaluate",
+    "load_run",
+    "make",
+    "make_vec",
+    "register",
+    "tool",
+]
 
 
 def __getattr__(name: str) -> Any:

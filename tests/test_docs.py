@@ -294,7 +294,14 @@ def test_block(block: Block) -> None:
     assert check(block) == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+TRAINS = [ROOT / "docs" / "reference" / "python.md"]
+"""Documents whose blocks train, and take longer than a quick test may."""
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(one, marks=[pytest.mark.slow] if one in TRAINS else [], id=one.name) for one in DOCUMENTS],
+)
 def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     code = "\n".join(block.body for block in blocks_of(document) if block.language == "python")
     if not code:

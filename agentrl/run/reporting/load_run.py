@@ -1,0 +1,186 @@
+"""A run as tables, for notebooks: steps, episodes, turns, rewards. Reads only, also beside a run that goes on, from a
+store in a file or on a server. Each call is a look at the run as it is then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from agentrl.config import RunConfig
+from agentrl.errors import UsageError
+from agentrl.records import Trajectory
+from agentrl.run.reporting.status import status
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.interfaces import ReadStore
+
+if TYPE_CHECKING:
+    import pandas  # pyright: ignore[reportMissingTypeStubs]
+    import polars
+
+_MOST = 1000  # episodes a read
+
+
+class Table(Sequence[dict[str, Any]]):
+    """Rows with names, as a list of mappings; `columns`, `to_pandas` and `to_polars` give it otherwise.
+
+    >>> table = Table([{"step": 1, "loss": 0.5}, {"step": 2}])
+    >>> table[0]["loss"], table.columns()
+    (0.5, {'step': [1, 2], 'loss': [0.5, None]})
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._rows = list(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Table: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Table:
+        return Table(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"Table of {len(self)} rows: {', '.join(self.columns())}"
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The values by name, None where a row has none."""
+        names = dict.fromkeys(name for row in self._rows for name in row)
+        return {name: [row.get(name) for row in self._rows] for name in names}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A data frame of pandas. Raises UsageError if it is not installed."""
+        try:
+            import pandas  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError:
+            raise UsageError("pandas is not installed: pip install 'agentrl[pandas]'; or use columns()") from None
+        return pandas.DataFrame(self.columns())
+
+    def to_polars(self) -> polars.DataFrame:
+        """A data frame of polars, in which mappings and lists are JSON: their keys differ by row. Raises UsageError if
+        it is not installed."""
+        try:
+            import polars
+        except ImportError:
+            raise UsageError("polars is not installed: pip install 'agentrl[polars]'; or use columns()") from None
+        columns = {
+            name: [json.dumps(value) if isinstance(value, dict | list) else value for value in values]
+            for name, values in self.columns().items()
+        }
+        return polars.DataFrame(columns, strict=False, infer_schema_length=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """A run's folder, to look at. See `load_run`."""
+
+    path: Path
+
+    def config(self) -> RunConfig:
+        """The run's whole configuration."""
+        return RunDir.open(self.path).config()
+
+    def summary(self) -> dict[str, Any] | None:
+        """The contents of `summary.json`; None before the run's end."""
+        file = RunDir.open(self.path).summary
+        return cast("dict[str, Any]", json.loads(file.read_text())) if file.exists() else None
+
+    def status(self) -> dict[str, Any]:
+        """What the run does now, as `agentrl status --json` has it."""
+        return status(RunDir.open(self.path))
+
+    def steps(self, *, undone: bool = False) -> Table:
+        """A row for each optimizer step with its metrics (`docs/reference/metrics.md`); with `undone` also steps that a
+        restart undid, which `undone` marks."""
+        with self._store() as store:
+            rows = store.metrics("step", undone=undone)
+        return Table(
+            {**row.values, "step": row.step, "attempt": row.attempt, "time_s": row.time_s, "undone": row.undone}
+            for row in rows
+        )
+
+    def episodes(self, purpose: str | None = "train") -> Table:
+        """A row for each episode of a purpose, or of all (None): `train`, or `eval:SET:before`, `…:during@STEP`,
+        `…:after`. One that goes on has no `stop_reason`."""
+        with self._store() as store:
+            return Table(_episodes(store, purpose))
+
+    def turns(self, purpose: str | None = "train", *, episode: int | None = None) -> Table:
+        """A row for each turn of these episodes, or of one: what the model wrote, what it was answered, the turn's
+        reward, and how many tokens were sampled (None once `buffer.keep_steps` has dropped them)."""
+        with self._store() as store:
+            return Table(row for found in self._trajectories(store, purpose, episode) for row in _turns(found))
+
+    def rewards(self, purpose: str | None = "train", *, episode: int | None = None) -> Table:
+        """A row for each reward that a turn of these episodes, or of one, has earned from a source."""
+        with self._store() as store:
+            return Table(row for found in self._trajectories(store, purpose, episode) for row in _rewards(found))
+
+    def _store(self) -> ReadStore:
+        return RunStore.read(RunDir.open(self.path).store_path)
+
+    @staticmethod
+    def _trajectories(store: ReadStore, purpose: str | None, episode: int | None) -> Iterator[Trajectory]:
+        if episode is not None:
+            yield store.trajectory(episode)
+            return
+        for name in store.purposes() if purpose is None else [purpose]:
+            yield from store.trajectories(name)
+
+
+def load_run(path: Path | str) -> LoadedRun:
+    """The run in the folder `path` as tables. Raises UsageError if there is none."""
+    return LoadedRun(RunDir.open(Path(path)).path)
+
+
+def _episodes(store: ReadStore, purpose: str | None) -> Iterator[dict[str, Any]]:
+    after = 0
+    while rows := store.episodes(purpose, after=after, limit=_MOST):
+        after = rows[-1].id
+        for row in rows:
+            found = asdict(row)
+            task = found.pop("task")
+            yield {
+                "episode": found.pop("id"),
+                "group": found.pop("group_id"),
+                "env": task["env"],
+                "seed": task["seed"],
+                **found,
+                "group_state": row.group_state.value,
+                "stop_reason": None if row.stop_reason is None else row.stop_reason.value,
+            }
+
+
+def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    for turn in trajectory.turns:
+        step = turn.step
+        yield {
+            "episode": trajectory.episode_id,
+            "turn": turn.index,
+            "turn_id": turn.id,
+            "role": turn.role,
+            "text": turn.text,
+            "observation": None if step is None else [dict(message) for message in step.observation],
+            "reward": turn.reward,
+            "tokens": len(turn.token_ids) or None,
+            "finish": turn.finish,
+            "seconds": turn.ended_s - turn.started_s,
+        }
+
+
+def _rewards(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    for turn in trajectory.turns:
+        for source, value in turn.rewards.items():
+            yield {
+                "episode": trajectory.episode_id,
+                "turn": turn.index,
+                "turn_id": turn.id,
+                "role": turn.role,
+                "source": source,
+                "value": value,
+            }
