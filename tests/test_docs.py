@@ -325,6 +325,12 @@ def test_links_and_names(document: Path) -> None:
     assert broken_links(document) + unknown_names(document) == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_whom_it_is_for(page: Path) -> None:
+    title, reader = page.read_text().split("\n\n", 2)[:2]
+    assert title.startswith("# ") and reader.startswith("For "), "the first paragraph is 'For those who …'"
+
+
 def test_every_table_of_the_store_is_explained(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "reference" / "store.md").read_text()
     RunStore.create(tmp_path / "store.sqlite", "{}").close()

@@ -71,9 +71,9 @@ def page() -> str:
     lines = [
         "# Run file",
         "",
-        "Every key, its default and what it means. Made by `agentrl keys --page`: the meanings are the comments of",
-        "files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`; some begin with the kinds they are",
-        "of.",
+        "For those who write a run file: every key, its default and what it means. Made by `agentrl keys --page`:",
+        "the meanings are the comments of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`;",
+        "some begin with the kinds they are of.",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
         "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
         "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",

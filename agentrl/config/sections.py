@@ -156,7 +156,7 @@ class Pivot(Section):
 
 
 class RewardSource(Section):
-    """Who says what single turns are worth, beside the environment. See `docs/how-to/rewards.md`."""
+    """Who says what single turns are worth, beside the environment. See `docs/how-to/process-rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
     kind: Literal[

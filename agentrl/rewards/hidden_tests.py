@@ -3,7 +3,7 @@
 The tests never enter the agent's box, and nothing that they do reaches it. What the box prints is hostile, because the
 policy's code runs there: it is bounded by the box's limits, read in linear time, and can only ever mean 0 to 1. Work
 that hangs, exhausts its box or ends the test run gets 0: these are the policy's own doing, not failures (law 3). Who
-shares an interpreter with the tests can still forge their result; see `docs/how-to/rewards.md`.
+shares an interpreter with the tests can still forge their result; see `docs/how-to/process-rewards.md`.
 
 Knows no store and no environment.
 """
@@ -63,7 +63,7 @@ class BoxTests:
         if work is None:
             raise ScoreError(
                 f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"
-                " artifacts() (docs/how-to/rewards.md)"
+                " artifacts() (docs/how-to/process-rewards.md)"
             )
         tests = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
         key = _digest(work, tests, str(seen.task.seed))

@@ -31,7 +31,7 @@ PASSWORD = "c0rrect-horse"
 
 @pytest.fixture(scope="module")
 def server() -> Generator[tuple[Server, str]]:
-    """A server with the role of docs/reference/store.md that takes nothing but TLS and a password; its URL."""
+    """A server with the role of docs/how-to/postgresql.md that takes nothing but TLS and a password; its URL."""
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as name:
         folder = Path(name)
         server = Server(folder)
@@ -60,8 +60,8 @@ def server() -> Generator[tuple[Server, str]]:
 
 
 def _documented(begins: str) -> list[str]:
-    """The statements of a block in docs/reference/store.md."""
-    text = (Path(__file__).parents[2] / "docs" / "reference" / "store.md").read_text(encoding="utf-8")
+    """The statements of a block in docs/how-to/postgresql.md."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "postgresql.md").read_text(encoding="utf-8")
     (block,) = [part for part in text.split("```text\n")[1:] if part.startswith(begins)]
     return [line for line in block.split("```")[0].splitlines() if line]
 

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "reference" / "templates.md"
 _HEAD = """\
 # Chat templates of open models
 
+For those who train a model of another family and ask whether its chat template suits.
 `python -m tests.templates.page` writes this page (after `make templates smollm2`), and a test compares it with a
 fresh run.
 
