@@ -71,7 +71,7 @@ class TaskTable(_Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
     options: dict[str, Any] = Field(default_factory=dict)  # reset options; a row adds its own
     weight: Positive = 1.0  # its share of the tasks, beside the other tables' weights
-    rows: str | None = None  # .jsonl, .json, .csv, .parquet beside the run file, or hf:NAME[:CONFIG][:SPLIT]
+    rows: str | None = None  # .jsonl, .json, .csv, .parquet beside the run file, or `hf:NAME[:CONFIG][:SPLIT]`
     first_seed: Annotated[int, Field(ge=0)] = 0  # where its seeds begin
     seeds: Count | None = None  # so many, from first_seed on
     epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
