@@ -24,6 +24,11 @@ def slug(title: str, separator: str) -> str:
 
 def on_config(config: Any) -> None:
     config.mdx_configs["toc"]["slugify"] = slug
+    listed = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    for kind in (pages for part in config.nav if isinstance(part, dict) for pages in part.values()):
+        folder = PurePosixPath(kind[0]).parent  # a page that the contents leave out stands at the end of its kind
+        new = {f"{folder}/{page.name}" for page in Path(config.docs_dir, folder).glob("*.md")} - listed
+        kind.extend(sorted(new))
 
 
 def on_files(files: Files, config: Any) -> None:

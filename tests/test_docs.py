@@ -363,11 +363,6 @@ def test_the_page_of_commands_is_that_of_the_program() -> None:
     assert cli_page.PAGE.read_text() == cli_page.page(), "write it anew: python -m tests.cli_page"
 
 
-def test_every_page_stands_in_the_contents_of_the_site() -> None:
-    contents = set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
-    assert contents | {"index.md"} == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-
-
 def test_every_table_of_the_store_is_explained(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "reference" / "store.md").read_text()
     RunStore.create(tmp_path / "store.sqlite", "{}").close()
