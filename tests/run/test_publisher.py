@@ -64,9 +64,8 @@ class Weights:
                 parameter.add_(torch.randn_like(parameter) * scale)
 
 
-def publisher(**engine: object) -> WeightPublisher:
-    settings = SETTINGS.model_copy(update=engine)
-    return WeightPublisher(settings)
+def publisher(sync: str = "full", **engine: object) -> WeightPublisher:
+    return WeightPublisher(SETTINGS.model_copy(update=engine), sync)
 
 
 async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: EmbeddedEngine, tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ async def test_engines_that_all_stay_away_end_the_wait_with_one_line(
 async def test_a_delta_goes_to_those_that_have_its_base_and_the_whole_file_to_the_others(
     fakes: Fakes, tmp_path: Path
 ) -> None:
-    ours = publisher(kind="vllm", sync="delta")
+    ours = publisher("delta", kind="vllm")
     await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     die(fakes[1])
     await ours.deliver(fakes.urls, parcel(tmp_path, 3))
@@ -211,8 +210,7 @@ async def test_a_delta_goes_to_those_that_have_its_base_and_the_whole_file_to_th
 
 
 async def test_an_adapter_is_left_behind_like_a_file_and_old_ones_go_all_the_same(fakes: Fakes, tmp_path: Path) -> None:
-    ours = publisher(kind="vllm")
-    ours._sync = "adapter"
+    ours = publisher("adapter", kind="vllm")
     die(fakes[1])
     for version in (2, 3, 4, 5):
         folder = tmp_path / "weights" / str(version)
