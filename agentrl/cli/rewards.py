@@ -19,15 +19,18 @@ _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """Show what each reward source of a run said, took and cost, and the means of the environment's reward functions in
     its first and last ten steps."""
-    from agentrl.run.reward_services import by_function, reports
+    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.run.reward_services import by_function, failures, reports
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
     with RunStore.read(RunDir.open(path).store_path) as store:
-        found = list(reports(store))
+        found, failed = list(reports(store)), failures(store)
         functions = by_function([row.values for row in store.metrics("step")])
     if as_json:
-        print(json.dumps({"sources": [asdict(one) for one in found], "functions": functions}, indent=2))
+        document = {"sources": found, "failures": failed}
+        rows = {name: [asdict(one) for one in many] for name, many in document.items()}
+        print(json.dumps({**rows, "functions": functions}, indent=2))
         return
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
     for one in found:
@@ -36,6 +39,13 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
     console = tables.console()
     if found or not functions:
         console.print(table if found else "no reward source scored a turn of this run")
+    for one in failed:
+        console.print(printable(str(one)), markup=False, highlight=False)
+    if texts := [(one.source, text) for one in failed for text in one.texts]:
+        unscored = Table("source", "text without a score", "turns", "why", title="texts that never got a score")
+        for source, text in texts:
+            unscored.add_row(*(escape(printable(cell)) for cell in (source, text.text, str(text.turns), text.reason)))
+        console.print(unscored)
     if functions:
         means = Table("reward function", "first steps", "last steps")
         for name, one in functions.items():

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, cast
@@ -29,6 +31,7 @@ from agentrl.rewards.judge import Judge
 from agentrl.rewards.overlong import Overlong
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.score_cache import Known
+from agentrl.rewards.score_failures import KIND, FailureCount
 from agentrl.rewards.shaping import Shaping
 from agentrl.rewards.verdict import Verdict
 from agentrl.store.interfaces import RewardStore
@@ -120,12 +123,14 @@ class Scorer:
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
     _known: Known = field(init=False)
     _tracebacks: Tracebacks = field(default_factory=Tracebacks)
+    _count: FailureCount = field(init=False)
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
     _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
         self._known = Known(apart=self.settings.measure == "tests")
+        self._count = FailureCount(self.settings.source, life=secrets.token_hex(4))
 
     @property
     def _settled(self) -> bool:
@@ -145,6 +150,9 @@ class Scorer:
                 for turn in waiting:
                     self._under_way.add(turn)
                     nursery.start_soon(self._serve_one, turn)
+                if (row := self._count.row()) is not None:
+                    with suppress(DiskFull, StoreAway):  # its counts are in the next one
+                        await self.store.record(KIND, 0, row)
                 with trio.CancelScope() as self._idle:
                     await self.store.wait_for_work("reward", _LOOK_S)
 
@@ -175,7 +183,7 @@ class Scorer:
 
     async def _asked(self, seen: Trajectory) -> tuple[Verdict, float]:
         """The verdict, and how many calls it took."""
-        failure = ""
+        failure, text = "", seen.turns[-1].text
         for attempt in range(self.settings.retries + 1):
             if attempt:
                 await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
@@ -183,6 +191,7 @@ class Scorer:
                 try:
                     verdict = await _called(self.ask, seen, self._threads)
                     if abs(verdict.value) <= LARGEST:
+                        self._count.scored(text, attempt + 1, failure)
                         return verdict, attempt + 1.0
                     failure = f"{verdict.value} is no reward"
                 except (Exception, SystemExit) as error:  # a source's own code has failed, whatever it raises: named
@@ -192,6 +201,7 @@ class Scorer:
                         self._tracebacks.log(error, self._where(seen))
             if scope.cancelled_caught:
                 failure = f"no answer within {self.settings.call_deadline_s:g} s"
+        self._count.failed(text, self.settings.retries + 1, failure)
         raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
 
     def _where(self, seen: Trajectory) -> str:

@@ -13,6 +13,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.config.sections import RewardSource
 from agentrl.errors import ScoreError, UsageError
+from agentrl.rewards.score_failures import KIND, ScoreFailures, totals
 from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.run.teachers import teacher_of
 from agentrl.sandbox import shared_backend
@@ -87,6 +88,11 @@ def reports(store: ReadStore) -> Iterator[SourceReport]:
             took_s=fmean(one.took_s for one in own),
             cost=sum(one.cost for one in own),
         )
+
+
+def failures(store: ReadStore) -> list[ScoreFailures]:
+    """What each source of a run could not score, of those for which a call failed; as of at most 30 s ago."""
+    return totals(row.values for row in store.metrics(KIND, undone=True))
 
 
 _EDGE = 10  # steps at the begin and the end of a run

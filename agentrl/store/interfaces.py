@@ -165,6 +165,7 @@ class RewardStore(Protocol):
     artifacts = awaited(RunStore.artifacts)
     score = awaited(RunStore.score)
     meta = awaited(RunStore.meta)
+    record = awaited(RunStore.record)
 
     async def wait_for_work(self, role: Role, timeout_s: float) -> None: ...
 

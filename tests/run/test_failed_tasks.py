@@ -98,7 +98,8 @@ def test_an_exception_counts_by_itself_and_an_outage_once(store: RunStore) -> No
 def test_a_quiet_run_still_logs_failures_and_alarms(store: RunStore, caplog: pytest.LogCaptureFixture) -> None:
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)])
     store.record("step", 1, {"alarms": ["kl_k3 = 9 is above alarms.kl_above = 1"], "updated": True, "grad_norm": 1.0})
-    seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store)
+    config = SimpleNamespace(rewards=[])
+    seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store, config=config)
     with caplog.at_level(logging.WARNING), Warnings() as view:
         view.tick(cast("Supervisor", seen))
         view.tick(cast("Supervisor", seen))

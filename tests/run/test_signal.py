@@ -102,7 +102,9 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         metrics=metrics, failures=lambda: SimpleNamespace(failed=0), failed_tasks=lambda after_s: ()
     )
     run = SimpleNamespace(path=Path("run"))
-    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time(), run=run)
+    supervisor: Any = SimpleNamespace(
+        phase="train", store=store, started_s=time.time(), run=run, config=SimpleNamespace(rewards=[])
+    )
     for number, values in enumerate(rows, 1):
         known.append(SimpleNamespace(step=number, values=values))
         view.tick(supervisor)

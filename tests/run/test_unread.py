@@ -93,7 +93,9 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
         failures=lambda: SimpleNamespace(failed=0),
     )
     run = SimpleNamespace(path=Path("run"))
-    supervisor: Any = SimpleNamespace(phase="train", store=store, started_s=time.time(), run=run)
+    supervisor: Any = SimpleNamespace(
+        phase="train", store=store, started_s=time.time(), run=run, config=SimpleNamespace(rewards=[])
+    )
 
     def watch() -> None:
         with redirect_stdout(pipe.stream), redirect_stderr(pipe.stream), LiveView() as view:

@@ -1,6 +1,7 @@
-"""Episodes that failed through no doing of the policy, for people: which tasks, why, where, how often.
+"""Episodes that failed through no doing of the policy, for people: which tasks, why, where, how often; and turns that
+a reward source could not score.
 
-Reads the store's `failed_tasks`. Never knows a process, and changes nothing.
+Reads the store's `failed_tasks` and metrics. Never knows a process, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agentrl.env.gymnasium_wrappers import printable
 from agentrl.env.tasks import task_key
 from agentrl.errors import split_place
 from agentrl.records import Task
+from agentrl.run.reward_services import failures as score_failures
 from agentrl.store import FailedTask
 from agentrl.store.episodes.outages import FAILURES
 from agentrl.store.interfaces import ReadStore
@@ -163,3 +165,24 @@ class FailureLines:
                 f"failed: {found.failed} of {found.ended} episodes so far, through no doing of the policy: "
                 f"agentrl tasks {self.path} --failed"
             )
+
+
+@dataclass(slots=True)
+class ScoreFailureLines:
+    """The reward sources that fail in a run in progress: a line for each at once, and again whenever the number of its
+    failed calls has doubled."""
+
+    path: object
+    now: Callable[[], float] = time.monotonic
+    _told: dict[str, int] = field(default_factory=dict[str, int])
+    _looked: float = float("-inf")
+
+    def lines(self, store: ReadStore) -> Iterator[str]:
+        """What is new since the last call."""
+        if self.now() - self._looked < _LOOK_S:
+            return
+        self._looked = self.now()
+        for one in score_failures(store):
+            if one.matters and one.calls_failed >= 2 * self._told.get(one.source, 0):
+                self._told[one.source] = one.calls_failed
+                yield printable(f"warning: {one}: agentrl rewards {self.path}")

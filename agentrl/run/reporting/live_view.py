@@ -27,7 +27,7 @@ from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.records import GroupState
 from agentrl.run.no_learning import moved, no_signal
 from agentrl.run.reporting import report
-from agentrl.run.reporting.failed_tasks import FailureLines
+from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
 from agentrl.run.supervisor import Supervisor
 
 _WINDOW = 10  # number of steps in a displayed mean
@@ -44,12 +44,16 @@ class _Alerts:
     _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
     _warned: int = 0
     _failures: FailureLines | None = None
+    _unscored: ScoreFailureLines | None = None
 
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
         """What failed since the last call."""
         if self._failures is None:
             self._failures = FailureLines(supervisor.run.path)
+            self._unscored = ScoreFailureLines(supervisor.run.path) if supervisor.config.rewards else None
         yield from self._failures.lines(supervisor.store)
+        if self._unscored is not None:
+            yield from self._unscored.lines(supervisor.store)
 
     def of_step(self, row: dict[str, Any]) -> Iterator[str]:
         """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the

@@ -24,6 +24,7 @@ from agentrl.run.no_learning import PATIENCE, no_signal
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.reporting import failed_tasks
 from agentrl.run.reward_services import by_function
+from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import STOPPED_EARLY
 from agentrl.store.interfaces import ReadStore
@@ -76,6 +77,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "bias": finite(asdict(store.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},
         "unmeasured": evaluation.unmeasured(store, config, "after"),
+        "reward_failures": [asdict(one) | {"line": str(one)} for one in score_failures(store) if one.matters],
         "failed_tasks": failed_tasks.as_rows(store.failed_tasks(), config),
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
@@ -250,6 +252,9 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     if summary["failed_tasks"]:
         console.print(failed_tasks.table(summary["failed_tasks"], most=failed_tasks.MOST_ROWS))
         console.print(f"all of them: agentrl tasks {path} --failed", markup=False, highlight=False)
+    for one in summary["reward_failures"]:
+        line = printable(f"{one['line']}: agentrl rewards {path}")
+        console.print(f"warning: {line}", style="bold red", markup=False, highlight=False)
     for task in summary["quarantined"]:
         console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
     transcripts = path / "transcripts.md"

@@ -22,6 +22,7 @@ from agentrl.records import GroupState
 from agentrl.run.cluster import autoscaler, scaling
 from agentrl.run.processes import heartbeat
 from agentrl.run.reporting import report
+from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
@@ -74,7 +75,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         split, waits = autoscaler.line(store), store.meta(WAITS) or ""
-        failures = store.failures()
+        failures, unscored = store.failures(), [str(one) for one in score_failures(store) if one.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
@@ -102,6 +103,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "failed": {"episodes": failures.failed, "ended": failures.ended, "last": failures.detail}
         if failures.failed
         else None,
+        "unscored": unscored,
         "quarantined": quarantined,
         "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
         "checkpoint": None if checkpoint is None else checkpoint.step,
@@ -137,6 +139,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if failed := found["failed"]:
         said = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
         yield f"failed    {said}; agentrl tasks {path} --failed"
+    for line in found["unscored"]:
+        yield f"unscored  {line}; agentrl rewards {path}"
     for reason in found["quarantined"][-3:]:
         yield f"a task    not played again: {reason}"
     for alarm in found["alarms"]:

@@ -1,0 +1,155 @@
+"""What a reward source could not score: its calls and turns, and the texts that never got a score.
+
+A judge that fails on particular texts decides which episodes are trained, so failures are counted by text too. Knows no
+store: whoever serves a source records `row` under `KIND`, and `totals` reads such rows back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from agentrl.records import Json
+
+KIND: Final = "reward_failures"
+"""Of the rows, in the run's metrics."""
+
+_MOST_TEXTS = 1000  # that a process remembers; the turns of others are counted, not their texts
+_SHOWN_TEXTS, _SHOWN_CHARACTERS = 5, 120
+_GROWN = 1.02  # a row is due when so many times as many calls have failed as in the last row,
+_DUE_S = 30.0  # or after so long
+_SHARE, _CALLS = 0.1, 10  # of failed calls, from which a source is reported though a second attempt was scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnscoredText:
+    """A text that the policy wrote and its source never scored: how many `turns`, and why the last one failed."""
+
+    text: str
+    turns: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFailures:
+    """Of a source's `calls`, `calls_failed` gave no score; of the `turns` that it was asked for, `turns_failed` got
+    none. `reason` is that of the last failure. `texts_failed` different texts never got a score; `texts` has the most
+    frequent ones."""
+
+    source: str
+    calls: int = 0
+    calls_failed: int = 0
+    turns: int = 0
+    turns_failed: int = 0
+    texts_failed: int = 0
+    reason: str = ""
+    texts: tuple[UnscoredText, ...] = ()
+
+    @property
+    def matters(self) -> bool:
+        """Whether turns went without a score, or many calls."""
+        return self.turns_failed > 0 or self.calls_failed >= max(_CALLS, _SHARE * self.calls)
+
+    def __str__(self) -> str:
+        line = (
+            f"reward source {self.source!r} gave no score for {self.turns_failed} of {self.turns} turns "
+            f"({self.calls_failed} of {self.calls} calls failed), the last: {self.reason}"
+        )
+        if not self.texts_failed:
+            return line
+        most = self.texts[0]
+        texts = f"{self.texts_failed} different texts" if self.texts_failed > 1 else "one text"
+        return f"{line}; {texts} never got a score, most often {most.text[:60]!r} ({most.turns} turns)"
+
+
+@dataclass(slots=True)
+class FailureCount:
+    """Counts for one source, in one process. Times are of `time.monotonic`."""
+
+    source: str
+    life: str
+    _sums: ScoreFailures = field(init=False)
+    _texts: dict[str, UnscoredText] = field(default_factory=dict[str, UnscoredText])  # by a digest
+    _recorded: int = 0  # failed calls, as of the last row
+    _recorded_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._sums = ScoreFailures(source=self.source)
+
+    def scored(self, text: str, calls: int, reason: str) -> None:
+        """A turn got a score at the last of so many calls; `reason` is why the one before failed."""
+        self._add(calls, calls - 1, reason, turns_failed=0)
+        if self._texts:
+            self._texts.pop(_digest(text), None)
+
+    def failed(self, text: str, calls: int, reason: str) -> None:
+        """So many calls were made for a turn, and none gave a score."""
+        self._add(calls, calls, reason, turns_failed=1)
+        digest = _digest(text)
+        known = self._texts.get(digest)
+        if known is not None or len(self._texts) < _MOST_TEXTS:
+            turns = 1 if known is None else known.turns + 1
+            self._texts[digest] = UnscoredText(text=text[:_SHOWN_CHARACTERS], turns=turns, reason=reason)
+
+    def row(self) -> dict[str, Json] | None:
+        """The counts so far, if they are worth a row now: calls failed since the last one."""
+        failed, now = self._sums.calls_failed, time.monotonic()
+        if failed == self._recorded or (failed < _GROWN * self._recorded and now < self._recorded_s + _DUE_S):
+            return None
+        self._recorded, self._recorded_s = failed, now
+        shown = sorted(self._texts.items(), key=lambda item: -item[1].turns)[:_SHOWN_TEXTS]
+        texts = [{"digest": key, "text": one.text, "turns": one.turns, "reason": one.reason} for key, one in shown]
+        sums = self._sums
+        return {
+            "source": self.source,
+            "life": self.life,
+            "calls": sums.calls,
+            "calls_failed": failed,
+            "turns": sums.turns,
+            "turns_failed": sums.turns_failed,
+            "texts_failed": len(self._texts),
+            "reason": sums.reason,
+            "texts": texts,  # pyright: ignore[reportReturnType]
+        }
+
+    def _add(self, calls: int, calls_failed: int, reason: str, *, turns_failed: int) -> None:
+        sums = self._sums
+        self._sums = replace(
+            sums,
+            calls=sums.calls + calls,
+            calls_failed=sums.calls_failed + calls_failed,
+            turns=sums.turns + 1,
+            turns_failed=sums.turns_failed + turns_failed,
+            reason=reason or sums.reason,
+        )
+
+
+def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
+    """The counts of each source over the lives of its processes, by name. `rows` in the order in which they were made:
+    the last one of a life has its counts."""
+    last = {(row["source"], row["life"]): row for row in rows}
+    found: list[ScoreFailures] = []
+    for source in sorted({source for source, _ in last}):
+        lives = [row for (name, _), row in last.items() if name == source]
+        texts: dict[str, UnscoredText] = {}
+        for one in (text for row in lives for text in row["texts"]):
+            before = texts.get(one["digest"])
+            turns = one["turns"] + (0 if before is None else before.turns)
+            texts[one["digest"]] = UnscoredText(text=one["text"], turns=turns, reason=one["reason"])
+        counts = ("calls", "calls_failed", "turns", "turns_failed", "texts_failed")
+        found.append(
+            ScoreFailures(
+                source=source,
+                reason=lives[-1]["reason"],
+                texts=tuple(sorted(texts.values(), key=lambda text: -text.turns)[:_SHOWN_TEXTS]),
+                **{name: sum(row[name] for row in lives) for name in counts},
+            )
+        )
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
