@@ -65,6 +65,8 @@ from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.tokens import staleness
 
+TRAINING = "training"
+"""The phase, in words, in which steps come."""
 _T = TypeVar("_T")
 _TICK_S = 0.25
 _ASKED_S = 1.0  # between two looks at whether somebody wants the run to end
@@ -131,7 +133,7 @@ class Supervisor:
         if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
             await self._show()
             raise RunFailed(f"{why}{self._more}")
-        self.phase = "training"
+        self.phase = TRAINING
         await self._with_space(_enter("train"))
         await self._with_space(_clock("train_started_s"))
         async with trio.open_nursery() as admission:

@@ -106,6 +106,8 @@ class ReadStore(Versions, Protocol):
     artifacts = RunStore.artifacts
     awaiting = RunStore.awaiting
     scores = RunStore.scores
+    episodes_unscored = RunStore.episodes_unscored
+    stands_beyond = RunStore.stands_beyond
     close = RunStore.close
 
     def __enter__(self) -> Self: ...

@@ -99,7 +99,7 @@ def test_a_quiet_run_still_logs_failures_and_alarms(store: RunStore, caplog: pyt
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)])
     store.record("step", 1, {"alarms": ["kl_k3 = 9 is above alarms.kl_above = 1"], "updated": True, "grad_norm": 1.0})
     config = SimpleNamespace(rewards=[])
-    seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store, config=config)
+    seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store, config=config, phase="")
     with caplog.at_level(logging.WARNING), Warnings() as view:
         view.tick(cast("Supervisor", seen))
         view.tick(cast("Supervisor", seen))

@@ -228,6 +228,7 @@ class _Learning:
         buffer, train = self._config.buffer, self._config.train
         started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
         patience_s, named = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2), ""
+        tell_s = _LONG_S
         while (phase := self._store.meta("phase")) != "stop":
             if phase == "finish":
                 return None
@@ -251,7 +252,8 @@ class _Learning:
                 if named:
                     self._store.set_meta(WAITS, "")
                 return groups, time.perf_counter() - started
-            if not named and now - started > _LONG_S:
+            if now - started > tell_s:  # again and again: what is missing may change
+                tell_s *= 2
                 named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s)
                 self._store.set_meta(WAITS, named)
                 print(f"agentrl learner: {named}", file=sys.stderr)

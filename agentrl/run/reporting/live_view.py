@@ -28,6 +28,7 @@ from agentrl.records import GroupState
 from agentrl.run.no_learning import moved, no_signal
 from agentrl.run.reporting import report
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
+from agentrl.run.reporting.waiting import WaitLines
 from agentrl.run.supervisor import Supervisor
 
 _WINDOW = 10  # number of steps in a displayed mean
@@ -45,6 +46,7 @@ class _Alerts:
     _warned: int = 0
     _failures: FailureLines | None = None
     _unscored: ScoreFailureLines | None = None
+    _waits: WaitLines = field(default_factory=WaitLines)
 
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
         """What failed since the last call."""
@@ -54,6 +56,7 @@ class _Alerts:
         yield from self._failures.lines(supervisor.store)
         if self._unscored is not None:
             yield from self._unscored.lines(supervisor.store)
+        yield from self._waits.lines(supervisor)
 
     def of_step(self, row: dict[str, Any]) -> Iterator[str]:
         """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the

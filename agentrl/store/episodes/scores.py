@@ -168,6 +168,15 @@ class Rewards(Part):
                 self._end_if_scored(episode_id)
         return found
 
+    def episodes_unscored(self) -> dict[str, int]:
+        """How many episodes were played to their end and wait for a source, by its name."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT u.source, COUNT(DISTINCT u.episode_id) FROM unscored u"
+                " JOIN endings h ON h.episode_id = u.episode_id GROUP BY u.source ORDER BY u.source"
+            )
+        return dict(rows)
+
     def scores(self, source: str | None = None) -> list[Scored]:
         """The scores of one source, or of all, in the order of turns."""
         with self._db.read():
