@@ -25,6 +25,8 @@ from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import EngineError, UsageError, WeightSyncError
 from agentrl.records import EngineKey
 
+from .conftest import Server
+
 KEY = EngineKey(value="shown", signing="never sent")
 READER = EngineKey(value="shown")
 SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4)
@@ -256,3 +258,18 @@ def test_what_cannot_be_listened_on_is_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"cannot listen on .*AF_UNIX path too long; choose another --socket"):
         listen("", 0, tmp_path / ("x" * 120))
+
+
+async def test_an_engine_takes_the_weights_that_it_began_with_wherever_it_may_read_others(
+    model_dir: Path, other_weights: Path, tmp_path: Path
+) -> None:
+    """A run that is attached sends its first version by the path of the model's own file."""
+    running = Server(model_dir, tmp_path, "--weights-from", str(tmp_path))
+    try:
+        async with aclosing(EngineClient(running.url)) as client:
+            await push([client], model_dir / "model.safetensors", 1, deadline_s=60)
+            with pytest.raises(WeightSyncError, match="--weights-from FOLDER"):
+                await push([client], other_weights / "model.safetensors", 2, deadline_s=60)
+            assert await client.served_version() == 1
+    finally:
+        running.close()

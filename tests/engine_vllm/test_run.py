@@ -173,7 +173,7 @@ def listens(port: int) -> bool:
 def served(port: int) -> Iterator[None]:
     """A server of its own, which nobody looks after: up when the block begins, killed at its end."""
     command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "serve", "agentrl/tiny-coder"]
-    options = ["--kind", "vllm", "--port", str(port), "--kv-cache-mb", "64", "--max-context", "1024"]
+    options = ["--kind", "vllm", "--port", str(port), "--kv-cache-mb", "64", "--max-context", "1024", "--no-key"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     watch = threading.Timer(RUN_S, process.kill)
     watch.start()

@@ -17,7 +17,7 @@ import pytest
 from store.server import running
 
 from agentrl.errors import StoreBusy
-from agentrl.records import GroupState
+from agentrl.records import EngineKey, GroupState
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit.audit import audit
@@ -62,7 +62,10 @@ def two_learners(run: RunDir, process: subprocess.Popen[str], folder: Path) -> N
     fenced, error = "another learner has begun since", folder / "second"
     first, step = stopped(run), last_step(run)
     words = [sys.executable, "-m", "agentrl.run.processes.child", "learner", str(run.path)]
-    env = {**os.environ, "AGENTRL_ERROR_FILE": str(error)}
+    # The run's keys are in the environments of its own processes alone.
+    known = dict(part.split("=", 1) for part in Path(f"/proc/{first}/environ").read_text().split("\0") if "=" in part)
+    keys = {name: known[name] for name in (EngineKey.VALUE, EngineKey.SIGNING)}
+    env = {**os.environ, **keys, "AGENTRL_ERROR_FILE": str(error)}
     with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as second:
         try:
             wait_for_step(run.path, step + 2, process)

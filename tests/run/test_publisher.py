@@ -184,7 +184,11 @@ async def test_while_no_engine_takes_weights_the_learner_waits_for_them(
 
 @pytest.mark.parametrize("fail", [stop, die])
 async def test_engines_that_all_stay_away_end_the_wait_with_one_line(
-    fail: Callable[[FakeVLLM], None], fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
+    fail: Callable[[FakeVLLM], None],
+    fakes: Fakes,
+    autojump_clock: MockClock,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for server in fakes.by_url.values():
         fail(server)
@@ -193,6 +197,10 @@ async def test_engines_that_all_stay_away_end_the_wait_with_one_line(
         await publisher(kind="vllm", start_deadline_s=30.0).deliver(fakes.urls, parcel(tmp_path, 2))
     assert settings.mending_deadline_s <= trio.current_time()
     assert trio.current_time() < 2 * settings.mending_deadline_s, "the learner's patience with a push ends before it"
+    warning = capsys.readouterr().err  # in the learner's log while it waits
+    assert (
+        warning.startswith("agentrl learner: no engine takes version 2: http://0 did not") and warning.count("\n") == 1
+    )
 
 
 async def test_a_delta_goes_to_those_that_have_its_base_and_the_whole_file_to_the_others(

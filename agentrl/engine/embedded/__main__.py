@@ -38,7 +38,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar="PLACE",
         help="a folder or URL that new weights may come from; may be repeated; default: where learners of this machine "
-        "keep them",
+        "keep them; the folder of --model is always one",
     )
     parser.add_argument("--socket", type=Path, default=None, help="a Unix socket to serve on, in a private folder")
     parser.add_argument("--host", default="127.0.0.1", help=f"without --socket; its key is ${EngineKey.VALUE}")
@@ -94,7 +94,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         seed=arguments.seed,
         decode=_decoder(arguments.model),
     )
-    sources = Sources(arguments.weights_from or everyday())
+    # A run that is attached sends the weights it starts from, which are those of the folder that this engine serves.
+    sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
     name = arguments.served_model_name or str(arguments.model)
     return EngineServer(batcher, name=name, sources=sources, chat=_chat(arguments))
 

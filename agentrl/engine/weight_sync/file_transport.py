@@ -130,8 +130,9 @@ def _mend(error: EngineError, infos: Sequence[dict[str, Json]]) -> str:
     if not unseen or "cannot read" not in str(error):
         return ""
     return (
-        "; the file is there, so this engine shares no disk with the learner: set engine.weights_url to a folder that "
-        'both reach (engine.weights_url = "s3://bucket/weights"), or scratch_dir to a folder that both mount'
+        "; the file is there, so this engine was not started with its folder (--weights-from FOLDER), or it shares no "
+        "disk with the learner: set engine.weights_url to a folder that both reach "
+        '(engine.weights_url = "s3://bucket/weights"), or scratch_dir to a folder that both mount'
     )
 
 

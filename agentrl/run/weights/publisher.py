@@ -10,6 +10,7 @@ confirmed it and its log-probs of the probe are the learner's. Engines that did 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from agentrl.engine.weight_sync.weight_lock import Held, exclusive, name_of
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
+_PATIENCE_S = 10.0  # before it is told that no engine takes the weights: a restart is shorter
 _ASK_S = 5.0  # deadline to ask an engine that was left behind: shorter than that of a push that it will not take
 KEPT = 2  # weight files: an engine may restart from the older one while the newer is sent
 
@@ -87,7 +89,7 @@ class WeightPublisher:
 
         Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
         samples from other weights."""
-        started = trio.current_time()
+        started, warned = trio.current_time(), ""
         while True:
             there = await trio.to_thread.run_sync(urls) if callable(urls) else urls
             engines = [self._client(url, parcel.version) for url in there]
@@ -107,10 +109,13 @@ class WeightPublisher:
                 self._transport.missed(by_all=not delivery.rows)
             if delivery.rows:
                 break
-            if trio.current_time() - started > self._settings.mending_deadline_s:
-                why = "; ".join(sorted(set(delivery.failures.values())))
-                within = f"within {self._settings.mending_deadline_s:g} s"
+            waited_s, within = trio.current_time() - started, f"within {self._settings.mending_deadline_s:g} s"
+            why = "; ".join(sorted(set(delivery.failures.values())))
+            if waited_s > self._settings.mending_deadline_s:
                 raise NotDelivered(f"no engine took version {parcel.version} {within}: {why}")
+            if waited_s > _PATIENCE_S and not warned:
+                warned = f"no engine takes version {parcel.version}: {why}; it is tried again, {within}"
+                print(f"agentrl learner: {warned}", file=sys.stderr, flush=True)
             await trio.sleep(_RETRY_S)
         self._took |= dict.fromkeys(delivery.rows, parcel.version)
         if isinstance(parcel, Parcel):
