@@ -291,7 +291,10 @@ async def test_an_engine_that_somebody_else_paused_or_put_to_sleep_goes_on_and_a
     async with scene.watched() as found:
         found.say = said.append
         await scene.until(lambda: not scene.server.paused and not scene.server.asleep)
-    assert said[0] == "agentrl: http://engine was paused, by nobody of this run: it is made to go on"
+    assert said[0] == (
+        "agentrl: http://engine was left paused, by somebody else, or by a push of this run that broke off: "
+        "it is made to go on"
+    )
 
 
 @pytest.mark.usefixtures("often")

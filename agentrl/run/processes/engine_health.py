@@ -73,7 +73,8 @@ class Watch:
                     with suppress(StoreAway):  # then nobody knows which weights are current
                         halted = await self._halted(client)
                         if halted:
-                            self.say(f"agentrl: {self.url} was paused, by nobody of this run: it is made to go on")
+                            why = "by somebody else, or by a push of this run that broke off"
+                            self.say(f"agentrl: {self.url} was left paused, {why}: it is made to go on")
                         if not await self._fits(version) or (halted and halts(self.config)):
                             await self._fit(version)
                         elif halted:
