@@ -230,10 +230,11 @@ def client_side_modules() -> list[str]:
     [
         (["agentrl"], "torch transformers ray"),
         (client_side_modules(), "torch ray docker"),
+        (["agentrl.blocks.sync"], "torch transformers ray docker"),
         (["agentrl.sandbox", "agentrl.cli"], "torch transformers ray docker swerex inspect_ai"),
         (["agentrl_environments", "agentrl_tools"], "torch transformers ray docker"),
     ],
-    ids=["agentrl", "the client side", "sandbox and cli", "environments and tools"],
+    ids=["agentrl", "the client side", "blocks", "sandbox and cli", "environments and tools"],
 )
 def test_a_fresh_interpreter_stays_light(modules: list[str], absent: str) -> None:
     code = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]\n"

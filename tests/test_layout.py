@@ -13,7 +13,9 @@ MOST_OF_A_SETTING = 16  # files from the run file to the uses of `buffer.max_lag
 LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registration.py", "registry.py"}
 ONE_IDEA = {
     "backend.py": "the backend of a kind of box",
+    "buffer.py": "the buffer: what a store does for it, and its public face",
     "chaos.py": "faults on purpose: the command, the run, the kit",
+    "learner.py": "the learner, and its public face",
     "league.py": "a league's settings, and its work in a run",
     "lora.py": "adapters as an engine and as the learner compute them",
     "plan.py": "the command `plan`, and its computation",
@@ -56,8 +58,19 @@ def test_every_room_says_what_it_is() -> None:
     assert [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))] == []
 
 
-BESIDE_A_RUN = ("planning", "testing", "cli", "offline", "view", "sandbox", "engine/embedded", "engine/vllm/plugin")
-"""Rooms that no token and no setting passes on its way through a run: forecasts, tests, the inside of an engine."""
+BESIDE_A_RUN = (
+    "blocks",
+    "planning",
+    "testing",
+    "cli",
+    "offline",
+    "view",
+    "sandbox",
+    "engine/embedded",
+    "engine/vllm/plugin",
+)
+"""Rooms that no token and no setting passes on its way through a run: loops of one's own, forecasts, tests, the inside
+of an engine."""
 
 
 def names_in(path: Path) -> set[str]:

@@ -23,20 +23,20 @@ computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from agentrl.algos.algorithm import Outputs
+from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.config.algorithms import distinct
 from agentrl.config.learner_settings import LearnerSettings
-from agentrl.errors import RunFailed
+from agentrl.errors import ConfigError, RunFailed
 from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
 from agentrl.learner.checkpoints.folders import newest, of_role
@@ -63,6 +63,24 @@ T = TypeVar("T")
 
 PassHook = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
 """Called in each pass between forward and backward: the pass, the columns of its tokens, the models' outputs."""
+
+
+OwnLoss = Callable[[Mapping[str, Tensor], Outputs], Tensor]
+"""The loss of one pass, a scalar, from the columns of its tokens and the models' outputs; those of all passes add
+up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """What `Learner.accumulate` did: groups with their rows and passes, whose gradients are at hand for the models of
+    these `names`, and their `loss`."""
+
+    groups: tuple[Group, ...]
+    ready: tuple[GroupRows, ...]
+    packs: tuple[Pack, ...]
+    tally: Tally
+    names: frozenset[str]
+    loss: float
 
 
 class Diverged(RunFailed):
@@ -110,6 +128,7 @@ class Learner:
         self._place = self.model.device if ranks.size == 1 else torch.device("cpu")  # of a step's passes
         self._watch = Stopwatch()
         self.on_pass: PassHook | None = None
+        self._own_loss: OwnLoss | None = None  # of the passes under way, in the place of their algorithm's
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -128,11 +147,80 @@ class Learner:
         does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
         row."""
         watch = self._watch = Stopwatch()
-        abandoned, by_role = cache(undone), self.settings.algo_by_role
-        ready = [
+        ready = self._rows(groups, step_of, undone, max_lag)
+        updates = self._packed(self._minibatches([one for one in ready if not one.skipped]))
+        updates = [prepared(part, self._routers, self.settings.train.routing_replay) for part in updates]
+        watch.lap("pack")
+        updates = self._with_proximal(updates, every=len(updates) * self.settings.train.epochs > 1)
+        updates = self._with_advantages(updates, self.algorithms)
+        watch.lap("proximal")
+        tally = Tally(self.algorithms)
+        for _ in range(self.settings.train.epochs):
+            for part in updates:
+                if part:
+                    self._update(part, tally)
+        return self._ended_step(groups, ready, [pack for part in updates for pack in part], tally)
+
+    def accumulate(
+        self,
+        groups: Sequence[Group],
+        *,
+        step_of: StepOf,
+        undone: Undone = lambda _: False,
+        max_lag: int | None = None,
+        algo: Algorithm | None = None,
+        own_loss: OwnLoss | None = None,
+    ) -> Accumulated:
+        """The first half of a step with one update: forward and backward over `groups`, gradients add up until
+        `finish_step`. The weights of the tokens sum to 1 in each call. `algo` takes the place of the settings' one, and
+        needs no other models; `own_loss` that of its loss. Raises ConfigError for a loss that is no scalar with a
+        gradient."""
+        watch = self._watch = Stopwatch()
+        judge = self.settings.algo if algo is None else algo
+        ready = self._rows(groups, step_of, undone, max_lag, algo)
+        (part,) = self._packed([[one for one in ready if not one.skipped]])
+        part = prepared(part, self._routers, self.settings.train.routing_replay)
+        watch.lap("pack")
+        (part,) = self._with_proximal([part], every=False)
+        (part,) = self._with_advantages([part], {**self.algorithms, "algo": judge})
+        watch.lap("proximal")
+        tally = Tally({**self.algorithms, "algo": judge})
+        self._own_loss = own_loss
+        try:
+            names, loss = self._accumulated(part, tally) if part else (set[str](), 0.0)
+        except BaseException:  # between calls there are no gradients of half a batch
+            self.models.zero_grad()
+            raise
+        finally:
+            self._own_loss = None
+        return Accumulated(tuple(groups), tuple(ready), tuple(part), tally, frozenset(names), loss)
+
+    def finish_step(self, parts: Sequence[Accumulated]) -> StepReport:
+        """The second half: an optimizer step from the gradients of all `parts`, which is counted. Returns and raises as
+        `step` does."""
+        tally, names = parts[0].tally, {name for one in parts for name in one.names}
+        for one in parts[1:]:
+            tally.merge(one.tally)
+        if names:
+            self._optimizer_step(names, sum(one.loss for one in parts), tally)
+        ready = [rows for one in parts for rows in one.ready]
+        groups = [group for one in parts for group in one.groups]
+        return self._ended_step(groups, ready, [pack for one in parts for pack in one.packs], tally)
+
+    def _rows(
+        self,
+        groups: Sequence[Group],
+        step_of: StepOf,
+        undone: Undone,
+        max_lag: int | None,
+        algo: Algorithm | None = None,
+    ) -> list[GroupRows]:
+        """The rows of a step's groups; `algo` takes the place of the settings' algorithms."""
+        abandoned, by_role = cache(undone), self.settings.algo_by_role if algo is None else dict[str, Algorithm]()
+        return [
             group_rows(
                 group,
-                self.settings.algo_of(group.task.env),
+                self.settings.algo_of(group.task.env) if algo is None else algo,
                 step_of=step_of,
                 step_now=self.step_index,
                 max_lag=self.settings.max_lag if max_lag is None else max_lag,
@@ -144,22 +232,15 @@ class Learner:
             )
             for group in groups
         ]
-        updates = self._packed(self._minibatches([one for one in ready if not one.skipped]))
-        updates = [prepared(part, self._routers, self.settings.train.routing_replay) for part in updates]
-        watch.lap("pack")
-        updates = self._with_proximal(updates, every=len(updates) * self.settings.train.epochs > 1)
-        updates = self._with_advantages(updates)
-        watch.lap("proximal")
-        tally = Tally(self.algorithms)
-        for _ in range(self.settings.train.epochs):
-            for part in updates:
-                if part:
-                    self._update(part, tally)
-        lr = lr_of(self.optimizer)
+
+    def _ended_step(
+        self, groups: Sequence[Group], ready: Sequence[GroupRows], passes: Sequence[Pack], tally: Tally
+    ) -> StepReport:
+        """Count a step whose updates are made."""
+        lr, watch = lr_of(self.optimizer), self._watch
         self._on_every_rank(self.end_step, None)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         self._check_skipped()
-        passes = [pack for part in updates for pack in part]
         used = use(
             self._module,
             tally.packs,
@@ -222,10 +303,12 @@ class Learner:
         columns = {id(wanted[at]): found for at, found in self._over_ranks(self.forward, wanted).items()}
         return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
-    def _with_advantages(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+    def _with_advantages(
+        self, updates: Sequence[Sequence[Pack]], algorithms: Mapping[str, Algorithm]
+    ) -> list[list[Pack]]:
         """The passes with the advantages that each algorithm computes over all its tokens of a step, by policy."""
         judged = {id(pack): pack for part in updates for pack in part}
-        for algo, policy in product(self.algorithms.values(), (None, *self.settings.own_roles)):
+        for algo, policy in product(distinct(algorithms).values(), (None, *self.settings.own_roles)):
             laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
             if not laid:
                 continue
@@ -238,6 +321,11 @@ class Learner:
 
     def _update(self, part: Sequence[Pack], tally: Tally) -> None:
         """Forward and backward over the passes of an update, then an optimizer step."""
+        names, loss = self._accumulated(part, tally)
+        self._optimizer_step(names, loss, tally)
+
+    def _accumulated(self, part: Sequence[Pack], tally: Tally) -> tuple[set[str], float]:
+        """Forward and backward over some passes. Returns the models that they train, and their loss."""
         part = pulled(part, self._routers, self.settings.train.balance_weight, self._routing)
         found = self._over_ranks(self.forward_backward, part)
         for at, pack in enumerate(part):
@@ -248,6 +336,10 @@ class Learner:
             for pack in part
             for name in pack.algo.trained(self.step_index)
         }
+        return names, loss
+
+    def _optimizer_step(self, names: Collection[str], loss: float, tally: Tally) -> None:
+        """An optimizer step of the named models from the gradients at hand."""
         ordered = [name for name in self.models.optimizers if name in names]
         norm = self._on_every_rank(self.optimizer_step, (ordered, loss))
         tally.add_update(loss, norm)
@@ -328,7 +420,10 @@ class Learner:
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
-            loss = pack.algo.loss(tokens, outputs, self.step_index)
+            if self._own_loss is None:
+                loss = pack.algo.loss(tokens, outputs, self.step_index)
+            else:
+                loss = _own(self._own_loss, tokens, outputs)
             if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
                 loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
             found.append(moved(pass_result(tokens, outputs, loss, heard), self._place))
@@ -498,3 +593,12 @@ class Learner:
         """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
         as they are."""
         return self._on_every_rank(self.load_part, folder)
+
+
+def _own(function: OwnLoss, tokens: Mapping[str, Tensor], outputs: Outputs) -> Loss:
+    """The loss of somebody's function. Raises ConfigError for what is none."""
+    total = cast("object", function(tokens, outputs))
+    if not isinstance(total, Tensor) or total.ndim or not total.requires_grad:
+        kind = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise ConfigError("loss", kind, "give a scalar tensor that depends on outputs.logprobs_K, such as a sum")
+    return Loss(total=total, clipped_K=torch.zeros_like(outputs.logprobs_K, dtype=torch.bool))

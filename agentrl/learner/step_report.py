@@ -194,6 +194,15 @@ class Tally:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
 
+    def merge(self, other: Tally) -> None:
+        """Add the passes of another part of the same update."""
+        for name in ("packs", "tokens", "clipped", "importance", "routed"):
+            getattr(self, name).extend(getattr(other, name))
+        for key, value in other.gauges.items():
+            self.gauges[key] += value
+        for key, value in other.gauged.items():
+            self.gauged[key] += value
+
     def algorithm_gauges(self) -> dict[str, float]:
         """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
         of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.env import sync_async
 from agentrl.errors import AgentRLError, EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, boundary
 from agentrl.host import clocks
 from agentrl.host.clocks import Whose
-from agentrl.records import StopReason
+from agentrl.protocols import Rewarder
+from agentrl.records import LARGEST, StopReason, Trajectory
 
 
 class TimeUp(Exception):
@@ -49,6 +51,22 @@ class Guard:
             raise EnvError(f"{where} took over {deadline_s:g} s") from failed
         assert failed is not None
         raise failed
+
+
+async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: Guard) -> float:
+    """The outcome that a rewarder gives an episode, within the guard's deadline. Raises TimeUp if the policy's work
+    cannot be judged in time, InfrastructureError for a failure of the rewarder, also from its PolicyFault."""
+
+    async def reward() -> float:
+        given = float(await sync_async.call(rewarder, trajectory, blocking=False))
+        if not abs(given) <= LARGEST:
+            raise EnvError(f"{guard.env}: reward gave {given}: give a number within {LARGEST:g} of 0")
+        return given
+
+    try:
+        return await guard("reward", reward, policy_s=guard.deadline_s)
+    except PolicyFault as fault:
+        raise EnvError(f"{guard.env}: reward raised {one_line(fault)}") from fault
 
 
 def reason_of(error: InfrastructureError) -> StopReason:

@@ -28,11 +28,10 @@ import trio
 
 from agentrl.config import Rollout
 from agentrl.engine.rendering.renderer import Renderer
-from agentrl.env import step_results, sync_async
+from agentrl.env import step_results
 from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
-    LARGEST,
     POLICY,
     Json,
     Messages,
@@ -45,7 +44,7 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
-from agentrl.rollout.env_calls import Guard, TimeUp, one_line, reason_of
+from agentrl.rollout.env_calls import Guard, TimeUp, one_line, reason_of, rewarded
 from agentrl.rollout.generate_turn import sample, untold
 from agentrl.rollout.handover import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
@@ -170,22 +169,14 @@ class _Episode:
         if rewarder is None or not ending.stop_reason.by_policy:
             return ending
 
-        async def reward() -> float:
-            rewarded = float(await sync_async.call(rewarder, self._trajectory(ending), blocking=False))
-            if not abs(rewarded) <= LARGEST:
-                raise EnvError(f"{self._claim.task.env}: reward gave {rewarded}: give a number within {LARGEST:g} of 0")
-            return rewarded
-
         try:
-            self._rewarded = await self._guard("reward", reward, policy_s=self._context.settings.step_deadline_s)
+            self._rewarded = await rewarded(rewarder, self._trajectory(ending), self._guard)
         except TimeUp as up:
             self._rewarded = 0.0
             return Ending(StopReason.TIME_LIMIT, str(up))
-        except PolicyFault as fault:
-            detail = f"{self._claim.task.env}: reward raised {one_line(fault)}"
-            return self.failed(EnvError(detail), fault)
         except InfrastructureError as error:
-            return self.failed(error)
+            fault = error.__cause__
+            return self.failed(error, fault if isinstance(fault, PolicyFault) else None)
         return ending
 
     def failed(self, error: InfrastructureError, cause: Exception | None = None) -> Ending:

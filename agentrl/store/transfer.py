@@ -113,11 +113,29 @@ class Moving(Versions):
             raise StoreError(f"group {group.id} has tokens of versions {unknown}, whose age is not told")
         return {version: self._version(run, version, steps[version]) for version in sampled}
 
+    def put_group(self, group: MovedGroup) -> int:
+        """Take in a group that weights of this run sampled, but no worker of it journaled; its id. Raises StoreError
+        for turns that do not follow each other, or a version that was never minted."""
+        for member in group.members:
+            if fault := _fault(member, 0):
+                raise StoreError(f"member {fault}")
+        with self._db.write(durable=True):
+            learning = [turn for one in group.members for turn in one.turns if turn.learns]
+            versions = {span.version for turn in learning for span in turn.spans}
+            for version in versions:
+                self.step_of(version)  # raises
+            return self._write_group(group, {version: version for version in versions})
+
     def _take_in(self, run: str, group: MovedGroup, versions: Mapping[int, int]) -> int:
+        here = self._write_group(group, versions)
+        self._db.execute("INSERT INTO imports VALUES (?, ?, ?, ?)", (run, group.id, here, self._db.clock()))
+        return here
+
+    def _write_group(self, group: MovedGroup, versions: Mapping[int, int]) -> int:
+        """A new group with all its members; `versions` of this run stand for those of its tokens."""
         now, current = self._db.clock(), latest_confirmed(self._db)
         step = 0 if current is None else current.step
         here = create_group(self._db, group.task, len(group.members), TRAIN, step)
-        self._db.execute("INSERT INTO imports VALUES (?, ?, ?, ?)", (run, group.id, here, now))
         self._db.execute(
             "UPDATE groups SET fork_turn = ?, played_again = ? WHERE id = ?",
             (group.fork_turn, group.fork_turn is not None, here),

@@ -277,12 +277,12 @@ class Models:
         finite, nothing changes, and it returns None."""
         norms = {name: self._clip(name) for name in names}
         if not all(map(math.isfinite, (loss, *norms.values()))):
-            self._zero_grad()
+            self.zero_grad()
             return None
         for name in names:
             optimizers.set_lr(self.optimizers[name], self._lr[name] * lr_share)
             self.optimizers[name].step()
-        self._zero_grad()
+        self.zero_grad()
         return norms[names[0]]
 
     def follow(self, step: int) -> None:
@@ -299,7 +299,8 @@ class Models:
         most = self._settings.train.grad_clip
         return clipped(self._own[name], math.inf if most is None else most)
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
+        """Drop the gradients at hand."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         for model in self.policies():

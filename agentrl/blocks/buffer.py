@@ -1,0 +1,191 @@
+"""A durable buffer between rollouts and a learner: groups of trajectories, each trained once.
+
+It is the store of a run: what was put in, or journaled by a `rollout`, is there after a crash, with its weight
+versions, its staleness and the records that its members are judged against.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from agentrl.errors import ConfigError, RunFailed, UsageError
+from agentrl.records import Group, Trajectory, WeightVersion
+from agentrl.store import MovedGroup, MovedMember, Returns, RunStore
+from agentrl.store.buffer.admission import Bounds
+from agentrl.store.databases.open_store import STORE
+from agentrl.store.episodes.endings import Ending
+
+_WAIT_S = 0.25  # between two looks for groups, should no signal come
+_ENDLESS = 1 << 40  # steps of a loop that says no number
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on: groups with the record that their members are judged against, and the ages of weight
+    versions. Optimizer step `step` takes it."""
+
+    groups: tuple[Group, ...]
+    step: int
+    max_lag: int
+    step_of: Callable[[int], int]
+    undone: Callable[[int], bool]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """The members that the step trains."""
+        return tuple(one for group in self.groups for one in group.trajectories)
+
+
+class Buffer:
+    """A buffer in a folder. One process has it at a time: whoever opens it last. Calls are short and may be made in any
+    thread; `take` waits (in a trio program: `await trio.to_thread.run_sync(buffer.take)`).
+
+        buffer = Buffer("runs/mine", groups_per_step=16, max_lag=2)
+        batch = buffer.take()
+    """
+
+    def __init__(self, folder: str | Path, *, groups_per_step: int = 16, max_lag: int = 4) -> None:
+        """Open the buffer in `folder`, or make one. `groups_per_step` is how many a `take` gives by default, and
+        `max_lag` the most optimizer steps by which a token may be older than the weights that train on it.
+
+        Raises ConfigError for a number that cannot be, StoreError for a folder whose store cannot be used."""
+        if groups_per_step < 1:
+            raise ConfigError("groups_per_step", groups_per_step, "give 1 or more")
+        if max_lag < 0:
+            raise ConfigError("max_lag", max_lag, "give 0 for synchronous training, or more")
+        self.folder, self.groups_per_step, self.max_lag = Path(folder), groups_per_step, max_lag
+        path = self.folder / STORE
+        if not path.exists():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            RunStore.create(path, "{}").close()
+        self.store = RunStore.open(path)
+        self.reader = RunStore.read(path)
+        self.store.lead()
+        self.store.release_all()  # what a process before played, or held
+        self.failure: Exception | None = None  # of a rollout that played into it
+        self._step = max(self.store.steps_trained(), default=0)
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step for which groups were taken, 0 before the first."""
+        return self._step
+
+    @property
+    def groups_ahead(self) -> int:
+        """How many groups may be played or wait within the lag bound."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    def bounds(self, group_size: int, max_running: int) -> Bounds:
+        """How far a rollout may run ahead of the learner."""
+        return Bounds(
+            group_size=group_size,
+            groups_per_step=self.groups_per_step,
+            max_lag=self.max_lag,
+            max_running=max(max_running, group_size),
+            steps_total=_ENDLESS,
+            max_replays=2,
+        )
+
+    def mint(self, step: int) -> WeightVersion:
+        """A new weight version for the weights that step `step` made: `publish` calls it."""
+        return self.store.mint_version(step)
+
+    def confirm(self, version: WeightVersion) -> None:
+        """An engine serves a version: `publish` calls it."""
+        self.store.confirm_version(version)
+
+    def ready(self) -> int:
+        """How many groups a step could take now."""
+        return self.store.ready_count()
+
+    def put(self, trajectories: Sequence[Trajectory]) -> int:
+        """Put the ended trajectories of one task in, as a group; returns its id. They are judged against each other.
+
+        Raises UsageError for trajectories of several tasks, that have not ended, or whose tokens are of a weight
+        version that this buffer did not mint."""
+        if not trajectories:
+            raise UsageError("a group without trajectories cannot be put into the buffer: give the members of one task")
+        task = trajectories[0].task
+        members: list[MovedMember] = []
+        if other := next((one.task for one in trajectories if one.task != task), None):
+            raise UsageError(f"a group has one task: the trajectories are of seeds {task.seed} and {other.seed}")
+        for one in sorted(trajectories, key=lambda one: one.member):
+            if one.stop_reason is None:
+                raise UsageError(f"trajectory {one.episode_id} has not ended: put it in when it has a stop reason")
+            spans = [span for turn in one.turns if turn.learns for span in turn.spans]
+            unknown = sorted({span.version for span in spans if not self.store.knows_version(span.version)})
+            if unknown:
+                hint = "publish(learner.weights(), fleet, buffer) before they are played"
+                raise UsageError(f"the buffer minted no weight version {unknown[0]}: {hint}")
+            ending = Ending(
+                stop_reason=one.stop_reason, outcome=one.outcome, success=one.success, outcomes=dict(one.outcomes)
+            )
+            members.append(MovedMember(start=one.start, turns=one.turns, ending=ending))
+        return self.store.put_group(MovedGroup(id=0, task=task, members=tuple(members)))
+
+    def take(
+        self, n: int | None = None, *, max_lag: int | None = None, skip_at_most: int = 0, timeout_s: float = 600.0
+    ) -> Batch:
+        """The groups of the next optimizer step: `n` (default: `groups_per_step`) closed ones, oldest first, and
+        members of earlier groups that ended late. Waits for them. Groups of which every token is older than `max_lag`
+        steps are dropped; of the others, `forward_backward` leaves out such tokens. Up to `skip_at_most` groups whose
+        members all earned the same leave without being trained.
+
+        Raises RunFailed if there are not so many within `timeout_s`, and what ended a rollout into this buffer."""
+        size, bound = self.groups_per_step if n is None else n, self.max_lag if max_lag is None else max_lag
+        if size < 1:
+            raise ConfigError("n", size, "give 1 or more")
+        step, deadline = self.step + 1, time.monotonic() + timeout_s
+        while True:
+            groups = self.store.take(step, size, max_lag=bound, returns=Returns(), skip_at_most=skip_at_most)
+            if groups is not None:
+                self._step = step
+                return Batch(tuple(groups), step, bound, self.store.step_of, self.store.is_undone)
+            if self.failure is not None:
+                raise self.failure
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                hint = "is a rollout playing into this buffer, and are its episodes scored?"
+                raise RunFailed(
+                    f"step {step} waited {timeout_s:g} s for {size} groups, {self.ready()} are ready: {hint}"
+                )
+            self.store.wait_for_work("learner", min(_WAIT_S, left_s))
+
+    def checkpoint(self, step: int, folder: str | Path) -> None:
+        """A learner's checkpoint of `step` is in `folder`: what was taken up to there is trained for good."""
+        version = self.store.version_at(step)
+        if version is None:
+            raise UsageError(f"no weights of step {step} were published with this buffer: publish them before")
+        self.store.checkpoint(step, version, folder)
+
+    def resume(self) -> Path | None:
+        """After a crash: go back to the last checkpoint. What was taken after it is there to be taken again. Returns
+        its folder, for `learner.load`; None if there is none, and the learner begins anew."""
+        last = self.store.latest_checkpoint()
+        self._step = 0 if last is None else last.step
+        self.store.rollback(self._step)
+        return None if last is None else Path(last.path)
+
+    def close(self) -> None:
+        """Close the store; no call may follow."""
+        self.reader.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

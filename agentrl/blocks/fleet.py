@@ -1,0 +1,274 @@
+"""An engine fleet of your own: engines that serve one model, started here or attached to.
+
+Owns the engines that it starts: they end with the block, or with this process, however that ends. Never knows an
+environment, a buffer or a learner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+from pydantic import ValidationError
+
+from agentrl.config import EngineSettings
+from agentrl.config.sections import config_error
+from agentrl.engine.client import EngineClient
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.router.router import Fleet
+from agentrl.engine.weight_sync.canary import Dtype
+from agentrl.engine.weight_sync.transport import Parcel
+from agentrl.errors import ConfigError, EngineTimeout, EngineUnavailable
+from agentrl.models.resolve import engine_dtype, model_dir, vocabulary
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Finish, Json, Message, SamplingParams
+from agentrl.run.serving.serve import Door, running_engine
+from agentrl.run.weights.publisher import WeightPublisher
+
+_MOST_CONTEXT = 4096  # tokens of a conversation, unless more are asked for
+_CLOSE_S = 2.0  # for connections to close
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's message, a conversation, or tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a fleet sampled: T tokens, the stop token included. `logprobs` [T] are in nats, under the distribution that
+    the sampling settings define; `versions` [T] are the weight versions that sampled them. `text` is without the token
+    that ends the turn. `prompt_ids` are the tokens before."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    finish: Finish
+
+
+class EngineFleet:
+    """Engines that serve one model, as one. Make it with `start` or `attach`, which are contexts of a trio program;
+    `agentrl.blocks.sync` has it for notebooks.
+
+        async with EngineFleet.start("agentrl/tiny-coder") as fleet:
+            sample = await fleet.sample("What is 1 + 1?", max_tokens=16)
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        urls: Sequence[str],
+        settings: EngineSettings,
+        *,
+        max_context: int | None,
+        nursery: trio.Nursery,
+    ) -> None:
+        """For `start` and `attach`."""
+        self.model, self.urls, self.settings, self.max_context = model, tuple(urls), settings, max_context
+        self.renderer = Renderer(model)
+        self.vocabulary = vocabulary(model)
+        self.nursery = nursery
+        clients = [EngineClient(url, api_key=settings.key_of(url), vocabulary=self.vocabulary) for url in urls]
+        self._clients = clients
+        self.engine = Fleet(
+            clients,
+            decode=self.renderer.decode,
+            stall_s=settings.stall_s,
+            probe_s=settings.admin_deadline_s,
+            outage_deadline_s=settings.outage_deadline_s,
+            hedge_after=settings.hedge_after,
+        )
+        self.publisher = WeightPublisher(settings)
+        self._requests, self._published = count(1), 0
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls,
+        model: str | Path,
+        *,
+        settings: EngineSettings | Mapping[str, Any] | None = None,
+        max_context: int | None = None,
+    ) -> AsyncGenerator[EngineFleet]:
+        """Start `settings.replicas` engines for the time of the block. `settings` are those of the run file's table
+        `[engine]`; `max_context` is the most tokens of a conversation (default: those that the model has positions for,
+        at most 4096). They listen on sockets that only this user can reach.
+
+        Raises ConfigError for a bad setting, ModelError for a model that is not there, UsageError, RunFailed or
+        EngineUnavailable if an engine does not start."""
+        chosen, folder = _settings(settings), model_dir(str(model))
+        if chosen.urls:
+            raise ConfigError("engine.urls", chosen.urls, "these engines run already: EngineFleet.attach takes them")
+        positions = _positions(folder)
+        if max_context is None:
+            max_context = min(_MOST_CONTEXT, positions or _MOST_CONTEXT)
+        if max_context < 2 or (positions is not None and max_context > positions):
+            raise ConfigError("max_context", max_context, f"give 2 to {positions or 'any number of'} tokens")
+        async with AsyncExitStack() as stack:
+            urls: list[str] = []
+            for place in chosen.places:
+                own = chosen.model_copy(update={"replicas": 1, "gpus": [place] if place else []})
+                running = running_engine(folder, own, door=Door(), max_context=max_context)
+                url, _ = await stack.enter_async_context(running)
+                urls.append(url)
+            fleet = await stack.enter_async_context(cls._over(folder, urls, chosen, max_context))
+            yield fleet
+
+    @classmethod
+    @asynccontextmanager
+    async def attach(
+        cls,
+        urls: str | Sequence[str],
+        model: str | Path,
+        *,
+        settings: EngineSettings | Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[EngineFleet]:
+        """Use engines that run already, such as those of `agentrl serve`, and leave them running. `model` is the one
+        that they serve: its tokenizer and chat template render conversations. `settings.api_key_env` names the variable
+        with their key; `settings.kind` says which engines they are.
+
+        Raises ConfigError for a bad setting, EngineUnavailable for an engine that does not answer within
+        `engine.admin_deadline_s`."""
+        named = [urls] if isinstance(urls, str) else list(urls)
+        if not named:
+            raise ConfigError("urls", urls, "give the URL of an engine at least")
+        given = (
+            settings.model_dump(exclude_unset=True) if isinstance(settings, EngineSettings) else dict(settings or {})
+        )
+        chosen = _settings({**given, "urls": named})
+        async with cls._over(model_dir(str(model)), chosen.urls, chosen, None) as fleet:
+            yield fleet
+
+    @classmethod
+    @asynccontextmanager
+    async def _over(
+        cls, model: Path, urls: Sequence[str], settings: EngineSettings, max_context: int | None
+    ) -> AsyncGenerator[EngineFleet]:
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            fleet = cls(model, urls, settings, max_context=max_context, nursery=nursery)
+            try:
+                await fleet._reach()
+                nursery.start_soon(fleet.engine.control)
+                yield fleet
+            except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
+                failure = error
+            finally:
+                nursery.cancel_scope.cancel()
+                with trio.move_on_after(_CLOSE_S, shield=True):
+                    await fleet.engine.aclose()
+        if failure is not None:
+            raise failure
+
+    async def _reach(self) -> None:
+        for client in self._clients:
+            try:
+                await client.served_version(deadline_s=self.settings.admin_deadline_s)
+            except (EngineUnavailable, EngineTimeout) as error:
+                raise EngineUnavailable(f"no engine answers at {client.url} ({error}): start it") from error
+
+    @property
+    def version(self) -> int:
+        """The newest weight version that an engine of the fleet is known to serve."""
+        return max(self._published, *(client.version for client in self._clients))
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype in which its engines take weights."""
+        return engine_dtype(self.settings, self.model)
+
+    async def take(self, parcel: Parcel) -> None:
+        """Have the engines serve the weights of a parcel: `publish` calls it. Raises as `WeightPublisher.deliver`."""
+        cost = await self.publisher.deliver(self.urls, parcel)
+        self._published = parcel.version
+        if not cost["engines_behind"]:  # else the fleet asks each which one it has
+            for url in self.urls:
+                self.engine.mark_refit(url, parcel.version)
+        await self.publisher.tidy(self.urls)
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Json]] = (),
+        deadline_s: float = 120.0,
+    ) -> Sample:
+        """Sample a turn after `prompt`: a text is a user's message, messages are rendered with the model's chat
+        template and `tools` (OpenAI-style schemas), tokens are taken as they are. At `deadline_s` it is cut, and
+        `finish` is "length".
+
+        Raises ConfigError for what no engine could sample, EngineError if no engine of the fleet can."""
+        token_ids = self._rendered(prompt, tools)
+        if max_tokens < 1:
+            raise ConfigError("max_tokens", max_tokens, "give 1 or more")
+        if self.max_context is not None and len(token_ids) + 1 > self.max_context:
+            hint = f"the fleet was started with max_context = {self.max_context}: shorten it, or raise that"
+            raise ConfigError("prompt", f"{len(token_ids)} tokens", hint)
+        room = max_tokens if self.max_context is None else min(max_tokens, self.max_context - len(token_ids))
+        number = next(self._requests)
+        generation = await self.engine.generate(
+            GenerateRequest(
+                request_id=f"sample-{id(self):x}-{number}",
+                session=f"sample-{number}",
+                token_ids=token_ids,
+                sampling=SamplingParams(
+                    max_tokens=room,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    min_p=min_p,
+                    stop=tuple(stop),
+                    stop_token_ids=self.renderer.stop_token_ids,
+                ),
+                deadline_s=deadline_s,
+            )
+        )
+        return Sample(
+            prompt_ids=token_ids,
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            versions=tuple(span.version for span in generation.spans for _ in range(span.start, span.end)),
+            text=self.renderer.decode(generation.token_ids),
+            finish=generation.finish,
+        )
+
+    def _rendered(self, prompt: Prompt, tools: Sequence[Mapping[str, Json]]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.renderer.start([Message(role="user", content=prompt)], tools)
+        if not prompt:
+            raise ConfigError("prompt", prompt, "give a text, messages, or tokens")
+        if not isinstance(prompt[0], int):
+            return self.renderer.start(cast("Sequence[Message]", prompt), tools)
+        token_ids = tuple(cast("Sequence[int]", prompt))
+        beyond = [one for one in token_ids if one < 0 or (self.vocabulary is not None and one >= self.vocabulary)]
+        if beyond:
+            raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {(self.vocabulary or 0) - 1}")
+        return token_ids
+
+
+def _settings(given: EngineSettings | Mapping[str, Any] | None) -> EngineSettings:
+    if isinstance(given, EngineSettings):
+        return given
+    try:
+        return EngineSettings.model_validate(dict(given or {}))
+    except ValidationError as error:
+        raise config_error(error, EngineSettings, ("engine",)) from None
+
+
+def _positions(folder: Path) -> int | None:
+    """How many tokens the model of a folder has positions for; None if its config.json does not say."""
+    config: Any = json.loads((folder / "config.json").read_text())
+    found: Any = (config.get("text_config") or config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None

@@ -1,0 +1,295 @@
+"""Episodes as an iterator: `rollout` plays tasks with an engine fleet, and gives each trajectory as it ends.
+
+Without a buffer they are played in memory. With one, every turn is journaled in the buffer's store, as in a run: groups
+start as far ahead as the buffer's lag bound allows, enter the buffer when they close, and go on after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, cast
+
+import trio
+from pydantic import ValidationError
+
+from agentrl import registry
+from agentrl.blocks.buffer import Buffer
+from agentrl.blocks.fleet import EngineFleet
+from agentrl.config import Rollout
+from agentrl.config.sections import config_error
+from agentrl.env import as_async
+from agentrl.env.tasks import Seeds, TaskSource
+from agentrl.errors import ConfigError, StoreError, UsageError, matters
+from agentrl.protocols import AsyncEnv, Rewarder
+from agentrl.records import Json, Task, Trajectory
+from agentrl.rollout.admitter import Admitter
+from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.memory_store import MemoryStore
+from agentrl.rollout.worker import Worker
+from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous.threads import Aside
+
+EnvLike = str | Callable[..., Any]
+"""An environment: its id or `module:Class`, or a class or function that makes one."""
+
+Tasks = int | TaskSource | Iterable[Task] | Iterable[int]
+"""How many tasks (seeds 0, 1, …), a source of tasks, tasks, or seeds."""
+
+_DISK_S = 600.0  # how long a turn waits for space on a full disk
+_EXPIRE_S = 0.25  # between two looks at the deadlines of groups
+
+
+class Rollouts:
+    """The episodes of a `rollout`: an async iterator of trajectories in the order in which they end. Episodes are
+    played in the background, as long as the iterator is asked; the end of the fleet's block, or of `async with` over
+    this, ends those that run."""
+
+    def __init__(self, fleet: EngineFleet, produce: Callable[[trio.MemorySendChannel[Trajectory]], Any]) -> None:
+        self._fleet, self._produce = fleet, produce
+        self._sender, self._receiver = trio.open_memory_channel[Trajectory](0)
+        self._scope = trio.CancelScope()
+        self._failure: Exception | None = None
+        self._began, self._over = False, trio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Trajectory:
+        """The next trajectory that ended. Raises what makes playing impossible, such as a bad environment id."""
+        self.play()
+        try:
+            return await self._receiver.receive()
+        except trio.EndOfChannel:
+            if self._failure is not None:
+                raise self._failure from None
+            raise StopAsyncIteration from None
+
+    def play(self) -> None:
+        """Begin to play now, without waiting for the first to iterate. Idempotent."""
+        if not self._began:
+            self._began = True
+            self._fleet.nursery.start_soon(self._run)
+
+    async def groups(self) -> AsyncGenerator[tuple[Trajectory, ...]]:
+        """The same, group by group, as the last member of each ends. For a rollout without a buffer."""
+        open_groups: dict[int, list[Trajectory]] = {}
+        async for trajectory in self:
+            members = open_groups.setdefault(trajectory.group_id, [])
+            members.append(trajectory)
+            if len(members) == self.group_size:
+                del open_groups[trajectory.group_id]
+                yield tuple(sorted(members, key=lambda one: one.member))
+
+    group_size: int = 1
+
+    async def aclose(self) -> None:
+        """End the episodes that run; what was journaled in a buffer stays."""
+        self._scope.cancel()
+        if self._began:
+            with trio.CancelScope(shield=True):
+                await self._over.wait()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _run(self) -> None:
+        try:
+            with self._scope:
+                await self._produce(self._sender)
+        except Exception as error:  # whoever asks for the next trajectory gets it
+            self._failure = cast("Exception", matters(error))
+        finally:
+            self._sender.close()
+            self._over.set()
+
+
+def rollout(
+    env: EnvLike,
+    engine: EngineFleet,
+    tasks: Tasks | None = None,
+    *,
+    group_size: int = 1,
+    kwargs: Mapping[str, Json] | None = None,
+    settings: Rollout | Mapping[str, Any] | None = None,
+    reward: Rewarder | None = None,
+    buffer: Buffer | None = None,
+) -> Rollouts:
+    """Play each task `group_size` times, and give every trajectory as it ends. Without `tasks` there is no end of them:
+    seeds 0, 1, …
+
+        async for trajectory in rollout("agentrl/Calculator-v0", fleet, tasks=8):
+            print(trajectory.outcome, [turn.text for turn in trajectory.turns])
+
+    `kwargs` are the arguments of the environment's constructor, `settings` those of the run file's table `[rollout]`:
+    how many episodes run at once, how turns are sampled, deadlines. `reward` gives the outcome of an episode in the
+    place of its environment. With `buffer`, groups are journaled and taken from there; admission follows its lag bound.
+
+    A failure of engine, sandbox or environment ends its episode with a reason that says so (`trajectory.scored` is
+    False), and the others go on. Raises ConfigError for a bad setting, UnknownIdError for an environment that is not
+    there."""
+    if group_size < 1:
+        raise ConfigError("group_size", group_size, "give 1 or more")
+    chosen = _settings(settings, engine, group_size)
+    name, make_env = _environment(env)
+    source = _source(tasks, name, dict(kwargs or {}))
+    context = RolloutContext(
+        engine=engine.engine,
+        renderer=engine.renderer,
+        store=MemoryStore(),
+        settings=chosen,
+        make_env=make_env,
+        rewarder=reward,
+    )
+    if buffer is None:
+        found = Rollouts(engine, partial(_in_memory, source, group_size, context))
+    else:
+        if not isinstance(source, TaskSource):
+            source = _Listed(source)
+        found = Rollouts(engine, partial(_journaled, buffer, source, group_size, context, engine))
+    found.group_size = group_size
+    return found
+
+
+async def _in_memory(
+    tasks: Iterable[Task], group_size: int, context: RolloutContext, sender: trio.MemorySendChannel[Trajectory]
+) -> None:
+    store = cast("MemoryStore", context.store)
+    places = trio.Semaphore(context.settings.max_running)
+
+    async def one(task: Task, group_id: int, member: int) -> None:
+        try:
+            claim = store.claim(task, group_id=group_id, member=member, size=group_size)
+            await play(claim, context)
+            trajectory, _ = store.take(claim.episode_id)
+            await sender.send(trajectory)  # it keeps its place until then: nothing starts while nobody asks
+        finally:
+            places.release()
+
+    async with trio.open_nursery() as nursery:
+        for group_id, task in enumerate(tasks, 1):
+            for member in range(group_size):
+                await places.acquire()
+                nursery.start_soon(one, task, group_id, member)
+
+
+async def _journaled(
+    buffer: Buffer,
+    tasks: TaskSource,
+    group_size: int,
+    context: RolloutContext,
+    fleet: EngineFleet,
+    sender: trio.MemorySendChannel[Trajectory],
+) -> None:
+    store, reader = buffer.store, buffer.reader
+    if not store.knows_version(fleet.version):
+        hint = "publish(learner.weights(), fleet, buffer) before"
+        raise UsageError(f"the fleet serves weight version {fleet.version}, which the buffer did not mint: {hint}")
+    bounds = buffer.bounds(group_size, context.settings.max_running)
+    journal = AsyncStore(store, reader, disk_wait_s=_DISK_S)
+    ended: list[int] = []
+    news = trio.Event()
+
+    def on_end(episode_id: int) -> None:
+        ended.append(episode_id)
+        news.set()
+
+    async def tell() -> None:
+        nonlocal news
+        while True:
+            while ended:
+                await sender.send(reader.trajectory(ended.pop(0)))
+            news = trio.Event()
+            await news.wait()
+
+    async def close_groups(aside: Aside[Any]) -> None:
+        while True:
+            with suppress(StoreError):
+                await aside(lambda one: one.expire(one.now(), context.settings.group_deadline_s))
+            await trio.sleep(_EXPIRE_S)
+
+    store.set_meta("phase", "train")
+    name = f"rollout-{id(context):x}"
+    worker = Worker(name, journal, replace(context, store=journal), buffer.groups_ahead, sharing=1, on_end=on_end)
+    aside = Aside[Any](store)
+    try:
+        buffer.failure = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Admitter(store, tasks, bounds).run, aside)
+            nursery.start_soon(close_groups, aside)
+            nursery.start_soon(tell)
+            await worker.run()
+            nursery.cancel_scope.cancel()
+    except Exception as error:
+        buffer.failure = cast("Exception", matters(error))  # whoever waits for groups gets it
+        raise
+    finally:
+        with trio.CancelScope(shield=True):
+            await journal.hand_back(name)
+            await journal.aclose()
+
+
+class _Listed(TaskSource):
+    """Tasks that are there one by one."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks, self.size = tuple(tasks), len(tasks)
+
+    def task(self, index: int) -> Task:
+        return replace(self._tasks[self._within(index)], index=index)
+
+
+def _settings(given: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, group_size: int) -> Rollout:
+    table = given.model_dump(exclude_unset=True) if isinstance(given, Rollout) else dict(given or {})
+    if fleet.max_context is not None:
+        table.setdefault("max_context", fleet.max_context)
+    try:
+        chosen = Rollout.model_validate({**table, "group_size": group_size})
+    except ValidationError as error:
+        raise config_error(error, Rollout, ("rollout",)) from None
+    if fleet.max_context is not None and chosen.max_context > fleet.max_context:
+        hint = f"the fleet was started with max_context = {fleet.max_context}: lower it, or raise that"
+        raise ConfigError("rollout.max_context", chosen.max_context, hint)
+    return chosen
+
+
+def _environment(env: EnvLike) -> tuple[str, Callable[[Task], AsyncEnv]]:
+    """The name of an environment in tasks, and what makes one. Raises UnknownIdError, before an episode can fail."""
+    if isinstance(env, str):
+        name, make = env, registry.resolve("environments", env)
+    else:
+        name, make = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__name__)}", env
+
+    def made(task: Task) -> AsyncEnv:
+        of_task = make if task.env == name else registry.resolve("environments", task.env)
+        return as_async(of_task(**task.kwargs))
+
+    return name, made
+
+
+def _source(tasks: Tasks | None, env: str, kwargs: Mapping[str, Json]) -> TaskSource | Sequence[Task]:
+    """The tasks, all in one environment. Raises ConfigError for what is no task."""
+    if tasks is None:
+        return Seeds(env, kwargs=kwargs)
+    if isinstance(tasks, TaskSource):
+        if kwargs:
+            raise ConfigError("kwargs", kwargs, "the tasks of a source have their own: give them there")
+        return tasks
+    if isinstance(tasks, int):
+        if tasks < 1:
+            raise ConfigError("tasks", tasks, "give 1 or more")
+        return Seeds(env, kwargs=kwargs, size=tasks)
+    found: list[Task] = []
+    for index, one in enumerate(tasks):
+        if isinstance(one, Task):
+            found.append(replace(one, env=env, kwargs={**kwargs, **one.kwargs}))
+        elif isinstance(one, int):  # pyright: ignore[reportUnnecessaryIsInstance] - a notebook gives anything
+            found.append(Task(index=index, env=env, seed=one, kwargs=kwargs))
+        else:
+            raise ConfigError("tasks", one, "give tasks (agentrl.records.Task), seeds, or how many")
+    return found
