@@ -20,9 +20,6 @@ from agentrl import registry
 from agentrl.config.sections import Count, Positive, Section
 from agentrl.errors import ConfigError, UsageError
 
-META: Final = "league"
-"""The store's key for the members, as `to_json` writes them."""
-
 
 class LeagueSettings(Section):
     """Which past selves play the roles that `[[roles]] plays` gives to them, and how often."""

@@ -48,7 +48,7 @@ class Admitter:
     store: AdmissionStore
     tasks: TaskSource
     bounds: Bounds
-    max_lag: Callable[[], str | None] = lambda: None  # what alarms lowered the lag bound to, if they did
+    max_lag: Callable[[], int | None] = lambda: None  # what alarms lowered the lag bound to, if they did
     pivots: Pivots | None = None
     skips: Callable[[Task], bool] = lambda _: False  # whether a task is not to be trained on
     _seen: int = 0  # the last group that the curriculum has seen

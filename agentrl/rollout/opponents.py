@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.config.league import META, LeagueSettings, draw, from_json, given
+from agentrl.config.league import LeagueSettings, draw, from_json, given
 from agentrl.records import Turn
 from agentrl.store import Claim, Partial
 from agentrl.store.episodes.groups import TRAIN
 from agentrl.store.interfaces import EpisodeStore
+from agentrl.store.run_values import LEAGUE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Opponents:
             spans += begun.spans
         if spans:
             return spans[0].version
-        members, measured = from_json(await store.meta(META)), self.settings.measured
+        members, measured = from_json(await LEAGUE.awaited(store.meta)), self.settings.measured
         if claim.purpose != TRAIN and measured != "drawn":
             return members[0 if measured == "first" else -1].version
         members = members[:1] + [one for one in members[1:] if one.step < claim.started_step]

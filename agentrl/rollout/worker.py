@@ -19,6 +19,7 @@ from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.handover import HandedBack
 from agentrl.store import Claim, LeaseLost
 from agentrl.store.interfaces import RolloutStore
+from agentrl.store.run_values import PHASE
 
 _LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
 _DISK_S = 1.0  # between two tries to renew leases on a full disk
@@ -61,7 +62,7 @@ class Worker:
         worn_out = leaves = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
-            while await self.store.meta("phase") != "stop":
+            while await PHASE.awaited(self.store.meta) != "stop":
                 worn_out, leaves = sync_async.worn_out(), self.context.leaving.is_set()
                 if worn_out or leaves:
                     await self._end_turns()

@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.config.league import FIRST, META, Member, from_json, to_json
+from agentrl.config.league import FIRST, Member, from_json, to_json
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineError
 from agentrl.records import Group, Json, Trajectory, WeightVersion
 from agentrl.run.run_folder import RunDir
 from agentrl.store.interfaces import LearnerStore
+from agentrl.store.run_values import LEAGUE
 
 
 def folders(run: RunDir) -> dict[int, Path]:
@@ -41,12 +42,12 @@ class League:
         self._config, self._store, self._root = config, store, run.path / "league"
         # A member that a restart undid stays at the engines: an episode may have begun against it.
         self._joined = {version: folder for version, folder in folders(run).items() if _stands(store, version)}
-        named = {member.version for member in from_json(store.meta(META))}
+        named = {member.version for member in from_json(LEAGUE.of(store.meta))}
         self._waiting = {version: folder for version, folder in self._joined.items() if version not in named}
         self._table: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
         for row in store.metrics("step"):
             self._count(row.values.get("league") or {})
-        store.set_meta(META, to_json(self.members))
+        LEAGUE.set(store, to_json(self.members))
 
     def is_due(self, step: int) -> bool:
         """Whether the checkpoint of this step joins."""
@@ -76,7 +77,7 @@ class League:
                 break
             del self._waiting[version]
         old = self._outgrown()
-        self._store.set_meta(META, to_json(self.members))
+        LEAGUE.set(self._store, to_json(self.members))
         for version, folder in old.items():
             with suppress(EngineError):  # one that does not answer has it until it is started again
                 for url in urls:

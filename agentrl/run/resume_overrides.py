@@ -17,10 +17,10 @@ from agentrl.errors import ConfigError
 from agentrl.run.cluster import scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
-from agentrl.run.stop_request import STOPPED_EARLY
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store.run_values import STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
 
 _MAY_CHANGE = (
     "train.steps",
@@ -95,7 +95,7 @@ def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
 def reopen_stopped(run: RunDir) -> None:
     """Let a run that was stopped before its last step train on. Raises UsageError while another process runs it."""
     with RunStore.read(run.store_path) as store:
-        if not store.meta(STOPPED_EARLY):
+        if STOPPED_EARLY.of(store.meta) is None:
             return
     with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
         open_store.own(run.store_path)
@@ -104,19 +104,19 @@ def reopen_stopped(run: RunDir) -> None:
 
 def _reopen(run: RunDir, before: RunConfig, store: ControlStore) -> None:
     """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
-    stopped = store.meta(STOPPED_EARLY)
+    stopped = STOPPED_EARLY.of(store.meta)
     done = store.current_version().step if stopped else before.train.steps
-    started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
-    if started and ended:
-        store.set_meta("train_started_s", str(time.time() - (float(ended) - float(started))))
-        store.set_meta("train_ended_s", "")
+    started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
+    if started is not None and ended is not None:
+        TRAIN_STARTED_S.set(store, time.time() - (ended - started))
+        TRAIN_ENDED_S.set(store, None)
     for held_out in before.eval.sets:
         ended = evaluation.label(held_out.name, "after")
         store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
     if run.summary.exists():  # it tells of the earlier end
         run.summary.replace(run.path / f"summary-{done}.json")
     if stopped:
-        store.set_meta(STOPPED_EARLY, "")  # last: a crash before it does all of this again
+        STOPPED_EARLY.set(store, None)  # last: a crash before it does all of this again
 
 
 def _leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

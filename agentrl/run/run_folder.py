@@ -40,6 +40,7 @@ from agentrl.host.janitor import Janitor, is_dead, label
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.databases.open_store import ADDRESS, STORE
+from agentrl.store.run_values import CONFIG, CREATED_S
 
 _PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
 _DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
@@ -122,7 +123,7 @@ class RunDir:
         place = path / (STORE if url is None else ADDRESS)
         try:
             with RunStore.create(place, configuration.to_json(config), url=url) as store:
-                store.set_meta("created_s", str(time.time()))
+                CREATED_S.set(store, time.time())
                 run.write_config(config, store)
         except BaseException:  # a database that is not there, say: the mended command must find the folder free
             with suppress(AgentRLError):
@@ -160,7 +161,7 @@ class RunDir:
             return configuration.from_json(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             with RunStore.read(self.store_path) as store:
-                return configuration.from_json(store.meta("config") or "{}")
+                return configuration.from_json(CONFIG.of(store.meta) or "{}")
         except (OSError, ValueError) as error:
             hint = "fix it, or remove it: the run store has a copy"
             raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
@@ -168,7 +169,7 @@ class RunDir:
     def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
-        store.set_meta("config", text)
+        CONFIG.set(store, text)
         whole = self.path / "config.json.new"
         whole.write_text(text, encoding="utf-8")
         whole.replace(self.path / "config.json")

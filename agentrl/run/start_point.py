@@ -22,9 +22,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import Saved
 from agentrl.store.interfaces import StartStore, Versions
 from agentrl.store.metrics import Metric
-
-WENT_BACK = "went_back"
-"""The key of what the last return to a checkpoint cost, in words."""
+from agentrl.store.run_values import WENT_BACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ def start_point(run: RunDir, store: StartStore) -> StartPoint:
         cost = _cost(step, store.metrics("step", after=step))
         attempt = store.rollback(step, ahead=buffer.groups_ahead)
         if cost:
-            store.set_meta(WENT_BACK, f"{cost} (attempt {attempt})")
+            WENT_BACK.set(store, f"{cost} (attempt {attempt})")
     version = _version(store, step)
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 

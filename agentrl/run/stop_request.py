@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from agentrl.errors import RunFailed
 
-STOPPED_EARLY = "stopped_early"
-"""The store's value for why training ended before its last step, though nothing failed; empty if the run has gone on
-since."""
-
 
 @dataclass(slots=True)
 class StopRequest:

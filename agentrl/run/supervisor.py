@@ -49,21 +49,32 @@ from agentrl.run.processes.keep_alive import live_with_parent
 from agentrl.run.processes.launcher import LOCAL, Launcher
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting.failed_tasks import skips
-from agentrl.run.reporting.status import NO_SIGNALS, STOP
 from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
 from agentrl.run.scratch_space import check_room, watch_disk
-from agentrl.run.start_point import WENT_BACK, StartPoint, start_point
-from agentrl.run.stop_request import STOPPED_EARLY, StopRequest
+from agentrl.run.start_point import StartPoint, start_point
+from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
-from agentrl.run.weights.role_policies import ENGINE_URLS, objects_of
+from agentrl.run.weights.role_policies import objects_of
 from agentrl.store import RunStore, close_policy
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
-from agentrl.tokens import staleness
+from agentrl.store.run_values import (
+    ENGINE_URLS,
+    MAX_LAG,
+    PHASE,
+    STOP_WANTED,
+    STOPPED_EARLY,
+    TAKES_NO_SIGNALS,
+    TRAIN_ENDED_S,
+    TRAIN_STARTED_S,
+    WENT_BACK,
+    Phase,
+    Value,
+)
 
 TRAINING = "training"
 """The phase, in words, in which steps come."""
@@ -135,7 +146,7 @@ class Supervisor:
             raise RunFailed(f"{why}{self._more}")
         self.phase = TRAINING
         await self._with_space(_enter("train"))
-        await self._with_space(_clock("train_started_s"))
+        await self._with_space(_clock(TRAIN_STARTED_S))
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
             bounds = bounds_of(self.config)
@@ -144,7 +155,7 @@ class Supervisor:
                     store,
                     tasks,
                     bounds,
-                    partial(store.meta, staleness.BOUND_KEY),
+                    partial(MAX_LAG.of, store.meta),
                     Pivots.of(self.config, store),
                     partial(skips, skipped=self.config.rollout.skip_tasks),
                 )
@@ -166,7 +177,7 @@ class Supervisor:
             admission.cancel_scope.cancel()
         if self.stop.error is not None:
             raise self.stop.error
-        await self._with_space(_clock("train_ended_s"))
+        await self._with_space(_clock(TRAIN_ENDED_S))
         await self._with_space(lambda store: store.end_late())
         await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
@@ -298,8 +309,8 @@ def _progress(store: ReadStore) -> tuple[int, ...]:
     return store.progress()
 
 
-def _enter(phase: str) -> Callable[[ControlStore], None]:
-    return lambda store: store.set_meta("phase", phase)
+def _enter(phase: Phase) -> Callable[[ControlStore], None]:
+    return lambda store: PHASE.set(store, phase)
 
 
 def _finish(reason: str | None) -> Callable[[ControlStore], None]:
@@ -307,23 +318,23 @@ def _finish(reason: str | None) -> Callable[[ControlStore], None]:
 
     def write(store: ControlStore) -> None:
         if reason is not None:
-            store.set_meta(STOPPED_EARLY, reason)
-        store.set_meta("phase", "finish")
+            STOPPED_EARLY.set(store, reason)
+        PHASE.set(store, "finish")
 
     return write
 
 
 def _go_on(store: ControlStore) -> None:
     """For a learner that starts before the engines: those of before are gone, and a run that was stopped goes on."""
-    store.set_meta(ENGINE_URLS, "[]")
-    if store.meta("phase") is not None:
-        store.set_meta("phase", "eval")
+    ENGINE_URLS.set(store, [])
+    if PHASE.of(store.meta) is not None:
+        PHASE.set(store, "eval")
 
 
-def _clock(name: str) -> Callable[[ControlStore], None]:
+def _clock(at: Value[float | None]) -> Callable[[ControlStore], None]:
     def write(store: ControlStore) -> None:
-        if not store.meta(name):
-            store.set_meta(name, str(time.time()))
+        if at.of(store.meta) is None:
+            at.set(store, time.time())
 
     return write
 
@@ -365,11 +376,11 @@ async def supervise(
         reader = RunStore.read(run.store_path, away_s=0)
         try:
             heartbeat.mark_while(lambda: store.waits)
-            known = store.meta(WENT_BACK)
+            known = WENT_BACK.of(store.meta)
             start = start_point(run, store)
             store.release_all()
             if not _gets_signals():
-                store.set_meta(NO_SIGNALS, run.lock_path.read_text())
+                TAKES_NO_SIGNALS.set(store, run.lock_path.read_text())
             writes, looks = Aside[ControlStore](store), Looks[ReadStore](reader)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
@@ -445,7 +456,7 @@ async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
     ours = run.lock_path.read_text()
     while True:
         with suppress(StoreError):
-            if await looks(lambda store: store.meta(STOP)) == ours:
+            if await looks(lambda store: STOP_WANTED.of(store.meta)) == ours:
                 raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
         await trio.sleep(_ASKED_S)
 
@@ -465,7 +476,7 @@ async def _say_what_it_cost(looks: Looks[ReadStore], known: str | None) -> None:
     """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
     while True:
         with suppress(StoreError):
-            found = await looks(lambda store: store.meta(WENT_BACK))
+            found = await looks(lambda store: WENT_BACK.of(store.meta))
             if found and found != known:
                 _say(found)
             known = found

@@ -6,7 +6,6 @@ restart goes on where the run stopped. It never knows which worker plays the tas
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from agentrl.config import RunConfig, TaskTable
@@ -15,6 +14,7 @@ from agentrl.env.datasets import digest, read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
 from agentrl.records import Task
 from agentrl.store.interfaces import ControlStore
+from agentrl.store.run_values import ROWS_DIGESTS
 
 _DIGESTS = "rows_digests"
 """The row of the store with the digest of each data set, as the run last began or went on with it."""
@@ -63,9 +63,9 @@ def digests_of(config: RunConfig) -> dict[str, str]:
 
 def changed_rows(now: Mapping[str, str], store: ControlStore) -> list[str]:
     """Those of the data sets `now` that are others than when the run last began or went on. Writes `now` down."""
-    before: dict[str, str] = json.loads(store.meta(_DIGESTS) or "{}")
+    before = ROWS_DIGESTS.of(store.meta)
     if now != before:
-        store.set_meta(_DIGESTS, json.dumps(now))
+        ROWS_DIGESTS.set(store, dict(now))
     return [name for name, value in now.items() if before.get(name, value) != value]
 
 

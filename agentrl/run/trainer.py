@@ -59,6 +59,7 @@ from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_t
 from agentrl.run.task_sources import first_tasks, task_source
 from agentrl.run.teachers import check_teachers
 from agentrl.store import RunStore
+from agentrl.store.run_values import PHASE, TRAIN_STARTED_S
 
 _PLAN_S = 120.0  # for a prediction of memory
 _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
@@ -209,7 +210,7 @@ def began(run: RunDir) -> bool:
     """Whether the run got as far as playing episodes: its engines were up. If its database is away, it may have."""
     try:
         with RunStore.read(run.store_path) as store:
-            return store.meta("phase") is not None
+            return PHASE.of(store.meta) is not None
     except StoreAway:
         return True
 
@@ -489,7 +490,7 @@ def _has_trained(run: RunDir) -> bool:
     if not run.store_path.exists():
         return False
     with RunStore.read(run.store_path) as store:
-        begun = store.meta("train_started_s") is not None
+        begun = TRAIN_STARTED_S.of(store.meta) is not None
     return begun or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 

@@ -14,6 +14,7 @@ these three and in `waiting`.
     recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
     bias        what was trained beside what was played
     readers     rows back into records                audit       the laws, checked from the raw rows (audit_report)
+    run_values  every key of `meta`, with its type
     schema      tables and migrations                 database    transactions and errors, of any database
     sqlite      the database in a file                postgres    the same on a server
     choice      which of the two a run has

@@ -10,6 +10,7 @@ from pathlib import Path
 from agentrl.errors import StoreError, UsageError
 from agentrl.store.databases.database import Database
 from agentrl.store.databases.open_store import ADDRESS, STORE, connect, look, parts, remove
+from agentrl.store.run_values import PLACE
 from agentrl.store.schema import BYTES
 
 _COUNTERS = {
@@ -18,7 +19,6 @@ _COUNTERS = {
     "score_counts": "source",
 }
 _OF_THE_RUN = ("checkpoints", "imported_versions", "leases", "meta", "metrics", "sources", "versions")
-_PLACE = "shard"  # the key in `meta` of a database that is one of several: "2/3" is the last of three
 _BATCH = 256
 _KEPT = (  # a server may still have what retention dropped
     " WHERE turn_id IN (SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id"
@@ -86,7 +86,7 @@ def copy(sources: Sequence[Database], target: Database) -> int:
                 target.execute(f"DELETE FROM {table}")
             for source in sources[:1] if table in _OF_THE_RUN else sources:
                 copied += _copy_table(source, target, table, tables[table])
-        target.execute("DELETE FROM meta WHERE key = ?", (_PLACE,))
+        target.execute("DELETE FROM meta WHERE key = ?", (PLACE.key,))
         target.renumber()
     return copied
 
@@ -94,9 +94,9 @@ def copy(sources: Sequence[Database], target: Database) -> int:
 def _check_places(sources: Sequence[Database]) -> None:
     """Raise StoreError unless these are all databases of one run, each in its place; inside their transactions."""
     for at, source in enumerate(sources):
-        row = source.row("SELECT value FROM meta WHERE key = ?", (_PLACE,))
-        if row != (None if len(sources) == 1 else (f"{at}/{len(sources)}",)):
-            found = "a store of its own" if row is None else f"database {row[0]} of a store, counted from 0,"
+        place = PLACE.within(source)
+        if place != (None if len(sources) == 1 else f"{at}/{len(sources)}"):
+            found = "a store of its own" if place is None else f"database {place} of a store, counted from 0,"
             n = f"{len(sources)} address file{'s' * (len(sources) > 1)}"
             raise StoreError(f"{source.path} names {found} but {source.path.parent} has {n}: put the run's own back")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from agentrl.errors import LeaseLost
 from agentrl.store.databases.database import Database, Part
+from agentrl.store.run_values import LEARNER
 from agentrl.store.schema import SET_META
-
-_LEADER = "learner"  # the key in `meta`
 
 
 class Leading(Part):
@@ -22,8 +21,8 @@ class Leading(Part):
         """This handle is the learner's from now on: the next call by which an earlier learner's handle would change
         steps, versions or checkpoints raises LeaseLost."""
         with self._db.write(durable=True):
-            self._db.leads = _leader(self._db) + 1
-            self._db.execute(SET_META, (_LEADER, str(self._db.leads)))
+            self._db.leads = LEARNER.within(self._db) + 1
+            self._db.execute(SET_META, (LEARNER.key, LEARNER.text(self._db.leads)))
 
     def still_leads(self) -> None:
         """Raises LeaseLost if this handle was the learner's, and another's is by now."""
@@ -33,10 +32,5 @@ class Leading(Part):
 
 def check_lead(db: Database) -> None:
     """Raise LeaseLost if this handle was the learner's, and another's is by now. Inside a transaction."""
-    if db.leads is not None and db.leads != _leader(db):
+    if db.leads is not None and db.leads != LEARNER.within(db):
         raise LeaseLost(f"{db.path}: another learner has begun since, so this one ends and leaves it the run")
-
-
-def _leader(db: Database) -> int:
-    row = db.row("SELECT value FROM meta WHERE key = ?", (_LEADER,))
-    return 0 if row is None else int(row[0])

@@ -18,6 +18,7 @@ from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import TRAIN, forget_starts
 from agentrl.store.episodes.leases import too_early
 from agentrl.store.learner_fence import check_lead
+from agentrl.store.run_values import ATTEMPT
 
 TOKENS_DROPPED = "tokens_dropped"
 
@@ -195,6 +196,4 @@ def _share(group_id: int) -> float:
 
 
 def _attempt(db: Database) -> int:
-    row = db.row("SELECT value FROM meta WHERE key = 'attempt'")
-    assert row is not None
-    return int(row[0])
+    return ATTEMPT.within(db)

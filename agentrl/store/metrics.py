@@ -18,6 +18,7 @@ from agentrl.store.databases.database import Part
 from agentrl.store.episodes.groups import TRAIN
 from agentrl.store.episodes.outages import RAISED, ended_well
 from agentrl.store.learner_fence import check_lead
+from agentrl.store.run_values import ATTEMPT_SQL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,7 @@ class Metrics(Part):
         with self._db.write(shared=True):
             check_lead(self._db)
             self._db.execute(
-                "INSERT INTO metrics (kind, step, attempt, time_s, data)"
-                " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                f"INSERT INTO metrics (kind, step, attempt, time_s, data) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
                 (kind, step, self._db.clock(), data),
             )
 

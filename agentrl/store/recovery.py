@@ -13,6 +13,7 @@ from agentrl.records import GroupState, StopReason
 from agentrl.store.databases.database import Part
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import LATE, TRAIN, scored
+from agentrl.store.run_values import ATTEMPT_SQL
 
 JOURNAL_LOST = "journal_lost"
 """Why a group, or a late member, left that a checkpoint trained, and whose end the store has lost."""
@@ -123,8 +124,7 @@ class Recovery(Part):
         closed = state in taken or (state == GroupState.EXPIRED and late)
         if closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
             self._db.execute(
-                "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
-                " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                f"INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
                 (episode_id, step, max_lag, self._db.clock()),
             )
             self._db.execute("UPDATE episodes SET taken_step = ? WHERE id = ?", (step, episode_id))

@@ -3,7 +3,7 @@
 `PRAGMA user_version` holds the schema's number; migration k of `MIGRATIONS` (counted from 0) takes a store from version
 k to k + 1, so a new store runs all of them. A store is made in one transaction: either it is whole or it is empty.
 
-    meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
+    meta         keys and values that the processes agree on: `run_values` has them all
     versions     every weight version ever minted, and the optimizer step that made it
     groups       one row per group of sibling episodes: task, purpose, state, reason; counted by triggers; `record`,
                  which its members are judged against, is written once when it closes; `replay_of` names the lost

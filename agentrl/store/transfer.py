@@ -22,6 +22,7 @@ from agentrl.store.episodes.env_snapshots import Snapshot
 from agentrl.store.episodes.groups import LATE, TRAIN, create_group, scored
 from agentrl.store.episodes.partial_turns import Partial, load_partials, pack_part
 from agentrl.store.reads import load_turns
+from agentrl.store.run_values import ATTEMPT_SQL, RUN_ID
 from agentrl.store.versions import Versions, latest_confirmed
 
 Spans = tuple[VersionSpan, ...]
@@ -56,10 +57,10 @@ class Moving(Versions):
     def run_id(self) -> str:
         """The run's own name, made at the first question; no other run has it."""
         with self._db.write():
-            self._db.execute("INSERT INTO meta VALUES ('run_id', ?) ON CONFLICT DO NOTHING", (uuid.uuid4().hex,))
-            row = self._db.row("SELECT value FROM meta WHERE key = 'run_id'")
-        assert row is not None
-        return row[0]
+            self._db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT DO NOTHING", (RUN_ID.key, uuid.uuid4().hex))
+            found = RUN_ID.within(self._db)
+        assert found is not None
+        return found
 
     def movable(self) -> list[int]:
         """Training groups that no step has taken, nor dropped."""
@@ -211,7 +212,7 @@ class Moving(Versions):
             return known[0]
         minted = self._db.insert(
             "INSERT INTO versions (step, path, attempt, minted_s, undone_attempt)"
-            " SELECT ?, NULL, CAST(value AS INTEGER), ?, CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'",
+            f" VALUES (?, NULL, {ATTEMPT_SQL}, ?, {ATTEMPT_SQL})",
             (step, self._db.clock()),
         )
         self._db.execute("INSERT INTO imported_versions VALUES (?, ?, ?)", (run, version, minted))

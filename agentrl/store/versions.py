@@ -9,6 +9,7 @@ from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
 from agentrl.store.databases.database import Database, Part
 from agentrl.store.learner_fence import check_lead
+from agentrl.store.run_values import ATTEMPT_SQL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,7 @@ class Versions(Part):
         with self._db.write(durable=True):
             check_lead(self._db)
             number = self._db.insert(
-                "INSERT INTO versions (step, path, attempt, minted_s)"
-                " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?)",
+                f"INSERT INTO versions (step, path, attempt, minted_s) VALUES (?, ?, {ATTEMPT_SQL}, ?)",
                 (step, None if path is None else str(path), self._db.clock()),
             )
         return WeightVersion(version=number, step=step)

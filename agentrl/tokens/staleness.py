@@ -13,10 +13,7 @@ by itself, so that it does not repeat a mistake made here. Standard library only
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-BOUND_KEY: Final = "max_lag"
-"""The store's key for the bound that holds now; absent as long as it is the run file's."""
+from typing import Any
 
 
 def lag(weights_step: int, made_at: int | None) -> int:
@@ -40,6 +37,6 @@ def last_step(made_at: int, max_lag: int) -> int:
     return made_at + max_lag + 1
 
 
-def bound_now(stored: str | None, max_lag: int) -> int:
-    """The bound that holds now: that of the run file, or what alarms lowered it to (`stored` under `BOUND_KEY`)."""
-    return min(max_lag, int(stored)) if stored else max_lag
+def bound_now(lowered: int | None, max_lag: int) -> int:
+    """The bound that holds now: that of the run file, or what alarms `lowered` it to."""
+    return max_lag if lowered is None else min(max_lag, lowered)

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from agentrl import config as configuration
-from agentrl.config.league import META, from_json
+from agentrl.config.league import from_json
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.weight_sync import adapters
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
@@ -29,6 +29,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.audit.audit import audit
+from agentrl.store.run_values import LEAGUE
 from tests.rollout.test_roles import game as game_of
 
 from .conftest import LORA_RANK, Server
@@ -54,7 +55,7 @@ class InTurn(Opponents):
     """One group after the other meets each member that there was when it was admitted."""
 
     async def version(self, store: Any, claim: Any, role: str, turns: Any, begun: Any) -> int | None:
-        members = [one for one in from_json(await store.meta(META)) if one.step < claim.started_step]
+        members = [one for one in from_json(await store.meta(LEAGUE.key)) if one.step < claim.started_step]
         return members[claim.group_id % len(members)].version if role in self.roles(claim) else None
 
 

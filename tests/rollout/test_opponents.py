@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agentrl.algos.grpo import GRPO
-from agentrl.config.league import META, LeagueSettings, Member, to_json
+from agentrl.config.league import LeagueSettings, Member, to_json
 from agentrl.learner.data.batch import group_rows
 from agentrl.records import Task
 from agentrl.rollout.episode import play
 from agentrl.rollout.opponents import Opponents
 from agentrl.run.league import game
-from agentrl.store import RunStore
+from agentrl.store import RunStore, run_values
 from agentrl.testing.engine import FakeEngine
 
 from .test_roles import Table
@@ -27,7 +27,7 @@ def know(store: RunStore, *versions: int) -> None:
     """Members that joined before any group was admitted."""
     while store.mint_version(0).version < max(versions):
         pass
-    store.set_meta(META, to_json([Member(version=version, step=-1) for version in (0, *versions)]))
+    store.set_meta(run_values.LEAGUE.key, to_json([Member(version=version, step=-1) for version in (0, *versions)]))
 
 
 async def test_a_past_self_plays_its_role_and_is_not_trained(store: RunStore, claim_one: Any, context: Any) -> None:
@@ -70,7 +70,7 @@ async def test_an_episode_keeps_the_past_self_that_it_began_with(store: RunStore
 
 
 async def test_a_group_meets_members_that_were_there_when_it_was_admitted(store: RunStore, claim_one: Any) -> None:
-    store.set_meta(META, to_json([Member(version=version, step=version) for version in (0, 4, 5)]))
+    store.set_meta(run_values.LEAGUE.key, to_json([Member(version=version, step=version) for version in (0, 4, 5)]))
     told, claimed = _Told(store), claim_one()
     for step, expected in ((0, 0), (4, 0), (5, 4), (9, 5)):
         claim = replace(claimed, started_step=step)
@@ -81,7 +81,7 @@ async def test_a_group_meets_members_that_were_there_when_it_was_admitted(store:
 async def test_evaluation_meets_the_member_that_the_settings_say(
     store: RunStore, claim_one: Any, measured: Any, expected: int
 ) -> None:
-    store.set_meta(META, to_json([Member(version=version, step=version) for version in (0, 4, 5)]))
+    store.set_meta(run_values.LEAGUE.key, to_json([Member(version=version, step=version) for version in (0, 4, 5)]))
     league = replace(LEAGUE, settings=LeagueSettings(rule=f"{__name__}:second", measured=measured, share=0.001))
     claim = replace(claim_one(), purpose="eval:held_out:after", started_step=9)
     assert await league.version(_Told(store), claim, "bob", (), None) == expected  # type: ignore[arg-type]

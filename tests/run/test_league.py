@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import parse
-from agentrl.config.league import FIRST, META, Member, from_json, to_json
+from agentrl.config.league import FIRST, Member, from_json, to_json
 from agentrl.config.train import Train
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineUnavailable, UsageError
@@ -26,6 +26,7 @@ from agentrl.run.start_point import start_point
 from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.store.audit.audit import audit
+from agentrl.store.run_values import LEAGUE
 
 from .test_run import ENVS, SMALL
 
@@ -66,7 +67,7 @@ class Place:
 
     @property
     def known(self) -> list[int]:
-        return [member.version for member in from_json(self.store.meta(META))]
+        return [member.version for member in from_json(self.store.meta(LEAGUE.key))]
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
 
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
-        members = from_json(store.meta(META))
+        members = from_json(store.meta(LEAGUE.key))
         assert [member.step for member in members] == [0, 1, 2, 3]
         episodes = [one for one in store.trajectories("train") if one.scored]
         assert {tuple(sorted({turn.role for turn in one.turns if turn.learns})) for one in episodes} == {
@@ -207,7 +208,7 @@ def test_a_run_with_adapters_is_measured_over_the_model_that_it_began_with(tmp_p
         (folder / "weights").write_text(folder.name)
     (checkpoint / "state.json").write_text('{"step": 7, "episodes": [[1, 2]]}')
     with RunStore.open(source.store_path) as store:
-        store.set_meta(META, to_json([FIRST, Member(version=5, step=3)]))
+        store.set_meta(LEAGUE.key, to_json([FIRST, Member(version=5, step=3)]))
     found, adapters = measured(str(source.path), None, 3)
     assert adapters is not None
     assert (found.model, found.sync, [one.n for one in found.eval.sets]) == (SMALL["model"], "adapter", [3])
@@ -218,7 +219,7 @@ def test_a_run_with_adapters_is_measured_over_the_model_that_it_began_with(tmp_p
         weights = current_weights(found, store, start)
         assert (start.version.step, weights.current.step, weights.base.version) == (7, 7, 0)
         assert weights.adapter is not None and (weights.adapter / "first" / "weights").read_text() == "first"
-        assert from_json(store.meta(META))[-1].version == 5 and folders(run).keys() == {5}
+        assert from_json(store.meta(LEAGUE.key))[-1].version == 5 and folders(run).keys() == {5}
         assert store.counts() == {}
     shutil.rmtree(checkpoint)
     with pytest.raises(UsageError, match=r"cannot be copied .*give the same command again"):

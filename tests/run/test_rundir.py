@@ -18,11 +18,12 @@ from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.host.janitor import label
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.run.run_folder import RunDir
-from agentrl.run.start_point import WENT_BACK, start_point
+from agentrl.run.start_point import start_point
 from agentrl.run.supervisor import _say_what_it_cost  # pyright: ignore[reportPrivateUsage]
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.interfaces import ReadStore
+from agentrl.store.run_values import WENT_BACK
 from agentrl.testing.sandbox.case import host_processes
 
 CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
@@ -257,10 +258,10 @@ async def test_a_return_to_a_checkpoint_says_what_it_costs(
             store.record("step", step, {"busy_s": 10.0 * step, "idle_s": 0.5, "tokens_scored": 100 * step})
         checkpoint(run, 1)
         start_point(run, store)
-        told = store.meta(WENT_BACK)
+        told = store.meta(WENT_BACK.key)
         assert told == "went back to step 1: 2 steps (51 s, 500 tokens) are trained again (attempt 2)"
         start_point(run, store)
-        assert store.meta(WENT_BACK) == told, "nothing was lost this time"
+        assert store.meta(WENT_BACK.key) == told, "nothing was lost this time"
     with RunStore.read(run.store_path, away_s=0) as reader:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_say_what_it_cost, Looks[ReadStore](reader), None)

@@ -26,9 +26,10 @@ from agentrl.run.processes.launcher import Local
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import RunStore, run_values
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.run_values import Value
 
 from .test_heartbeat import _runs
 from .test_status import typed
@@ -81,7 +82,7 @@ def test_what_cannot_be_had_is_refused_with_the_mend(
     with pytest.raises(UsageError, match=told):
         raise refused
     with RunStore.read(run.store_path) as store:
-        assert store.meta(scaling.WANTED) is None
+        assert store.meta(run_values.WANTED_SIZE.key) is None
 
 
 def test_workers_of_a_run_on_engines_of_somebody_else_are_its_own(tmp_path: Path) -> None:
@@ -93,11 +94,11 @@ def test_status_shows_what_is_wanted_and_what_is_there(tmp_path: Path) -> None:
     run = made(tmp_path)
     with RunStore.open(run.store_path) as store:
         store.set_meta("engine_urls", '["http://a"]')
-        store.set_meta(scaling.WORKERS, "[0, 1]")
+        store.set_meta(run_values.WORKERS.key, "[0, 1]")
     scaling.ask(run, engines=3, workers=1)
     with RunStore.open(run.store_path) as store:
         row = {"coming": ["engine-1", "engine-2"], "going": ["worker-1"], "trouble": {"engine-2": "no place"}}
-        store.set_meta(scaling.SCALING, json.dumps(row))
+        store.set_meta(run_values.SCALING.key, json.dumps(row))
     with run.lock():
         found = status.status(run)
     assert found["size"]["wanted"] == {"engines": 3, "workers": 1}
@@ -143,12 +144,12 @@ class Scene:
         store: Any = SimpleNamespace(remote=False, meta=self.rows.get)
         self.scaler = Scaler(self.config, Looks(store), self.children, self.tell)
 
-    async def tell(self, key: str, value: str) -> None:
-        self.rows[key] = value
+    async def tell(self, value: Value[Any], to: object) -> None:
+        self.rows[value.key] = value.text(to)
 
     def ask(self, engines: int, workers: int) -> None:
         row = {"engines": engines, "workers": workers, "asked_s": trio.current_time() + 1}
-        self.rows[scaling.WANTED] = json.dumps(row)
+        self.rows[run_values.WANTED_SIZE.key] = json.dumps(row)
 
     @property
     def size(self) -> Size:
@@ -156,7 +157,7 @@ class Scene:
 
     @property
     def told(self) -> dict[str, Any]:
-        return json.loads(self.rows[scaling.SCALING])
+        return json.loads(self.rows[run_values.SCALING.key])
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
 
 
 def there(processes: RunProcesses) -> list[int]:
-    return json.loads(processes.looks._store.meta(scaling.WORKERS) or "")  # pyright: ignore[reportPrivateUsage]
+    return json.loads(processes.looks._store.meta(run_values.WORKERS.key) or "")  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from agentrl.records import StopReason, Task
 from agentrl.run import resume_overrides, supervisor
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import RunStore, run_values
 
 HOLDS = """
 import signal, sys
@@ -100,7 +100,7 @@ def test_a_run_whose_steps_stopped_coming_is_told_from_one_that_works(run: RunDi
 def test_a_learner_that_waits_says_what_for(run: RunDir) -> None:
     step(run, 1, NOW)
     with RunStore.open(run.store_path) as store:
-        store.set_meta(status.WAITS, "step 2 waits for groups: 3 of 8 are scored")
+        store.set_meta(run_values.LEARNER_WAITS.key, "step 2 waits for groups: 3 of 8 are scored")
     with run.lock():
         assert "waits     step 2 waits for groups: 3 of 8 are scored" in list(status.lines(status.status(run)))
     assert not any(line.startswith("waits") for line in status.lines(status.status(run))), "nobody waits now"
@@ -166,7 +166,7 @@ def test_a_run_of_another_machine_is_not_called_dead_nor_signalled(run: RunDir) 
         with pytest.raises(AgentRLError, match="on the machine on which it was started"):
             status.stop(run, 0)
         with RunStore.read(run.store_path) as store:
-            assert store.meta(status.STOP) == run.lock_path.read_text(), "it is asked through its store"
+            assert store.meta(run_values.STOP_WANTED.key) == run.lock_path.read_text(), "it is asked through its store"
     assert status.holder(run) == status.Holder("nobody")
 
 

@@ -18,8 +18,7 @@ from agentrl.errors import UsageError, matters
 from agentrl.run import supervisor
 from agentrl.run.cluster import submit as submitting
 from agentrl.run.cluster.submit import entrypoint, submit
-from agentrl.run.reporting import status
-from agentrl.store import RunStore
+from agentrl.store import RunStore, run_values
 from agentrl.store.asynchronous.reads import Looks
 
 from .test_scaling import made
@@ -149,10 +148,10 @@ async def test_a_run_of_another_machine_ends_when_its_store_asks_for_it(
     run = made(tmp_path)
     run.lock_path.write_text("17.1.4026531999.abcd")
     with RunStore.open(run.store_path) as store:
-        store.set_meta(status.STOP, "16.1.4026531999.abcd")  # it was for the one before
+        store.set_meta(run_values.STOP_WANTED.key, "16.1.4026531999.abcd")  # it was for the one before
         with trio.move_on_after(100):
             await supervisor._stop_when_asked(run, Looks(store))
-        store.set_meta(status.STOP, "17.1.4026531999.abcd")
+        store.set_meta(run_values.STOP_WANTED.key, "17.1.4026531999.abcd")
         with trio.fail_after(5), pytest.raises(supervisor.Interrupted, match="--resume") as raised:
             await supervisor._stop_when_asked(run, Looks(store))
         assert matters(raised.value).exit_code == 130

@@ -9,7 +9,6 @@ Owns what it measured of the run: the learner's pace by its ranks, and what a mo
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.metrics import Metric
+from agentrl.store.run_values import LEARNER_STARTED
 
 KIND = "controller"
 
@@ -84,7 +84,7 @@ class Controller:
 
     def _rows(self, store: ReadStore) -> tuple[dict[str, Any], Split, list[Metric]]:
         """The learner that runs, the split that was asked for, and the steps of this learner."""
-        learner = json.loads(store.meta(scale_requests.LEARNER) or "{}")
+        learner = LEARNER_STARTED.of(store.meta)
         split = Split(wanted(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
         return learner, split, store.metrics("step", after=int(learner["step"])) if learner else []
 

@@ -4,7 +4,6 @@ file. Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,17 +11,14 @@ from typing import Any, cast
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
 from agentrl.store.interfaces import ControlStore
-
-WANTED = "wanted_size"
-LEARNER = "learner_started"
-"""The row of the learner that runs: its ranks, the step that it began from, the seconds that its start took."""
+from agentrl.store.run_values import WANTED_SIZE
 
 Meta = Callable[[str], str | None]
 
 
 def asked(meta: Meta) -> dict[str, Any]:
     """What was asked for: `engines`, `workers` and `ranks`, if they were, and `asked_s`, when."""
-    return json.loads(meta(WANTED) or "{}")
+    return WANTED_SIZE.of(meta)
 
 
 def ranks(config: RunConfig, meta: Meta) -> int:
@@ -34,14 +30,14 @@ def move(store: ControlStore, to: Split, *, was: Split) -> None:
     """Ask for another split of the places between engines and the learner."""
     kept = {name: value for name, value in asked(store.meta).items() if name != "refused"}
     new = {**to._asdict(), "was": was._asdict(), "asked_s": time.time()}
-    store.set_meta(WANTED, json.dumps({**kept, **new}))
+    WANTED_SIZE.set(store, {**kept, **new})
 
 
 def take_back(store: ControlStore, why: str) -> None:
     """Ask for the split of before again: the learner finds no place for what was asked."""
     row = asked(store.meta)
     new = {**row.pop("was"), "asked_s": time.time(), "refused": why}
-    store.set_meta(WANTED, json.dumps({**row, **new}))
+    WANTED_SIZE.set(store, {**row, **new})
 
 
 def refused(meta: Meta) -> str | None:

@@ -1,6 +1,6 @@
 """How many engines and workers a run has: asked for by anybody beside it, and brought about by its supervisor.
 
-    agentrl scale ─► WANTED ─► Scaler ─► RunProcesses.join, leave ─► engine_urls, WORKERS ─► workers, learner
+    agentrl scale ─► WANTED_SIZE ─► Scaler ─► RunProcesses.join, leave ─► engine_urls, WORKERS ─► workers, learner
 
 What is asked for lies in the run's store, so that it outlives the supervisor; it counts before the run file. Owns these
 rows, what may be asked for, and when which child comes or goes; never a process.
@@ -8,7 +8,6 @@ rows, what may be asked for, and when which child comes or goes; never a process
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,16 +18,14 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
-from agentrl.run.cluster.scale_requests import WANTED, Meta, asked
+from agentrl.run.cluster.scale_requests import Meta, asked
 from agentrl.run.processes.engine_process import WrongWeights
 from agentrl.run.processes.supervise import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.interfaces import ControlStore, Versions
-
-WORKERS = "workers"
-SCALING = "scaling"
+from agentrl.store.run_values import ENGINE_URLS, SCALING, WANTED_SIZE, WORKERS, Value
 
 Kind = Literal["engine", "worker"]
 KINDS: tuple[Kind, ...] = ("engine", "worker")
@@ -84,8 +81,8 @@ def wanted(config: RunConfig, meta: Meta) -> Size:
 
 def workers_of(config: RunConfig, meta: Meta) -> list[int]:
     """The numbers of the workers that the run has now. One that is not among them leaves."""
-    found = meta(WORKERS)
-    return list(range(config.rollout.workers)) if found is None else json.loads(found)
+    found = WORKERS.of(meta)
+    return list(range(config.rollout.workers)) if found is None else found
 
 
 def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
@@ -101,7 +98,7 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
     with RunStore.open(run.store_path) as store:
         given = {"engines": engines, "workers": workers}
         rows = asked(store.meta) | {name: number for name, number in given.items() if number is not None}
-        store.set_meta(WANTED, json.dumps({**rows, "asked_s": time.time()}))
+        WANTED_SIZE.set(store, {**rows, "asked_s": time.time()})
         return wanted(config, store.meta)
 
 
@@ -110,7 +107,7 @@ def forget(store: ControlStore, *, engines: bool, workers: bool) -> None:
     gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
     gone |= {"ranks", "was"} if engines else set[str]()
     kept = {name: value for name, value in asked(store.meta).items() if name not in gone}
-    store.set_meta(WANTED, json.dumps(kept))
+    WANTED_SIZE.set(store, kept)
 
 
 def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
@@ -155,12 +152,12 @@ class Scaler:
     config: RunConfig
     looks: Looks[Versions]
     children: Elastic
-    tell: Callable[[str, str], Any]
+    tell: Callable[[Value[dict[str, Any]], dict[str, Any]], Any]
     _coming: dict[Part, trio.CancelScope] = field(default_factory=dict[Part, trio.CancelScope])
     _going: set[Part] = field(default_factory=set[Part])
     _trouble: dict[Part, str] = field(default_factory=dict[Part, str])
     _given_up: dict[Part, float] = field(default_factory=dict[Part, float])
-    _told: str = ""
+    _told: dict[str, Any] = field(default_factory=dict[str, Any])
 
     async def run(self) -> None:
         """For ever."""
@@ -227,9 +224,9 @@ class Scaler:
             "going": sorted(str(part) for part in self._going),
             "trouble": {str(part): why for part, why in sorted(self._trouble.items())},
         }
-        if (text := json.dumps(found)) != self._told:
-            await self.tell(SCALING, text)
-            self._told = text
+        if found != self._told:
+            await self.tell(SCALING, found)
+            self._told = found
 
 
 # --- for a reader
@@ -240,9 +237,9 @@ def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
     by name the `trouble` of those that do not come."""
     found: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
     if live:
-        urls = len(json.loads(meta("engine_urls") or "[]")) - len(config.engine.urls)
+        urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
         found["present"] = asdict(Size(urls, len(workers_of(config, meta))))
-        found |= json.loads(meta(SCALING) or "{}")
+        found |= SCALING.of(meta)
     return found
 
 

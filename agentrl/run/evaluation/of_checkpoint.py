@@ -17,7 +17,6 @@ from typing import Any
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
-from agentrl.config.league import META
 from agentrl.env import dataset_env
 from agentrl.errors import UsageError
 from agentrl.learner.checkpoints.folders import STATE, newest, of_role, step_of
@@ -25,6 +24,7 @@ from agentrl.run import league
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
+from agentrl.store.run_values import LEAGUE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class Adapters:
         shutil.copytree(self.checkpoint / "adapter", checkpoint / "adapter")
         (checkpoint / STATE).write_text(json.dumps({"step": step_of(checkpoint)}))  # it trained nothing of this run
         with RunStore.read(self.source.store_path) as theirs, RunStore.open(run.store_path) as store:
-            members = theirs.meta(META)
+            members = LEAGUE.of(theirs.meta)
             if members is not None:
-                store.set_meta(META, members)
+                LEAGUE.set(store, members)
         for version, folder in league.folders(self.source).items():
             shutil.copytree(folder, run.path / "league" / str(version))
 

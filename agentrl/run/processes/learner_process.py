@@ -10,7 +10,6 @@ shares its GPU with the engines (`runtime.turns`) has it from the batch to the f
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -48,7 +47,6 @@ from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.exit_status import give_up
 from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
-from agentrl.run.reporting.status import WAITS
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.telemetry import Telemetry
@@ -57,6 +55,7 @@ from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
 from agentrl.store import RunStore
 from agentrl.store.interfaces import LearnerStore
+from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PHASE
 from agentrl.tokens import staleness
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
@@ -134,16 +133,16 @@ class _Learning:
         )
         full = self._config.buffer.max_lag
         self._bound = LagBound(
-            full, self._config.alarms.calm_steps, now=staleness.bound_now(store.meta(staleness.BOUND_KEY), full)
+            full, self._config.alarms.calm_steps, now=staleness.bound_now(MAX_LAG.of(store.meta), full)
         )
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes, self._writes = ThreadPoolExecutor(1, "push"), ThreadPoolExecutor(1, "checkpoint")
         self._push: Future[None] | None = None
         self._progress = threading.Event()  # a part of the checkpoint was written
-        store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
+        MODEL_PARAMS.set(store, sum(p.numel() for p in self._learner.model.parameters()))
         ready = {"ranks": self._ranks.size, "step": self._learner.step_index, "start_s": heartbeat.age_s()}
-        store.set_meta(scale_requests.LEARNER, json.dumps(ready))
+        LEARNER_STARTED.set(store, ready)
 
     def run(self) -> None:
         """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first. Raises LeaseLost if
@@ -199,7 +198,7 @@ class _Learning:
             if self._league is not None:
                 row |= self._league.count(groups)
             row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
-            self._store.set_meta(staleness.BOUND_KEY, str(self._bound.after(alarms)))
+            MAX_LAG.set(self._store, self._bound.after(alarms))
             self._record_hashes()
             version = self._publish(row)
             self._heartbeat.mark()
@@ -229,7 +228,7 @@ class _Learning:
         started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
         patience_s, named = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2), ""
         tell_s = _LONG_S
-        while (phase := self._store.meta("phase")) != "stop":
+        while (phase := PHASE.of(self._store.meta)) != "stop":
             if phase == "finish":
                 return None
             if self._config.cluster.controller is not None:
@@ -250,12 +249,12 @@ class _Learning:
                 whole_at = min(whole_at, now)
             if groups is not None:
                 if named:
-                    self._store.set_meta(WAITS, "")
+                    LEARNER_WAITS.set(self._store, None)
                 return groups, time.perf_counter() - started
             if now - started > tell_s:  # again and again: what is missing may change
                 tell_s *= 2
                 named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s)
-                self._store.set_meta(WAITS, named)
+                LEARNER_WAITS.set(self._store, named)
                 print(f"agentrl learner: {named}", file=sys.stderr)
             if size == 0:
                 return None

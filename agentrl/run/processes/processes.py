@@ -9,7 +9,6 @@ learner goes on from its last checkpoint. A child whose error says that a restar
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +31,7 @@ from agentrl.models.resolve import given_model_dir
 from agentrl.records import WeightVersion
 from agentrl.run import league
 from agentrl.run.cluster import scale_requests
-from agentrl.run.cluster.scaling import WORKERS, Kind, NoRoom, Scaler, Size
+from agentrl.run.cluster.scaling import Kind, NoRoom, Scaler, Size
 from agentrl.run.processes.engine_health import Watch
 from agentrl.run.processes.engine_process import Replica, Weights, WrongWeights, attach, current_weights
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
@@ -42,10 +41,10 @@ from agentrl.run.processes.supervise import Child, RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.run.scratch_space import full
 from agentrl.run.start_point import StartPoint, where_it_stands
-from agentrl.run.weights.role_policies import ENGINE_URLS, ROLE_URLS
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store.run_values import ENGINE_URLS, GIVEN_URLS, PHASE, ROLE_URLS, WORKERS, Value
 
 _DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
 _PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
@@ -162,9 +161,10 @@ class RunProcesses:
         urls = {role: [replica.url for replica in own.values()] for role, own in self._learning.items()}
         given = {policy: replica.url for policy, replica in self._given.items()}
         own = [*self.config.engine.urls, *urls.pop(None, [])]
-        await self._set("given_urls", json.dumps(given))
-        await self._set(ROLE_URLS, json.dumps(urls))
-        await self._set(ENGINE_URLS, json.dumps(own))  # last: a learner waits for these
+        by_role = {role: own for role, own in urls.items() if role is not None}
+        await self._set(GIVEN_URLS, given)
+        await self._set(ROLE_URLS, by_role)
+        await self._set(ENGINE_URLS, own)  # last: a learner waits for these
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
@@ -224,7 +224,7 @@ class RunProcesses:
 
     async def _name_workers(self) -> None:
         """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""
-        await self._set(WORKERS, json.dumps(sorted(self._workers)))
+        await self._set(WORKERS, sorted(self._workers))
 
     def _keep_working(self, child: Child) -> None:
         silent_s, setting = self.config.rollout.hang_deadline_s, self.config.rollout.hang_setting
@@ -338,7 +338,7 @@ class RunProcesses:
         with trio.CancelScope(shield=True):
             await self._let_go("scaling")  # nothing comes any more
         with trio.CancelScope(shield=True), suppress(StoreError):  # children are ended below in any case
-            await self._set("phase", "stop")
+            await self._set(PHASE, "stop")
         for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:
@@ -395,8 +395,8 @@ class RunProcesses:
             except DiskFull:
                 await trio.sleep(_DISK_S)
 
-    async def _set(self, key: str, value: str) -> None:
-        await self.writes(lambda store: store.set_meta(key, value))
+    async def _set(self, value: Value[_T], to: _T) -> None:
+        await self.writes(lambda store: value.set(store, to))
 
     async def _buried(self, child: Child, budget: RestartBudget) -> bool:
         """Free the episodes of a dead worker. Returns whether one of them killed it: this spends none of its budget."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -47,6 +46,7 @@ from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks, Newest
 from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.interfaces import ReadStore, RolloutStore
+from agentrl.store.run_values import GIVEN_URLS
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
@@ -139,7 +139,7 @@ def known_of(config: RunConfig, store: ReadStore) -> Known:
     """What the store says now."""
     return Known(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
-        given=json.loads(store.meta("given_urls") or "{}"),
+        given=GIVEN_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
         version=store.current_version(),
     )

@@ -26,9 +26,9 @@ from agentrl.run.reporting import failed_tasks
 from agentrl.run.reward_services import by_function
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
-from agentrl.run.stop_request import STOPPED_EARLY
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import finite
+from agentrl.store.run_values import CREATED_S, MODEL_PARAMS, STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
 
 _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
@@ -43,7 +43,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
     waits = store.waited()
     drops = store.drops()
     idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
-    started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
+    started, ended = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
     sets = {
         held_out.name: {
             when: _asdict(evaluation.result(store, held_out.name, evaluation.label(held_out.name, when)))
@@ -56,15 +56,15 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "name": config.name,
         "seed": config.seed,
         "model": config.model,
-        "model_params": int(store.meta("model_params") or 0),
+        "model_params": MODEL_PARAMS.of(store.meta),
         "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
         "steps": len(steps),
         "episodes": store.episodes_trained(),
         "steps_updated": sum(bool(row["updated"]) for row in steps),
         "tokens_trained": sum(row["tokens_scored"] for row in steps if row["updated"]),
         "no_signal": None if idle_end is None else str(idle_end),
-        "stopped_early": store.meta(STOPPED_EARLY) or None,
-        "wall_s": time.time() - float(store.meta("created_s") or time.time()),
+        "stopped_early": STOPPED_EARLY.of(store.meta),
+        "wall_s": time.time() - (CREATED_S.of(store.meta) or time.time()),
         "train_s": ended - started,
         "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
         "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,

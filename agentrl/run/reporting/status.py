@@ -25,16 +25,10 @@ from agentrl.run.reporting import report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
+from agentrl.store.run_values import LEARNER_WAITS, PHASE, STOP_WANTED, TAKES_NO_SIGNALS
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
-STOP = "stop_wanted"
-"""The run's lock, as it stands there, of the supervisor that shall end."""
-NO_SIGNALS = "takes_no_signals"
-"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
-of another machine."""
-WAITS = "learner_waits"
-"""What the learner has waited for, for long; empty if it does not."""
 _RECENT = 10  # steps in a mean
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
@@ -71,10 +65,10 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
     held, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
         rows = store.metrics("step")
-        counts, phase = store.counts(), store.meta("phase") or ""
+        counts, phase = store.counts(), PHASE.of(store.meta) or ""
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
-        split, waits = autoscaler.line(store), store.meta(WAITS) or ""
+        split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
         failures, unscored = store.failures(), [str(one) for one in score_failures(store) if one.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
@@ -164,7 +158,7 @@ def stop(run: RunDir, deadline_s: float) -> str:
         return f"{run.path} is not under way; go on with {_resume(run)}"
     if held.pid is None or _takes_no_signals(run):
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
-            store.set_meta(STOP, run.lock_path.read_text())
+            STOP_WANTED.set(store, run.lock_path.read_text())
         mend = "type this on the machine on which it was started" if held.pid is None else f"end process {held.pid}"
         return _ended(run, deadline_s, f"if it hangs, {mend}")
     try:
@@ -179,7 +173,7 @@ def stop(run: RunDir, deadline_s: float) -> str:
 
 def _takes_no_signals(run: RunDir) -> bool:
     with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
-        return store.meta(NO_SIGNALS) == run.lock_path.read_text()
+        return TAKES_NO_SIGNALS.of(store.meta) == run.lock_path.read_text()
     return False
 
 

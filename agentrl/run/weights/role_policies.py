@@ -6,7 +6,6 @@ model of their own. All policies of a step have one version number: it counts as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,12 +17,7 @@ from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, Sender
 from agentrl.engine.weight_sync.weight_lock import Held
 from agentrl.errors import matters
 from agentrl.run.weights.publisher import WeightPublisher
-
-ENGINE_URLS = "engine_urls"
-"""What the store calls the URLs of engines that serve; empty until all of a run's first ones do."""
-
-ROLE_URLS = "role_urls"
-"""What the store calls the URLs of engines by role, for roles with a model of their own."""
+from agentrl.store.run_values import CREATED_S, ENGINE_URLS, ROLE_URLS
 
 _SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all other costs the worst counts
 
@@ -31,8 +25,8 @@ _SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all oth
 def urls_of(meta: Callable[[str], str | None], role: str | None) -> list[str]:
     """The engines of a role with a model of its own (None: of all others), as the store names them."""
     if role is None:
-        return json.loads(meta(ENGINE_URLS) or "[]")
-    return json.loads(meta(ROLE_URLS) or "{}").get(role, [])
+        return ENGINE_URLS.of(meta)
+    return ROLE_URLS.of(meta).get(role, [])
 
 
 def file_of(path: Path, role: str | None) -> Path:
@@ -44,7 +38,7 @@ def objects_of(engine: EngineSettings, name: str, meta: Callable[[str], str | No
     """Where in the object store the weights of a policy of the run `name` go; None if they go by files."""
     if engine.weights_url is None:
         return None
-    own = f"{name}-{meta('created_s')}"  # another run at the same URL was made at another time
+    own = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
     url = "/".join(filter(None, [engine.weights_url.rstrip("/"), own, role]))
     return Folder(url, deadline_s=engine.admin_deadline_s)
 

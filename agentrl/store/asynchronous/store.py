@@ -81,7 +81,11 @@ def _read(
 
     @wraps(method)
     async def call(self: Any, *given: _P.args, **named: _P.kwargs) -> _T:
-        return await self._read(lambda store: getattr(store, method.__name__)(*given, **named))
+
+        def read(store: ReadStore) -> Any:
+            return getattr(store, method.__name__)(*given, **named)
+
+        return await self._read(read)
 
     return call
 

@@ -25,6 +25,7 @@ from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.reads import load_group
+from agentrl.store.run_values import ATTEMPT_SQL
 from agentrl.tokens import staleness
 
 STALE = "stale"
@@ -259,7 +260,7 @@ class Buffer(Part):
             if one.trains:
                 self._db.execute(
                     "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
-                    " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                    f" VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
                     (one.id, step, max_lag, now),
                 )
             if one.scored:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from agentrl.store.databases.database import Row, Watch
+from agentrl.store.run_values import PHASE
 
 Role = Literal["rollout", "learner", "control", "reward"]
 """Who waits: a worker for episodes, the learner for members, admission for room, a reward source for turns."""
@@ -18,7 +19,7 @@ _LEAST_S, _MOST_S = 0.001, 0.02
 _GROWTH = 1.5
 _WAKES_S = 0.25  # where a descriptor tells of writes
 
-_PHASE = "(SELECT value FROM meta WHERE key = 'phase')"
+_PHASE = f"(SELECT value FROM meta WHERE key = '{PHASE.key}')"
 _ENDED = "(SELECT TOTAL(n) FROM ending_counts)"
 _MARKS: dict[Role, str | None] = {
     "rollout": None,

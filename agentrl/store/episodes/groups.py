@@ -17,6 +17,7 @@ from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_ta
 from agentrl.store.databases.database import Asked, Database, Part, Row
 from agentrl.store.episodes.replays import lost_groups, quarantined
 from agentrl.store.reads import WEIGHTS
+from agentrl.store.run_values import NEXT_TASK
 from agentrl.store.schema import SET_META
 from agentrl.store.versions import latest_confirmed
 
@@ -63,7 +64,7 @@ class Groups(Part):
             playable = without(quarantined(self._db), new, skipped) if new else []
             for task in playable:
                 create_group(self._db, task, bounds.group_size, TRAIN, step)
-            self._db.execute(SET_META, ("next_task", str(first + len(new))))
+            self._db.execute(SET_META, (NEXT_TASK.key, NEXT_TASK.text(first + len(new))))
         return len(again) + len(playable)
 
     def _room(self, bounds: Bounds, limit: int) -> tuple[Room, int]:
@@ -117,8 +118,7 @@ class Groups(Part):
 
 def next_task(db: Database) -> int:
     """The index of the next training task. Inside a transaction."""
-    row = db.row("SELECT value FROM meta WHERE key = 'next_task'")
-    return 0 if row is None else int(row[0])
+    return NEXT_TASK.within(db)
 
 
 def _counts(db: Database, purpose: str) -> dict[GroupState, int]:

@@ -19,9 +19,7 @@ from agentrl.errors import RunFailed, StoreAway, UsageError
 from agentrl.store import schema
 from agentrl.store.databases.postgres.connection import Session
 from agentrl.store.databases.postgres.postgres import Address
-
-KEY = "supervisor"
-"""The key in `meta` of the name of who supervises the run, or did last."""
+from agentrl.store.run_values import SUPERVISOR
 
 _LOCK = (schema.APPLICATION_ID ^ 1) << 32  # beside the locks of writers: this, and the schema's number
 _FREED_S = 25.0  # by which the server has noticed that a host is gone
@@ -94,10 +92,10 @@ class Supervision:
             return True
         if not found[0]:
             return False
-        self._session.execute(_NAMED, (KEY, self._name))
+        self._session.execute(_NAMED, (SUPERVISOR.key, self._name))
         return True
 
     def _holder(self) -> str:
         assert self._session is not None
-        row = self._session.execute("SELECT value FROM meta WHERE key = $1", (KEY,)).fetchone()
+        row = self._session.execute("SELECT value FROM meta WHERE key = $1", (SUPERVISOR.key,)).fetchone()
         return "another process" if row is None else str(row[0])

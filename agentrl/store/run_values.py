@@ -1,0 +1,132 @@
+"""What the processes of a run agree on: every key of the store's table `meta`, and the type of its value.
+
+Rows are text; a `Value` reads and writes them. Its readers take the store's `meta`, so that a call may read through any
+handle: `PHASE.of(store.meta)`, or `await PHASE.awaited(store.meta)` in a program with a loop. The keys at the end are
+the store's own: its calls alone write them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from copy import copy
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar, cast
+
+from agentrl.store.databases.database import Database
+
+Phase = Literal["eval", "train", "drain", "finish", "stop"]
+_T = TypeVar("_T")
+
+
+class _Writes(Protocol):
+    def set_meta(self, key: str, value: str) -> None: ...
+
+
+class Value(Generic[_T]):
+    """A value under one key. `unset` is what it is if nobody set it, or set it to nothing."""
+
+    def __init__(self, key: str, unset: _T, read: Callable[[str], _T], write: Callable[[_T], str] = str) -> None:
+        self.key, self.unset = key, unset
+        self._read, self._write = read, write
+
+    def of(self, meta: Callable[[str], str | None]) -> _T:
+        """The value, by a store's `meta`."""
+        return self._value(meta(self.key))
+
+    async def awaited(self, meta: Callable[[str], Awaitable[str | None]]) -> _T:
+        """The same, by the `meta` of a store whose calls are awaited."""
+        return self._value(await meta(self.key))
+
+    def within(self, db: Database) -> _T:
+        """The same, inside a transaction."""
+        row = db.row("SELECT value FROM meta WHERE key = ?", (self.key,))
+        return self._value(None if row is None else row[0])
+
+    def set(self, store: _Writes, value: _T) -> None:
+        """Set it for every process of the run."""
+        store.set_meta(self.key, self.text(value))
+
+    def text(self, value: _T) -> str:
+        """A value as its row has it."""
+        return self._write(value)
+
+    def _value(self, text: str | None) -> _T:
+        return self._read(text) if text else copy(self.unset)
+
+
+def _text(key: str) -> Value[str | None]:
+    return Value[str | None](key, None, str, lambda value: value or "")
+
+
+def _seconds(key: str) -> Value[float | None]:
+    return Value[float | None](key, None, float, lambda value: "" if value is None else str(value))
+
+
+def _json(key: str, unset: _T) -> Value[_T]:
+    return Value[_T](key, unset, lambda text: cast("_T", json.loads(text)), json.dumps)
+
+
+# --- the run
+
+CONFIG: Final = _text("config")
+"""The run's configuration, as `agentrl.config.to_json` writes it."""
+CREATED_S: Final = _seconds("created_s")
+PHASE: Final = Value[Phase | None]("phase", None, lambda text: cast("Phase", text))
+"""What its processes do now; None before it began."""
+TRAIN_STARTED_S: Final = _seconds("train_started_s")
+TRAIN_ENDED_S: Final = _seconds("train_ended_s")
+STOPPED_EARLY: Final = _text("stopped_early")
+"""Why training ended before its last step, though nothing failed; None if the run has gone on since."""
+WENT_BACK: Final = _text("went_back")
+"""What the last return to a checkpoint cost, in words."""
+STOP_WANTED: Final = _text("stop_wanted")
+"""The run's lock, as it stands there, of the supervisor that shall end."""
+TAKES_NO_SIGNALS: Final = _text("takes_no_signals")
+"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
+of another machine."""
+ROWS_DIGESTS: Final = _json("rows_digests", cast("dict[str, str]", {}))
+"""A digest of each data set as the run last began or went on."""
+
+# --- engines and workers
+
+ENGINE_URLS: Final = _json("engine_urls", cast("list[str]", []))
+"""URLs of engines that serve; empty until all of a run's first ones do."""
+ROLE_URLS: Final = _json("role_urls", cast("dict[str, list[str]]", {}))
+"""The same by role, for roles with a model of their own."""
+GIVEN_URLS: Final = _json("given_urls", cast("dict[str, str]", {}))
+"""URLs of engines whose weights do not change, by what they serve."""
+WORKERS: Final = _json("workers", cast("list[int] | None", None))
+"""The numbers of the workers that the run has now; None: those of the run file."""
+WANTED_SIZE: Final = _json("wanted_size", cast("dict[str, Any]", {}))
+"""What was asked for: `engines`, `workers`, `ranks`, if they were; see `agentrl.run.cluster.scale_requests`."""
+SCALING: Final = _json("scaling", cast("dict[str, Any]", {}))
+"""Which parts are `coming`, `going`, and in `trouble`."""
+
+# --- the learner
+
+MODEL_PARAMS: Final = Value[int]("model_params", 0, int)
+MAX_LAG: Final = Value[int | None]("max_lag", None, int)
+"""The lag bound that holds now; None as long as it is the run file's."""
+LEARNER_STARTED: Final = _json("learner_started", cast("dict[str, Any]", {}))
+"""Of the learner that runs: its `ranks`, the `step` that it began from, the seconds that its start took (`start_s`)."""
+LEARNER_WAITS: Final = _text("learner_waits")
+"""What it has waited for, for long, in words."""
+LEAGUE: Final = _text("league")
+"""The members, as `agentrl.config.league.to_json` writes them."""
+
+# --- the store's own
+
+ATTEMPT: Final = Value[int]("attempt", 1, int)
+NEXT_TASK: Final = Value[int]("next_task", 0, int)
+"""The index of the next training task."""
+LEARNER: Final = Value[int]("learner", 0, int)
+"""Which of the run's learners leads: the last that said so."""
+RUN_ID: Final = _text("run_id")
+"""The name of the run in files of moved episodes."""
+SUPERVISOR: Final = _text("supervisor")
+"""Who supervises a run on a server, or did last, in words."""
+PLACE: Final = _text("shard")
+"""Of a database that an older run had beside others: "2/3" is the last of three."""
+
+ATTEMPT_SQL: Final = "(SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt')"
+"""The attempt, in SQL."""
