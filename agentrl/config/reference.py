@@ -25,6 +25,7 @@ from agentrl.config import run_config
 _NUMBERS = (
     (r"Positive", "number above 0"),
     (r"Weight", "number from 0"),
+    (r"Wait", 'number from 0, or `"always"`'),
     (r"Share", "number from 0 to 1"),
     (r"Count", "integer from 1"),
     (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),

@@ -22,6 +22,7 @@ from agentrl.records import SamplingParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["always"]
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Resume = Literal["tokens", "turns", "episode", "group"]
 
@@ -98,6 +99,9 @@ class Buffer(Section):
     close: Literal["auto", "full", "quorum"] = "auto"  # of groups: by the last member or a quorum; auto: full at lag 0
     quorum: Annotated[int, Field(ge=2)] | None = None  # scored members that close a group; default: three in four
     quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
+    wait_at_bound: Wait = (
+        "always"  # for episodes that a step makes too old; a number: times as long as the learner works
+    )
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
@@ -110,6 +114,11 @@ class Buffer(Section):
     def groups_ahead(self) -> int:
         """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
         return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def patience(self) -> float:
+        """`wait_at_bound` as a number; always is inf."""
+        return math.inf if self.wait_at_bound == "always" else self.wait_at_bound
 
     @property
     def skips(self) -> int:

@@ -53,6 +53,7 @@ from agentrl.store.buffer.buffer import Buffer, Expired
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.buffer.no_signal import Returns
+from agentrl.store.buffer.patience import Patience
 from agentrl.store.buffer.taken_groups import Retaking
 from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role, Signal
@@ -103,6 +104,7 @@ __all__ = [
     "MovedMember",
     "Oldest",
     "Partial",
+    "Patience",
     "Pick",
     "Prioritised",
     "Quarantined",

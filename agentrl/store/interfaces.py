@@ -207,6 +207,7 @@ class LearnerStore(StartStore, Recorder, Protocol):
     ready_count = RunStore.ready_count
     late_open = RunStore.late_open
     take = RunStore.take
+    at_bound = RunStore.at_bound
     wait_for_work = RunStore.wait_for_work
     retain = RunStore.retain
 

@@ -37,6 +37,11 @@ def last_step(made_at: int, max_lag: int) -> int:
     return made_at + max_lag + 1
 
 
+def edge(step: int, max_lag: int) -> int:
+    """The newest weights whose tokens optimizer step `step` is the last to train: `last_step` of these is `step`."""
+    return step - max_lag - 1
+
+
 def bound_now(lowered: int | None, max_lag: int) -> int:
     """The bound that holds now: that of the run file, or what alarms `lowered` it to."""
     return max_lag if lowered is None else min(max_lag, lowered)

@@ -26,6 +26,8 @@ from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers
+from agentrl.store import Patience
+from agentrl.store.buffer.buffer import AtBound
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Scene:
             _saved_at=0.0,
             _publisher=SimpleNamespace(behind=self._behind),
             _bound=LagBound(full=4, calm_steps=2, now=4),
+            _held=Patience(math.inf),
             _store=SimpleNamespace(
                 meta=lambda key: '["http://engine"]',
                 still_leads=lambda: None,
@@ -296,8 +299,17 @@ class Waiting:
     """A learner at step `step` of 9, at a store in which group 1 is ready and a member of a group before runs on until
     `late_s`; each wait for work takes a second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, step: int, late_s: float, ready_s: float = 0.0) -> None:
-        self.now_s, self.phase = 0.0, "train"
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        step: int,
+        late_s: float,
+        ready_s: float = 0.0,
+        hangs_s: float = 0.0,
+        wait: float = math.inf,
+    ) -> None:
+        self.now_s, self.phase, self._ready_s = 0.0, "train", ready_s
         clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
         monkeypatch.setattr(module, "time", clock)
         self.learning: Any = object.__new__(module._Learning)
@@ -316,15 +328,21 @@ class Waiting:
             _push=None,
             _watch_at=math.inf,
             _bound=LagBound(full=4, calm_steps=2, now=4),
+            _held=Patience(wait),
             _store=SimpleNamespace(
                 meta=lambda key: self.phase,
                 set_meta=lambda key, value: None,
                 late_open=lambda: int(self.now_s < late_s),
-                ready_count=lambda: int(self.now_s >= ready_s),
-                take=lambda step, n, **_: ["a group"] if self.now_s >= ready_s else None,
+                ready_count=lambda: int(self.now_s >= self._ready_s),
+                at_bound=lambda *_, **__: AtBound(int(self.now_s < hangs_s), 0),
+                take=self._take,
                 wait_for_work=lambda role, timeout_s: setattr(self, "now_s", self.now_s + 1.0),
             ),
         )
+
+    def _take(self, step: int, n: int, *, close_at_bound: int | None, **_: Any) -> list[str] | None:
+        self.least = close_at_bound
+        return ["a group"] if self.now_s >= self._ready_s else None
 
 
 @pytest.mark.parametrize(
@@ -344,11 +362,37 @@ def test_the_last_step_waits_for_late_members_as_long_as_a_group_has(
 
 
 @pytest.mark.parametrize(
+    ("ready_s", "hangs_s", "wait", "waited_s", "held_s", "least"),
+    [
+        (0.0, 0.0, math.inf, 0.0, 0.0, 6),  # a group of eight closes at the bound with its quorum
+        (0.0, 20.0, math.inf, 20.0, 20.0, 6),
+        (8.0, 20.0, math.inf, 20.0, 12.0, 6),  # until then there are no groups to take
+        (0.0, 20.0, 0.5, 5.0, 5.0, 0),  # ten seconds of work: then groups at the bound close with what they have
+        (0.0, 20.0, 0.0, 0.0, 0.0, 0),
+    ],
+)
+def test_the_learner_waits_at_the_lag_bound_as_long_as_its_patience_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+    ready_s: float,
+    hangs_s: float,
+    wait: float,
+    waited_s: float,
+    held_s: float,
+    least: int,
+) -> None:
+    scene = Waiting(monkeypatch, step=5, late_s=0.0, ready_s=ready_s, hangs_s=hangs_s, wait=wait)
+    scene.learning._held.worked(10.0)
+    assert scene.learning._take() == (["a group"], waited_s)
+    assert (scene.learning._held.held_s, scene.least) == (held_s, least)
+
+
+@pytest.mark.parametrize(
     ("ready", "late", "last", "says"),
     [
         (3, 0, False, "step 7 waits for groups: 3 of 8 are scored; agentrl rewards RUN names late sources"),
         (20, 4, True, "step 7 is the last: it waits for 4 late members, which no later step trains, 40 s at most"),
         (20, 4, False, "step 7 waits, though 20 groups are scored: of these too few fit"),
+        (20, 5, False, "step 7 waits for 5 running episodes that it would make too old: lower rollout.step_deadline_s"),
     ],
 )
 def test_a_learner_that_waits_for_long_names_what_it_waits_for(
@@ -376,11 +420,14 @@ def test_a_learner_that_waits_for_long_names_what_it_waits_for(
         _watch_at=math.inf,
         _order=None,
         _returns=None,
+        _bound=LagBound(full=4, calm_steps=2, now=4),
+        _held=Patience(math.inf),
         _store=SimpleNamespace(
             meta=lambda key: "train",
             set_meta=lambda key, value: told.update({key: value}),
             ready_count=lambda: ready,
             late_open=lambda: late,
+            at_bound=lambda *_, **__: AtBound(5 if late == 5 and looks < 6 else 0, 0),
             take=take,
             wait_for_work=lambda *_: (wait(), told.get("learner_waits") and seen.append(told["learner_waits"])),
         ),

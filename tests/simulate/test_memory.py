@@ -28,6 +28,7 @@ class Pair:
         self.policy, self.bounds = policy, bounds
         self.step = 0
         self.playing: list[tuple[Claim, Member, int]] = []
+        self.acted: dict[int, int] = {}  # by member whose environment has yet to answer: the step of its tokens
         self.seen = seen
         self.serve()
 
@@ -50,11 +51,14 @@ class Pair:
         for claim in claims:
             self.store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
 
-    def finish(self, at: int, scored: bool, old: bool) -> None:
-        claim, member, oldest = self.playing.pop(at % len(self.playing))
-        if member.ended:  # it expired
-            return
-        newest = oldest if old else self.step
+    def act(self, at: int) -> None:
+        """A member samples its tokens, and its environment does not answer yet."""
+        claim, member, _ = self.playing[at % len(self.playing)]
+        if not member.ended and member.id not in self.acted:
+            self.acted[member.id] = self.step
+            self.sample(claim, self.step, self.step)
+
+    def sample(self, claim: Claim, oldest: int, newest: int) -> None:
         made = {self.store.step_of(version): version for version in range(1, self.step + 2)}
         spans = (VersionSpan(made[oldest], 0, 1), VersionSpan(made[newest], 1, 2))
         turn = Turn(
@@ -68,6 +72,17 @@ class Pair:
             text="",
         )
         self.store.journal_turn(claim.episode_id, claim.fence, turn)
+
+    def finish(self, at: int, scored: bool, old: bool) -> None:
+        claim, member, oldest = self.playing.pop(at % len(self.playing))
+        acted = self.acted.pop(member.id, None)
+        if member.ended:  # it expired
+            return
+        newest = oldest if old else self.step
+        if acted is None:
+            self.sample(claim, oldest, newest)
+        else:
+            oldest = newest = acted
         reason = StopReason.DONE if scored else StopReason.ENV_FAILED
         outcome = 1.0 if scored else None
         self.store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None)
@@ -82,10 +97,21 @@ class Pair:
         for what, found in zip(("closed early", "group expired", "member expired"), wanted, strict=True):
             self.seen[what] += len(found)
 
-    def take(self, n: int) -> None:
-        expired = self.memory.counts[GroupState.EXPIRED]
-        wanted = self.store.take(self.step + 1, n, max_lag=self.bounds.max_lag, order=self.order)
-        found = self.memory.take(self.step + 1, n, max_lag=self.bounds.max_lag)
+    def at_bound(self) -> None:
+        step, max_lag = self.step + 1, self.bounds.max_lag
+        quorum = None if self.policy == FULL else self.policy.at_least
+        wanted = self.store.at_bound(step, max_lag=max_lag, quorum=quorum)
+        found = self.memory.at_bound(step, max_lag=max_lag, quorum=quorum, acts=lambda one: self.acted.get(one.id))
+        assert (found.episodes > 0, found.closable) == (wanted.episodes > 0, wanted.closable)
+        self.seen["waited for"] += wanted.episodes > 0
+        self.seen["closable"] += wanted.closable
+
+    def take(self, n: int, least: int | None) -> None:
+        expired, running = self.memory.counts[GroupState.EXPIRED], self.memory.counts[GroupState.RUNNING]
+        step, max_lag = self.step + 1, self.bounds.max_lag
+        wanted = self.store.take(step, n, max_lag=max_lag, order=self.order, close_at_bound=least)
+        found = self.memory.take(step, n, max_lag=max_lag, close_at_bound=least)
+        self.seen["closed at the bound"] += running - self.memory.counts[GroupState.RUNNING]
         assert (found is None) == (wanted is None)
         self.seen["group stale"] += self.memory.counts[GroupState.EXPIRED] - expired
         for ours, theirs in zip(found or [], wanted or [], strict=True):
@@ -126,7 +152,7 @@ def play(seed: int, seen: Counter[str]) -> None:
         )
         for _ in range(chance.randint(20, 80)):
             pair.now += chance.choice([0.0, 1.0, 7.0, 60.0])
-            match chance.choice(["admit", "claim", "finish", "finish", "finish", "expire", "take"]):
+            match chance.choice(["admit", "claim", "act", "finish", "finish", "finish", "expire", "take"]):
                 case "admit":
                     pair.admit()
                 case "claim":
@@ -134,7 +160,10 @@ def play(seed: int, seen: Counter[str]) -> None:
                 case "finish" if pair.playing:
                     pair.finish(chance.randrange(99), scored=chance.random() < 0.8, old=chance.random() < 0.5)
                 case "take":
-                    pair.take(chance.randint(0, pair.bounds.groups_per_step))
+                    pair.at_bound()
+                    pair.take(chance.randint(0, pair.bounds.groups_per_step), chance.choice([None, 0, 3]))
+                case "act" if pair.playing:
+                    pair.act(chance.randrange(99))
                 case _:
                     pair.expire()
             pair.compare()
@@ -146,4 +175,6 @@ def test_on_any_schedule_the_rules_in_memory_decide_as_the_store_does() -> None:
     for seed in range(100):
         play(seed, seen)
     met = {"trained", "trained late", "left out", "closed early", "group expired", "member expired", "group stale"}
+    met |= {"waited for", "closable"}
     assert met <= {what for what, n in seen.items() if n >= 5}, seen
+    assert seen["closed at the bound"]

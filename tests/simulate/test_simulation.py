@@ -106,10 +106,46 @@ def test_under_pareto_times_our_quorum_trains_four_times_what_a_synchronous_run_
     promised(found)
 
 
-def test_a_group_that_waits_for_all_its_members_keeps_none_of_these_promises() -> None:
+def test_a_group_that_waits_for_all_its_members_pays_with_speed_alone() -> None:
     found = run(world("lognormal:1", 64, step_s=1.0), quorum("full"), steps=60)
     assert found.of_bound < 0.9
+    promised(found)
+
+
+def test_other_systems_that_wait_for_all_members_lose_episodes() -> None:
+    found = run(world("lognormal:1", 64, step_s=1.0), Policy(name="", max_lag=LAG), steps=60)
     assert found.tokens_discarded > found.tokens_unavoidable + 0.05
+
+
+class OneHangs:
+    """Episodes of one second. The last member of each group hangs after that until its time limit, at 20 s."""
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        return [Play(s, ((0.0, 1.0, 20),), 20) for s in [*[1.0] * (size - 1), 20.0]]
+
+
+@pytest.mark.parametrize("close", ["full", "6/8@10"])
+@pytest.mark.parametrize("lag", [1, 4])
+def test_law_3_a_member_that_hangs_to_its_time_limit_is_trained_as_its_siblings_are(close: str, lag: int) -> None:
+    """Steps of 2 s: at the end of the 20 s its tokens would be nine steps old."""
+    where = replace(world("constant:1", 256, step_s=2.0, groups=4), episodes=OneHangs())
+    [policy] = ours(lag, [parse_close(close, SIZE)])
+    found = run(where, policy)
+    assert [share.episodes for share in (*found.by_length, found.longest)] == [1.0] * 5
+    assert found.tokens_discarded == 0
+    assert found.idle > 0.5, "and this is the price"
+    without = run(where, Policy(name="", max_lag=lag, close=policy.close))
+    assert without.longest.episodes < 0.1
+
+
+def test_patience_bounds_what_waiting_costs() -> None:
+    """It waits for as long as it works, which is too short for some: these are lost, and no quick one is."""
+    where = replace(world("constant:1", 256, step_s=2.0, groups=4), episodes=OneHangs())
+    [policy] = ours(LAG, [parse_close("6/8@10", SIZE)], wait=0.5)
+    found = run(where, policy)
+    assert found.held <= 1 / 3 + 0.02
+    assert [share.episodes for share in found.by_length[:3]] == [1.0] * 3
+    assert found.longest.episodes < 1.0
 
 
 def promised(found: Found) -> None:

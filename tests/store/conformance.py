@@ -27,6 +27,7 @@ from .play import START, answer, bounds, part, turn
 
 __all__ = [
     "test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it",
+    "test_a_group_at_the_lag_bound_is_waited_for_and_closes",
     "test_a_late_member_is_trained_later_against_its_groups_record",
     "test_a_learner_that_another_has_followed_changes_nothing_any_more",
     "test_a_lost_task_is_played_again_before_new_ones",
@@ -149,6 +150,24 @@ async def test_a_late_member_is_trained_later_against_its_groups_record(offer: O
     (late,) = offer.learner.take(2, 0, max_lag=1) or []
     assert [one.member for one in late.trajectories] == [2]
     assert late.record == record, "it changes nothing for the others"
+
+
+async def test_a_group_at_the_lag_bound_is_waited_for_and_closes(offer: Offer) -> None:
+    """Weights of step 0 and max_lag 1: step 2 is the last to train them."""
+    admit(offer, 1, group_size=3)
+    fast, other, hangs = await claim(offer)
+    await play(offer, fast)
+    await offer.rollout.begin(hangs.episode_id, hangs.fence, START)
+    await offer.rollout.journal_turn(hangs.episode_id, hangs.fence, turn(0, 1))
+    assert offer.learner.at_bound(1, max_lag=1, quorum=2) == (0, 0)
+    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (2, 0)
+    await play(offer, other)
+    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (1, 1), "an action that hangs"
+    assert offer.learner.at_bound(2, max_lag=1, quorum=None) == (1, 0)
+    assert offer.learner.take(1, 1, max_lag=1, close_at_bound=2) is None
+    (group,) = offer.learner.take(2, 1, max_lag=1, close_at_bound=2) or []
+    assert [one.member for one in group.trajectories] == [0, 1]
+    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (1, 0), "it is late, and waited for"
 
 
 async def test_a_lost_task_is_played_again_before_new_ones(offer: Offer) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from agentrl.records import GroupState
 from agentrl.store.buffer.admission import Bounds, Load, admissible_groups
-from agentrl.store.buffer.buffer import Expired
+from agentrl.store.buffer.buffer import AtBound, Expired
 from agentrl.store.buffer.closing import FULL, ClosePolicy
 from agentrl.store.episodes.groups import enough
-from agentrl.tokens.staleness import lag_in_step, trains
+from agentrl.tokens.staleness import edge, lag_in_step, trains
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +45,13 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """Sibling episodes. `scored_s`: when its scored members ended, earliest first; `open`: how many have not ended;
-    `recorded`: ids of the members whose outcomes judge the others, once it has closed."""
+    """Sibling episodes. `started_step`: of the weights when it was admitted; `scored_s`: when its scored members ended,
+    earliest first; `open`: how many have not ended; `recorded`: ids of the members whose outcomes judge the others,
+    once it has closed."""
 
     id: int
     members: list[Member]
+    started_step: int = 0
     state: GroupState = GroupState.WAITING
     started_s: float = 0.0
     open: int = 0
@@ -81,11 +84,13 @@ class MemoryBuffer:
         self._started: deque[SimulatedGroup] = deque()  # oldest first; those that have closed are removed lazily
         self._quorate: deque[SimulatedGroup] = deque()  # in the order in which they reached `at_least`
         self._late: list[tuple[float, int, Member]] = []  # a heap of open late members by their group's start
+        self._late_open: dict[int, Member] = {}
         self._late_ended: list[Member] = []
         self._scored: dict[int, SimulatedGroup] = {}
         self._fresh: list[int] = []  # sorted ids of those in `_scored` that step `_checked` may take
         self._unchecked: list[int] = []
         self._checked = -1
+        self._blocks: Member | None = None  # the last one found that the learner waits for
 
     def admit(self, bounds: Bounds) -> list[SimulatedGroup]:
         """Start as many groups as admission allows, as `RunStore.admit` does; returns them."""
@@ -105,7 +110,7 @@ class MemoryBuffer:
 
     def _start(self, size: int) -> SimulatedGroup:
         self._groups += 1
-        group = SimulatedGroup(self._groups, [], open=size)
+        group = SimulatedGroup(self._groups, [], started_step=self.step, open=size)
         group.members = [Member(self._episodes + place, group) for place in range(1, size + 1)]
         self._episodes += size
         self._waiting.extend(group.members)
@@ -138,6 +143,11 @@ class MemoryBuffer:
             self._close(group)
         elif member.late and group.state is not GroupState.SCORED:
             self._late_ended.append(member)
+
+    @property
+    def quorate_groups(self) -> int:
+        """At least how many running groups have a quorum."""
+        return len(self._quorate)
 
     def quorate(self, group: SimulatedGroup) -> None:
         """Have `expire` ask the close policy about a group that has reached the policy's `at_least`."""
@@ -189,8 +199,46 @@ class MemoryBuffer:
                 found.append(group)
         return found
 
-    def take(self, step: int, n: int, *, max_lag: int) -> list[Taken] | None:
+    def at_bound(self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[Member], int | None]) -> AtBound:
+        """As `RunStore.at_bound` says, but its `episodes` is 1 for any number. `acts`: the step of the newest token of
+        an open member that samples none now; None of one that does, or has none."""
+        oldest = edge(step, max_lag)
+        groups = list(self._groups_at_bound(oldest))
+
+        def waits(member: Member) -> bool:
+            if member.ended:
+                return False
+            if member.group.running and _waits(member.group, oldest, quorum):
+                return True
+            made_at = acts(member)
+            return made_at is not None and made_at <= oldest
+
+        if self._blocks is None or not waits(self._blocks):
+            open_members = (member for group in groups for member in group.members)
+            self._blocks = next(filter(waits, chain(open_members, self._late_open.values())), None)
+        closable = sum(quorum is not None and len(group.scored_s) >= quorum for group in groups)
+        return AtBound(int(self._blocks is not None), closable)
+
+    def _groups_at_bound(self, oldest: int) -> Iterator[SimulatedGroup]:
+        """The running groups that were admitted under weights of step `oldest` or before."""
+        self._oldest_open()
+        for group in self._started:  # in the order of admission
+            if group.started_step > oldest:
+                break
+            if group.running:
+                yield group
+
+    def take(self, step: int, n: int, *, max_lag: int, close_at_bound: int | None = None) -> list[Taken] | None:
         """What optimizer step `step` trains, as `RunStore.take` does: `n` groups, and late members of earlier ones."""
+        if n and close_at_bound is not None:
+            closable = [
+                group
+                for group in self._groups_at_bound(edge(step, max_lag))
+                if _judged(group) and len(group.scored_s) >= close_at_bound
+            ]
+            if closable and self._ready(step, max_lag) + len(closable) >= n:
+                for group in closable:
+                    self._close(group)
         late, self._late_ended = self._late_ended, []
         for group in self._check(step, max_lag):  # what ended late in one of these is offered from the next call on
             del self._scored[group.id]
@@ -209,6 +257,12 @@ class MemoryBuffer:
             self._move(group, GroupState.TAKEN)
         ended = [[member for member in group.members if member.ended] for group in taken]
         return [_leave(members, step, max_lag) for members in (*ended, *by_group.values())]
+
+    def _ready(self, step: int, max_lag: int) -> int:
+        """How many closed groups `step` may take."""
+        if step != self._checked:
+            return sum(self._trains(group, step, max_lag) for group in self._scored.values())
+        return len(self._fresh) + sum(self._trains(self._scored[id], step, max_lag) for id in self._unchecked)
 
     def _check(self, step: int, max_lag: int) -> list[SimulatedGroup]:
         """The groups without a member that `step` may train; the others are in `_fresh` afterwards."""
@@ -243,16 +297,26 @@ class MemoryBuffer:
             if not member.ended:
                 member.late = True
                 heapq.heappush(self._late, (group.started_s, member.id, member))
+                self._late_open[member.id] = member
 
     def _end(self, member: Member) -> None:
         member.ended = True
         member.group.open -= 1
+        self._late_open.pop(member.id, None)
         self.running_episodes -= 1
 
     def _move(self, group: SimulatedGroup, state: GroupState) -> None:
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
+
+
+def _waits(group: SimulatedGroup, oldest: int, quorum: int | None) -> bool:
+    """Whether a running group has too few scored members to close, and one of them with no token after `oldest`."""
+    few = quorum is None or len(group.scored_s) < quorum
+    return few and any(
+        member.scored and member.newest is not None and member.newest <= oldest for member in group.members
+    )
 
 
 def _judged(group: SimulatedGroup) -> bool:

@@ -70,13 +70,20 @@ class FirstOfMore(MemoryBuffer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How a simulated run treats stragglers. `extra`: episodes started beyond the group's size."""
+    """How a simulated run treats stragglers. `extra`: episodes started beyond the group's size. `wait`: of the time of
+    the steps, so much at most the learner waits at the lag bound, where groups then close; None: it does neither."""
 
     name: str
     max_lag: int
     close: ClosePolicy = FULL
     buffer: Callable[[], MemoryBuffer] = MemoryBuffer
     extra: int = 0
+    wait: float | None = None
+
+    @property
+    def quorum(self) -> int | None:
+        """How many scored members close a group; None: all of them."""
+        return None if self.close == FULL else self.close.at_least
 
 
 def parse_close(text: str, group_size: int) -> tuple[str, ClosePolicy]:
@@ -114,6 +121,6 @@ def others(max_lag: int, group_size: int) -> list[Policy]:
     ]
 
 
-def ours(max_lag: int, closes: list[tuple[str, ClosePolicy]]) -> list[Policy]:
-    """This project's policy, once for each way to close a group."""
-    return [Policy(name=f"ours, {name}", max_lag=max_lag, close=close) for name, close in closes]
+def ours(max_lag: int, closes: list[tuple[str, ClosePolicy]], *, wait: float = math.inf) -> list[Policy]:
+    """This project's policy, once for each way to close a group; `wait` as `buffer.wait_at_bound`."""
+    return [Policy(name=f"ours, {name}", max_lag=max_lag, close=close, wait=wait) for name, close in closes]

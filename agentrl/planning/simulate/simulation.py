@@ -12,15 +12,17 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from agentrl.planning.simulate.memory import Member, Taken
 from agentrl.planning.simulate.policies import Policy
 from agentrl.planning.simulate.service import Episodes, Play, Steps
 from agentrl.records import GroupState
 from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.patience import Patience
 
 _ALMOST = 1e-6  # seconds that a timer comes late, so that rounding never makes it early
 Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tokens
@@ -41,6 +43,15 @@ class World:
     between_s: float = 0.0
 
 
+class Share(NamedTuple):
+    """Of some episodes that end in the loss if nothing makes them too old: how many were trained, and how many of their
+    tokens. `least` is the share of episodes that were too old already when they ended, at the pace of this run."""
+
+    episodes: float
+    tokens: float
+    least: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What came of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
@@ -48,7 +59,9 @@ class Found:
     Throughput and idle share are of the steps after the start-up. All else is of the groups that were admitted for
     these steps, whatever became of them: tokens and episodes played, and which of them were trained. A token is
     unavoidable if it was too old for the next step already when its own episode ended. An outcome is discarded if its
-    episode is neither trained nor judges its siblings."""
+    episode is neither trained nor judges its siblings. `held`: the share of the learner's time in which it could go on
+    and waits at the lag bound. `by_length`: what was trained of each quarter of the episodes, the shortest in seconds
+    first; `longest`: of the longest hundredth."""
 
     seconds: float
     episodes_s: float  # trained episodes a second
@@ -62,6 +75,9 @@ class Found:
     outcomes_discarded: float
     played_s: float
     trained_s: float
+    held: float
+    by_length: tuple[Share, Share, Share, Share]
+    longest: Share
 
     @property
     def of_bound(self) -> float:
@@ -71,6 +87,15 @@ class Found:
     def useful(self) -> float:
         """Tokens trained in a second, in units of an episode's."""
         return self.episodes_s * (1 - self.tokens_discarded) / max(1e-9, 1 - self.episodes_discarded)
+
+
+class _Length(NamedTuple):
+    """A scored member: tokens that were sampled, that were not too old when it ended, and that were trained."""
+
+    seconds: float
+    tokens: int
+    fresh: int = 0
+    trained: int = 0
 
 
 @dataclass(slots=True)
@@ -87,6 +112,7 @@ class _Tally:
     scored: int = 0
     outcomes: int = 0
     ages: Counter[int] = field(default_factory=Counter[int])
+    members: dict[int, _Length] = field(default_factory=dict[int, _Length])
 
 
 class Simulation:
@@ -115,6 +141,8 @@ class Simulation:
         self._step = 0  # the last one that was taken
         self._busy = False
         self._waits_since = self._pushed_at = 0.0
+        self._patience = None if policy.wait is None else Patience(policy.wait)
+        self._held_before_s = 0.0  # of the start-up
         self._idle_s = self._busy_s = self._measured_from = 0.0
         self._trained = 0
         first = start_up * world.groups_per_step
@@ -159,6 +187,9 @@ class Simulation:
                 self._sums.tokens += sum(play.tokens for play in plays)
                 self._sums.seconds += sum(play.duration_s for play in plays)
                 self._sums.scored += sum(play.scored for play in plays)
+                for member, play in zip(group.members, plays, strict=True):
+                    if play.scored:
+                        self._sums.members[member.id] = _Length(play.duration_s, play.tokens)
         self._claim()
 
     def _claim(self) -> None:
@@ -183,6 +214,8 @@ class Simulation:
         if group.id in self._cohort:
             fresh = sum(n for made, n in spans if self._step - made <= self._policy.max_lag)
             self._sums.unavoidable += play.tokens - fresh
+            if play.scored:
+                self._sums.members[member.id] = _Length(play.duration_s, play.tokens, fresh)
         policy = self._policy.close
         if play.scored and group.running and len(group.scored_s) == policy.at_least:
             self._buffer.quorate(group)
@@ -220,13 +253,19 @@ class Simulation:
     # --- the learner
 
     def _take(self) -> None:
-        taken = self._buffer.take(self._step + 1, self._world.groups_per_step, max_lag=self._policy.max_lag)
+        step, n, policy = self._step + 1, self._world.groups_per_step, self._policy
+        least = self._least(step)
+        if least == -1:
+            return
+        taken = self._buffer.take(step, n, max_lag=policy.max_lag, close_at_bound=least)
         if taken is None:
             return
         self._step += 1
         tokens, episodes = self._note_taken(taken)
         busy_s = self._world.learner.seconds(tokens, self._learner_chance)
         ends = max(self._now + busy_s, self._pushed_at)  # a push under way is waited for
+        if self._patience is not None:
+            self._patience.worked(busy_s)
         if self._step > self._start_up:
             self._idle_s += ends - busy_s - self._waits_since
             self._busy_s += busy_s
@@ -234,11 +273,42 @@ class Simulation:
         self._busy = True
         self._at(ends + self._world.between_s, "step")
 
+    def _least(self, step: int) -> int | None:
+        """With how many scored members a group at the lag bound closes for `step`; -1: the learner waits there."""
+        policy, patience = self._policy, self._patience
+        if patience is None:
+            return None
+        buffer, waits = self._buffer, False
+        if buffer.counts[GroupState.SCORED] + buffer.quorate_groups >= self._world.groups_per_step:
+            found = buffer.at_bound(step, max_lag=policy.max_lag, quorum=policy.quorum, acts=self._newest_of_waiting)
+            ready = buffer.counts[GroupState.SCORED] + found.closable >= self._world.groups_per_step
+            waits = ready and found.episodes > 0
+        waited = patience.ends_s
+        if patience.holds(waits, self._now):
+            if waited == math.inf > patience.ends_s:
+                self._at(patience.ends_s + _ALMOST, "timer")
+            return -1
+        return 0 if waits else policy.quorum
+
+    def _newest_of_waiting(self, member: Member) -> int | None:
+        """The step of a member's newest token, if it has some and samples none now."""
+        began = self._began.get(member.id)
+        if began is None:
+            return None
+        ends: float | None = None
+        for start_s, end_s, _ in self._play[member.id].turns:
+            if began + start_s <= self._now < began + end_s:
+                return None
+            if began + end_s <= self._now:
+                ends = began + end_s
+        return None if ends is None else bisect_left(self._served, ends) - 1
+
     def _end_step(self) -> None:
         self._busy = False
         self._waits_since = self._now
         if self._step == self._start_up:
             self._measured_from = self._now
+            self._held_before_s = 0.0 if self._patience is None else self._patience.held_s
         self._pushed_at = self._now + self._world.push_s
         self._at(self._pushed_at, "served")
 
@@ -259,6 +329,7 @@ class Simulation:
                 if counts:
                     self._sums.trained += 1
                     self._sums.trained_tokens += fresh
+                    self._sums.members[member.id] = self._sums.members[member.id]._replace(trained=fresh)
                     self._sums.trained_s += self._play[member.id].duration_s
             if counts:
                 self._sums.outcomes += len(trained) + sum(member.id in group.recorded for member in left_out)
@@ -295,6 +366,9 @@ class Simulation:
         idle = self._idle_s / (self._idle_s + self._busy_s)
         self._run_out(seconds / steps)
         played_s = sums.seconds / sums.episodes
+        held_s = 0.0 if self._patience is None else self._patience.held_s - self._held_before_s
+        lengths = sorted(sums.members.values())
+        quarters = [_share(lengths[place * len(lengths) // 4 : (place + 1) * len(lengths) // 4]) for place in range(4)]
         return Found(
             seconds=seconds,
             episodes_s=trained,
@@ -308,7 +382,20 @@ class Simulation:
             outcomes_discarded=1 - sums.outcomes / sums.scored,
             played_s=played_s,
             trained_s=sums.trained_s / max(1, sums.trained),
+            held=held_s / (self._idle_s + self._busy_s),
+            by_length=(quarters[0], quarters[1], quarters[2], quarters[3]),
+            longest=_share(lengths[-max(1, len(lengths) // 100) :]),
         )
+
+
+def _share(members: Sequence[_Length]) -> Share:
+    if not members:
+        return Share(math.nan, math.nan, math.nan)
+    return Share(
+        episodes=sum(one.trained > 0 for one in members) / len(members),
+        tokens=sum(one.trained for one in members) / max(1, sum(one.tokens for one in members)),
+        least=sum(not one.fresh for one in members) / len(members),
+    )
 
 
 def _quantile(counts: Counter[int], share: float) -> int:

@@ -63,7 +63,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
                     present=is_present and close == present,
                     ours=True,
                 )
-                for close, policy in zip(mine, ours(one, mine), strict=True)
+                for close, policy in zip(mine, ours(one, mine, wait=config.buffer.patience), strict=True)
             ]
     return found
 

@@ -53,13 +53,14 @@ from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
 from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
-from agentrl.store import RunStore
+from agentrl.store import Patience, RunStore
 from agentrl.store.interfaces import LearnerStore
 from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PHASE
 from agentrl.tokens import staleness
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
 _LONG_S = 30.0  # after which a wait for members is named
+_HOLD = -1  # in the place of a number of members: no group is taken
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
 _Write = Callable[[Callable[[], None]], Path]
 _PROBE = 128  # number of tokens that the canary compares
@@ -81,6 +82,7 @@ class _Learning:
     under way."""
 
     _league: League | None = None  # of a run without past selves
+    _at_bound = 0  # episodes for which the learner waits at the lag bound
     _turns: Turns | None = None  # of a run whose learner has its device for itself
     _write: Future[None] | None = None  # the checkpoint under way
 
@@ -135,6 +137,7 @@ class _Learning:
         self._bound = LagBound(
             full, self._config.alarms.calm_steps, now=staleness.bound_now(MAX_LAG.of(store.meta), full)
         )
+        self._held = Patience(self._config.buffer.patience)
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes, self._writes = ThreadPoolExecutor(1, "push"), ThreadPoolExecutor(1, "checkpoint")
@@ -184,6 +187,7 @@ class _Learning:
         version = None
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
             groups, idle_s = batch
+            held_s, self._held.held_s = self._held.held_s, 0.0
             idle_s += self._begin()
             busy = time.perf_counter()
             self._heartbeat.mark()
@@ -193,7 +197,9 @@ class _Learning:
             idle_s += self._settle()
             taken = [group.id for group in groups if not group.skipped]
             weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
+            self._held.worked(busy_s)
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
+            row["held_s"] = held_s
             alarms = raised(row, config.alarms)
             if self._league is not None:
                 row |= self._league.count(groups)
@@ -237,13 +243,19 @@ class _Learning:
                 size = min(size, self._store.ready_count())  # 0: only late members
             step, now, groups = self._learner.step_index + 1, time.perf_counter(), None
             if step < train.steps or not self._store.late_open() or now > whole_at + patience_s:
-                groups = self._store.take(
-                    step,
-                    size,
-                    max_lag=self._bound.now,
-                    order=self._order,
-                    returns=self._returns,
-                    skip_at_most=buffer.skips,
+                least = self._least_at_bound(step, size)
+                groups = (
+                    None
+                    if least == _HOLD
+                    else self._store.take(
+                        step,
+                        size,
+                        max_lag=self._bound.now,
+                        order=self._order,
+                        returns=self._returns,
+                        skip_at_most=buffer.skips,
+                        close_at_bound=least,
+                    )
                 )
             elif self._store.ready_count() >= size:
                 whole_at = min(whole_at, now)
@@ -252,8 +264,8 @@ class _Learning:
                     LEARNER_WAITS.set(self._store, None)
                 return groups, time.perf_counter() - started
             if now - started > tell_s:  # again and again: what is missing may change
-                tell_s *= 2
-                named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s)
+                tell_s, held = 2 * tell_s, self._at_bound
+                named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s, held=held)
                 LEARNER_WAITS.set(self._store, named)
                 print(f"agentrl learner: {named}", file=sys.stderr)
             if size == 0:
@@ -265,6 +277,15 @@ class _Learning:
             self._heartbeat.mark()
             self._store.wait_for_work("learner", _WAIT_S)
         raise SystemExit(0)
+
+    def _least_at_bound(self, step: int, size: int) -> int | None:
+        """With how many scored members a group at the lag bound closes for `step`; `_HOLD` while the learner waits
+        there, though it could go on, for the episodes that the step would lose."""
+        found = self._store.at_bound(step, max_lag=self._bound.now, quorum=self._config.quorum)
+        ready = size > 0 and self._store.ready_count() + found.closable >= size
+        waits = found.episodes > 0 and ready
+        self._at_bound = found.episodes if self._held.holds(waits, time.monotonic()) else 0
+        return _HOLD if self._at_bound else 0 if waits else self._config.quorum
 
     def _as_leader(self, key: str) -> str | None:
         """A push that no engine takes asks again and again where the engines are: it ends when another learner leads.
@@ -470,8 +491,11 @@ class _Learning:
             write.result()
 
 
-def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience_s: float) -> str:
-    """What the learner waits for before `step`, which takes `size` groups."""
+def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience_s: float, held: int = 0) -> str:
+    """What the learner waits for before `step`, which takes `size` groups; `held`: episodes at the lag bound."""
+    if held:
+        least = "lower rollout.step_deadline_s or raise buffer.max_lag; buffer.wait_at_bound=1 would lose some of them"
+        return f"step {step} waits for {held} running episodes that it would make too old: {least}"
     ready, late = store.ready_count(), store.late_open()
     if ready < size:
         return f"step {step} waits for groups: {ready} of {size} are scored; agentrl rewards RUN names late sources"

@@ -67,6 +67,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "wall_s": time.time() - (CREATED_S.of(store.meta) or time.time()),
         "train_s": ended - started,
         "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
+        "held_at_bound_share": sum(row.get("held_s", 0.0) for row in steps) / (idle + busy) if idle + busy else 0.0,
         "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,

@@ -9,6 +9,7 @@ Which of the closed groups a step takes is an order's choice (see `orders`); gro
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +18,12 @@ from typing import NamedTuple
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.buffer.closing import FULL, ClosePolicy
-from agentrl.store.buffer.group_order import OLDEST, Chosen, Offered, Ready, TakeOrder, choose
+from agentrl.store.buffer.group_order import OLDEST, Chosen, Offered, Ready, TakeOrder, choose, to_close
 from agentrl.store.buffer.no_signal import Returns, strength
 from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.databases.database import Database, Part, outlasting
 from agentrl.store.episodes.endings import end_episode
-from agentrl.store.episodes.groups import LATE, TRAIN, close, close_if_ended, enough, scored
+from agentrl.store.episodes.groups import LATE, OPEN, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.reads import load_group
 from agentrl.store.run_values import ATTEMPT_SQL
@@ -36,6 +37,27 @@ RUN_OVER = "run_over"
 
 _RETURNS = Returns()
 
+_WAITED_FOR = f"""
+SELECT COUNT(*) FROM groups g JOIN episodes e ON e.group_id = g.id
+WHERE g.id IN {OPEN} AND g.purpose = '{TRAIN}' AND g.started_step <= ?1 AND e.state IN ('waiting', 'running') AND (
+    (
+        g.state = 'running' AND g.n_scored < ?2 AND EXISTS (
+            SELECT 1 FROM episodes m WHERE m.group_id = g.id AND m.outcome IS NOT NULL AND m.newest_step <= ?1
+        )
+    )
+    OR (
+        (
+            EXISTS (SELECT 1 FROM endings k WHERE k.episode_id = e.id)
+            OR EXISTS (SELECT 1 FROM turns t LEFT JOIN steps s ON s.turn_id = t.id
+                WHERE t.episode_id = e.id AND t.trial = e.trial AND s.turn_id IS NULL)
+        )
+        AND (SELECT MAX(v.step) FROM turns t CROSS JOIN json_each(t.spans) s
+            JOIN versions v ON v.version = CAST(json_extract(s.value, '$[0]') AS INTEGER)
+            WHERE t.episode_id = e.id AND t.trial = e.trial AND t.learns = 1) <= ?1
+    )
+)
+"""
+
 
 class Expired(NamedTuple):
     """The result of `Buffer.expire`, as ids: groups that closed before all members had ended, groups past their
@@ -44,6 +66,14 @@ class Expired(NamedTuple):
     closed: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
+
+
+class AtBound(NamedTuple):
+    """What a step would make too old (see `Buffer.at_bound`): how many running episodes the learner may wait for, and
+    how many running groups close with the step."""
+
+    episodes: int
+    closable: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +119,7 @@ class Buffer(Part):
         order: TakeOrder = OLDEST,
         returns: Returns = _RETURNS,
         skip_at_most: int = 0,
+        close_at_bound: int | None = None,
     ) -> list[Group] | None:
         """Take what optimizer step `step` trains: `n` closed groups that `order` chooses, and all late members of
         earlier groups that have been scored since, which do not count towards `n`. If the order chooses fewer, the
@@ -98,23 +129,56 @@ class Buffer(Part):
         members are all too old for `max_lag` (`agentrl.tokens.staleness`) expires first, whether or not enough groups
         remain. So do, for each step, up to `skip_at_most` groups whose `returns` give no signal: they come with the
         step, marked as skipped, so that their outcomes are reported. Beyond that number such groups are taken as
-        any other, so that a run with nothing left to learn still ends.
+        any other, so that a run with nothing left to learn still ends. Running groups that
+        were admitted so early that no later step trains their first tokens close now, if they have at least
+        `close_at_bound` scored members and the step can then be taken (None: they stay open).
 
         Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
         them back."""
+        offered = self._offered(step, n, max_lag, returns)
+        if closes := to_close(offered, n, close_at_bound):
+            self._close_early(closes)
+            offered = self._offered(step, n, max_lag, returns)
+        chosen = choose(offered, step, n, order, skip_at_most)
+        return None if chosen is None else self._take(step, chosen, max_lag, returns)
+
+    def _offered(self, step: int, n: int, max_lag: int, returns: Returns) -> Offered:
+        """What `step` may take. Changes nothing."""
         with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
             check_lead(self._db)  # one that was followed would wait for groups that the other takes
             offer = self._offer(step, max_lag, returns)
-            offered = Offered(
+            return Offered(
                 ready=offer.ready,
                 silent=offer.silent,
                 under_way=self._under_way() if n else [],
+                at_bound=self._at_bound(step, max_lag) if n else {},
                 skipped=self._skips(step),
                 stale=bool(offer.stale),
                 late=any(one.trains for one in offer.late),
             )
-        chosen = choose(offered, step, n, order, skip_at_most)
-        return None if chosen is None else self._take(step, chosen, max_lag, returns)
+
+    def _close_early(self, group_ids: Collection[int]) -> None:
+        """Close those of these groups that still run, with the members that have ended."""
+        with self._db.write():
+            check_lead(self._db)
+            running = self._db.rows("SELECT id FROM groups WHERE state = 'running'")
+            close(self._db, [id for (id,) in sorted(running) if id in group_ids], self._db.clock())
+
+    def at_bound(self, step: int, *, max_lag: int, quorum: int | None) -> AtBound:
+        """What optimizer step `step` would make too old for every later one.
+
+        `episodes` run: those of a group with too few scored members to close (fewer than `quorum`; None: until all have
+        ended), one of which has ended with tokens that no later step trains; and those that sample nothing now, since
+        their environment or a reward source has yet to answer, and whose newest token is as old. A learner that waits
+        for them before the step loses none. `closable`: how many groups `take` closes with `close_at_bound` =
+        `quorum`."""
+        edge = staleness.edge(step, max_lag)
+        if edge < 0:
+            return AtBound(0, 0)
+        with self._db.read():
+            waited = self._db.row(_WAITED_FOR, (edge, sys.maxsize if quorum is None else quorum))
+            closable = sum(quorum is not None and n >= quorum for n in self._at_bound(step, max_lag).values())
+            return AtBound(0 if waited is None else waited[0], closable)
 
     def _take(self, step: int, chosen: Chosen, max_lag: int, returns: Returns) -> list[Group] | None:
         """Take the groups that were `chosen` of those offered; None if there were too few."""
@@ -246,6 +310,16 @@ class Buffer(Part):
     def _skips(self, step: int) -> int:
         row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
         return 0 if row is None else row[0]
+
+    def _at_bound(self, step: int, max_lag: int) -> dict[int, int]:
+        """By id, the scored members of each running group that can be judged, and was admitted so early that `step` is
+        the last to train its first tokens."""
+        rows = self._db.rows(
+            "SELECT id, size, n_scored FROM groups INDEXED BY groups_running"
+            " WHERE state = 'running' AND purpose = 'train' AND started_step <= ? ORDER BY id",
+            (staleness.edge(step, max_lag),),
+        )
+        return {id: n_scored for id, size, n_scored in rows if n_scored >= enough(size)}
 
     def _under_way(self) -> list[int]:
         """Ids of the training groups that have not closed, in the order of admission."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -140,12 +140,14 @@ OLDEST = Oldest()
 @dataclass(frozen=True, slots=True)
 class Offered:
     """What a step may take: `ready` groups, in the order of admission, of which `silent` ones give no signal; `stale`
-    groups and late members (`late`), if there are any; the groups `under_way`. `skipped`: how many groups left for this
+    groups and late members (`late`), if there are any; the groups `under_way`, and those of them `at_bound` that could
+    close, with how many of their members are scored. `skipped`: how many groups left for this
     step without signal before."""
 
     ready: Sequence[Ready]
     silent: Sequence[int]
     under_way: Sequence[int]
+    at_bound: Mapping[int, int]
     skipped: int
     stale: bool
     late: bool
@@ -157,6 +159,13 @@ class Chosen:
 
     picks: Sequence[Pick] | None
     skips: frozenset[int]
+
+
+def to_close(offer: Offered, n: int, least: int | None) -> frozenset[int]:
+    """The groups at the lag bound that close for a step: those with `least` scored members (None: none), if the step
+    then has its `n` groups. If it has not, the learner waits anyway, and they may still get more."""
+    closes = frozenset(id for id, scored in offer.at_bound.items() if least is not None and scored >= least)
+    return closes if n and len(closes) + len(offer.ready) >= n else frozenset()
 
 
 def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:

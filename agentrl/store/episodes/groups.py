@@ -28,10 +28,12 @@ LATE = "late = 1 AND taken_step IS NULL AND dropped IS NULL"
 """In SQL, of an episode: its group closed before it ended, and it has not left the buffer. Word for word the condition
 of the index `episodes_late`."""
 
-_OPEN = (
+OPEN = (
     "(SELECT id FROM groups WHERE state = 'running'"
     f" UNION ALL SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running'))"
 )
+"""In SQL: the ids of groups with open members; more than once for a group with several late ones."""
+
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
 
@@ -240,14 +242,14 @@ def _closing(group_id: int) -> tuple[Asked, ...]:
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
     """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
     db.execute(
-        f"UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN {_OPEN}",
+        f"UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN {OPEN}",
         (first, purpose),
     )
 
 
 def shift_starts(db: Database, by_s: float) -> None:
     """Move the start times of groups with open members."""
-    db.execute(f"UPDATE groups SET started_s = started_s + ? WHERE id IN {_OPEN}", (by_s,))
+    db.execute(f"UPDATE groups SET started_s = started_s + ? WHERE id IN {OPEN}", (by_s,))
 
 
 def enough(size: int) -> int:
