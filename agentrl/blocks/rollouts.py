@@ -31,6 +31,7 @@ from agentrl.rollout.memory_store import MemoryStore
 from agentrl.rollout.worker import Worker
 from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.run_values import PHASE
 
 EnvLike = str | Callable[..., Any]
 """An environment: its id or `module:Class`, or a class or function that makes one."""
@@ -213,7 +214,7 @@ async def _journaled(
                 await aside(lambda one: one.expire(one.now(), context.settings.group_deadline_s))
             await trio.sleep(_EXPIRE_S)
 
-    store.set_meta("phase", "train")
+    PHASE.set(store, "train")
     name = f"rollout-{id(context):x}"
     worker = Worker(name, journal, replace(context, store=journal), buffer.groups_ahead, sharing=1, on_end=on_end)
     aside = Aside[Any](store)
