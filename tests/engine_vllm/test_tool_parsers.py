@@ -10,29 +10,10 @@ from typing import Any
 import pytest
 
 from agentrl.engine.vllm.launch import find_build
+from agentrl.engine.vllm.tool_call_parser import PARSERS
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import FORMATS
 
-PARSERS = {  # vLLM's, by our name of the dialect
-    "hermes": "hermes",
-    "llama": "llama3_json",
-    "mistral": "mistral",
-    "qwen3_coder": "qwen3_coder",
-    "seed_oss": "seed_oss",
-    "glm": "glm45",
-    "minimax_m2": "minimax_m2",
-    "muse": "muse_glimmer",
-    "minicpm5": "minicpm5",
-    "deepseek_v32": "deepseek_v32",
-    "deepseek_v4": "deepseek_v4",
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_v31": "deepseek_v31",
-    "kimi_k2": "kimi_k2",
-    "granite": "granite",
-    "gemma4": "gemma4",
-    "lfm2": "lfm2",
-    "pythonic": "pythonic",
-}
 UNREAD = {  # dialects whose parser there needs more than a text
     "harmony": "vLLM reads the tokens of its own library",
     "cohere": "its parser reads the tokens of Cohere's own tokenizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -25,11 +26,11 @@ from agentrl.cli.main import main
 from agentrl.config import EngineSettings
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build, VLLMServer
-from agentrl.engine.vllm.tool_call_parser import parser_of
+from agentrl.engine.vllm.tool_call_parser import PARSERS
 from agentrl.errors import RunFailed, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
-from agentrl.run.serving.serve import Door, key_of, running_engine
+from agentrl.run.serving.serve import Door, key_of, running_engine, tool_format
 from agentrl.testing.faults import processes
 from agentrl.testing.http import listening
 from agentrl.testing.vllm_server import FakeVLLM
@@ -251,21 +252,37 @@ def test_a_hint_for_the_room_of_keys_and_values_says_which_way(tmp_path: Path) -
     assert "(raise engine.kv_cache_mb (agentrl serve: --kv-cache-mb))" in launch.explain(log)
 
 
-@pytest.mark.parametrize(
-    ("template", "parser"),
-    [
-        ("{% if tools %}<tool_call>{{ name }}", "hermes"),
-        ("{% if tools %}<tool_call><function={{ name }}>", "qwen3_xml"),
-        ("{% if tools %}[TOOL_CALLS]", "mistral"),
-        ("{{ messages }}", None),
-    ],
+HERMES = '<tool_call>\n{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments.items() %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
-def test_vllm_reads_calls_as_the_template_writes_them(template: str, parser: str | None, tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(template)
-    assert parser_of(tmp_path) == parser
+
+
+@pytest.mark.parametrize(
+    ("call", "form", "parser"),
+    [(HERMES, "hermes", "hermes"), (CODER, "qwen3_coder", "qwen3_coder"), ("", "json", None)],
+)
+def test_a_server_reads_calls_as_the_template_writes_them(
+    call: str, form: str, parser: str | None, tmp_path: Path
+) -> None:
+    source = model_dir("agentrl/tiny-coder")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + (
+        "{% for call in m.tool_calls or [] %}" + call + "{% endfor %}" if call else ""
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        turns + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert tool_format(tmp_path) == form and PARSERS.get(form) == parser
     argv = vllm_of(tmp_path, 1, tool_parser=parser).argv()
     assert ("--enable-auto-tool-choice" in argv) == (parser is not None)
     assert parser is None or argv[argv.index("--tool-call-parser") + 1] == parser
+
+
+def test_a_folder_without_template_takes_no_tools(tmp_path: Path) -> None:
+    assert tool_format(tmp_path) is None
 
 
 def test_the_key_of_a_server_is_ones_own_a_new_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

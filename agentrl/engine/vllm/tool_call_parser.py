@@ -1,42 +1,28 @@
-"""How a vLLM of ours reads the calls of tools in chats: the parser that fits the model's chat template."""
+"""How a vLLM of ours reads the calls of tools in chats: by its own parser of the dialect of the model's template."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Final
 
-_PARSERS = {"hermes": "hermes", "xml": "qwen3_xml", "llama": "llama3_json", "mistral": "mistral", "harmony": "openai"}
-_MARKS = (
-    ("xml", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("harmony", ("<|channel|>", "to=functions")),
-    ("llama", ("<|start_header_id|>", '"parameters"')),
-)
-"""Texts that the template of a model with such calls has, all of them; the first that fits."""
-
-
-def template_of(model: Path) -> str:
-    """The chat template of a model's folder; empty if it has none."""
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        try:
-            text = (model / name).read_text()
-        except OSError:
-            continue
-        if name.endswith(".jinja"):
-            return text
-        found = json.loads(text).get("chat_template")
-        return found if isinstance(found, str) else json.dumps(found or "")
-    return ""
-
-
-def dialect_of(template: str) -> str | None:
-    """In which dialect a template writes calls; None if it has no tools, or those of no family that is known."""
-    if "tools" not in template:
-        return None
-    return next((name for name, marks in _MARKS if all(mark in template for mark in marks)), None)
-
-
-def parser_of(model: Path) -> str | None:
-    """vLLM's name for the parser of a model's calls, None if none is known: then it takes no tools in chats."""
-    return _PARSERS.get(dialect_of(template_of(model)) or "")
+PARSERS: Final[Mapping[str, str]] = {
+    "hermes": "hermes",
+    "llama": "llama3_json",
+    "mistral": "mistral",
+    "qwen3_coder": "qwen3_coder",
+    "seed_oss": "seed_oss",
+    "glm": "glm45",
+    "minimax_m2": "minimax_m2",
+    "muse": "muse_glimmer",
+    "minicpm5": "minicpm5",
+    "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v31",
+    "kimi_k2": "kimi_k2",
+    "granite": "granite",
+    "gemma4": "gemma4",
+    "lfm2": "lfm2",
+    "pythonic": "pythonic",
+}
+"""vLLM's name of the parser of each dialect that both know, by ours (`agentrl.env.tools.parsers.FORMATS`)."""

@@ -19,11 +19,12 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.engine.embedded_process import launch_embedded
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.vllm import launch as vllm
-from agentrl.engine.vllm.tool_call_parser import dialect_of, parser_of, template_of
+from agentrl.engine.vllm.tool_call_parser import PARSERS
 from agentrl.engine.weight_sync.weight_sources import everyday
-from agentrl.env.tools.parsers import FORMATS
-from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.env.tools.parsers import get_format
+from agentrl.errors import EngineUnavailable, ModelError, UsageError
 from agentrl.host.janitor import owned_folder
 from agentrl.records import EngineKey
 from agentrl.run.processes.engine_process import vllm_server
@@ -157,7 +158,9 @@ async def running_engine(
             kept_sets=kept_sets,
             **({} if max_loras is None else {"max_loras": max_loras}),
         )
-        server = replace(server, name=name or server.name, tool_parser=parser_of(model), open=door.key is None)
+        server = replace(
+            server, name=name or server.name, tool_parser=PARSERS.get(tool_format(model) or ""), open=door.key is None
+        )
         server = replace(server, weights_from=(*everyday(), *settings.weights_from))
         server = server if door.key is None else replace(server, key=door.key)
         if door.host is None:
@@ -174,9 +177,18 @@ async def running_engine(
             yield server.url, process
 
 
+def tool_format(model: Path) -> str | None:
+    """The dialect in which a model's chat template writes calls of tools; None if it has no template, or no dialect
+    reads what it writes."""
+    try:
+        return Renderer(model).tool_format
+    except ModelError:
+        return None
+
+
 def _tool_parser(model: Path) -> str:
     """How the embedded engine reads a model's calls of tools: as its template writes them, else by a text format."""
-    form = FORMATS.get(dialect_of(template_of(model)) or "", FORMATS["json"])
+    form = get_format(tool_format(model) or "json")
     return f"{type(form).__module__}:{type(form).__name__}"
 
 
