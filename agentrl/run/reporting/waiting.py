@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from agentrl.records import GroupState
-from agentrl.run.reporting.status import WAITS
 from agentrl.run.supervisor import TRAINING, Supervisor
+from agentrl.store.run_values import LEARNER_WAITS
 
 _LOOK_S = 2.0
 _LONG_S = 30.0  # without a step, then twice as long each time
@@ -46,7 +46,7 @@ class WaitLines:
             for source, count in store.episodes_unscored().items()
         )
         logs = f"agentrl logs {supervisor.run.path}"
-        if named := store.meta(WAITS):
+        if named := LEARNER_WAITS.of(store.meta):
             yield f"warning: no step for {waited_s:.0f} s: {named}" + (f"; {sources}" if sources else "")
         elif enough and not store.stands_beyond(step):
             yield (
