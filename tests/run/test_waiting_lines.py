@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.run.reporting.status import WAITS
 from agentrl.run.reporting.waiting import WaitLines
 from agentrl.run.supervisor import TRAINING
 from agentrl.store import RunStore, Source
+from agentrl.store.run_values import LEARNER_WAITS
 from tests.store.play import Clock, admit, play_all, serve
 
 
@@ -61,7 +61,7 @@ def test_what_the_learner_says_of_its_wait_is_said_with_the_sources_that_are_wai
     (line,) = at(clock, 31, lines, supervisor)
     waits = "reward source 'taste' has to score turns of 2 ended episodes"
     assert line == f"warning: no step for 31 s: {waits}: agentrl logs runs/mine worker-0"
-    store.set_meta(WAITS, "step 1 waits for groups: 0 of 1 are scored")
+    LEARNER_WAITS.set(store, "step 1 waits for groups: 0 of 1 are scored")
     (line,) = at(clock, 61, lines, supervisor)
     assert line == f"warning: no step for 61 s: step 1 waits for groups: 0 of 1 are scored; {waits}"
 
