@@ -17,7 +17,7 @@ from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import canary, fingerprints
 from agentrl.engine.weight_sync.canary import Canary, Seen, probe_tokens
-from agentrl.engine.weight_sync.transport import MemoryParcel
+from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
@@ -223,7 +223,7 @@ async def told(apart: float, **given: Any) -> float:
     publisher = WeightPublisher(parse({"model": "m", "env": {"id": "e"}, "engine": {"kind": "vllm", **given}}).engine)
     proof = drift.canary(1, dtype=given.get("dtype", "float32"))
     async with aclosing(EngineClient(server.url, transport=server)) as client:
-        return (await publisher._prove(client, MemoryParcel(version=1, snapshot=Any, canary=proof)))["canary_error"]
+        return (await publisher._prove(client, Parcel(version=1, path=Path("weights"), canary=proof)))["canary_error"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def process() -> Generator[Apart]:
 
         def apart(plan: dict[str, int], folder: Path, tokens: int, **train: Any) -> list[Collective]:
             rows = [row([at % 20 for at in range(tokens)], range(12, tokens))]
-            return pool.submit(traffic, config(parallel=plan, **train), folder, rows).result(120)
+            return pool.submit(traffic, config(parallel=plan, **train).learner, folder, rows).result(120)
 
         yield apart
 

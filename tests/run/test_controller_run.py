@@ -16,6 +16,7 @@ from agentrl.store.audit.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .test_ray import cluster as cluster
+from .test_ray import ray_here as ray_here
 from .test_run import DEADLINE_S, ENVS, assert_nothing_remains, run_file, started, wait_for_step, wait_until
 from .test_scaling_run import assert_nothing_was_lost
 

@@ -20,6 +20,7 @@ from agentrl.store import RunStore
 from agentrl.store.audit.audit import audit
 
 from .test_ray import cluster as cluster
+from .test_ray import ray_here as ray_here
 from .test_run import DEADLINE_S, assert_nothing_remains, last_step, run_file, started, wait_for_step
 from .test_status import typed
 
