@@ -51,7 +51,7 @@ def simulate(
         steps=steps,
         seed=seed,
     )
-    measured = None if run is None else _measured(run, config.buffer.max_lag)
+    measured = None if run is None else _measured(run)
     console = tables.console()
     rows = run_all(plan(config, wishes, measured))
     if str(out) == "-":
@@ -63,7 +63,7 @@ def simulate(
         console.print(f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {own:.1%}.")
     else:
         console.print("* your settings")
-    for line in limits(config, measured):
+    for line in limits(config, None if episode else measured):
         console.print(line, markup=False, highlight=False)
     other = "" if measured is None or file is not None or settings else not_reproduced(rows, measured.idle)
     if line := other or advice(rows):
@@ -89,11 +89,15 @@ def _config(file: Path | None, run: Path | None, settings: list[str]) -> RunConf
     return configuration.parse(document)
 
 
-def _measured(run: Path, max_lag: int) -> Run:
+def _measured(run: Path) -> Run:
     from agentrl.planning.simulate.measured import measure
     from agentrl.planning.simulate.sweep import START_UP
+    from agentrl.run.order_by_name import returns_of
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
-    with RunStore.read(RunDir.open(run).store_path) as store:
-        return measure(store, start_up=max_lag + START_UP)
+    folder = RunDir.open(run)
+    config = folder.config()
+    lag, end = config.buffer.max_lag, config.train.steps
+    with RunStore.read(folder.store_path) as store:
+        return measure(store, start_up=lag + START_UP, end=end, max_lag=lag, returns=returns_of(config))

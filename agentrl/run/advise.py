@@ -13,6 +13,7 @@ from agentrl.config.cluster import Split
 from agentrl.planning.simulate.measured import Run, measure
 from agentrl.planning.simulate.sweep import START_UP, Case, Row, advice, not_reproduced, run_all
 from agentrl.planning.simulate.sweep_cases import Wishes, plan
+from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
@@ -26,16 +27,19 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     run = RunDir.open(path)
     config = run.config()
     with RunStore.read(run.store_path) as store:
-        measured = measure(store, start_up=config.buffer.max_lag + START_UP)
+        lag = config.buffer.max_lag
+        measured = measure(
+            store, start_up=lag + START_UP, end=config.train.steps, max_lag=lag, returns=returns_of(config)
+        )
         turns = [row.values for row in store.metrics("step")] if config.engine.colocated else []
     yield f"The learner was idle {measured.idle:.0%} of its time."
     if measured.skipped:
         times = 1 / (1 - measured.skipped)
         yield (
             f"{measured.skipped:.0%} of its groups left without signal (buffer.skip_without_signal): a step sampled "
-            f"{times:.1f} times the episodes that the figures below count."
+            f"{times:.1f} times the episodes that it trained."
         )
-    lag, size = config.buffer.max_lag, config.rollout.group_size
+    size = config.rollout.group_size
     lags = ",".join(str(one) for one in sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1}))
     close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
     wishes = Wishes(max_lag=lags, close=close, others=False, steps=_STEPS)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from agentrl.records import StopReason
+from agentrl.store.buffer.no_signal import Returns, silent
+from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.databases.database import Part
 from agentrl.store.episodes.groups import TRAIN, scored
 
@@ -43,6 +45,15 @@ class Durations(Part):
             scores = scored(StopReason(reason), outcome)
             found.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
         return found
+
+    def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
+        """Ids of those of the newest `limit` training groups that give no signal, whether or not they were skipped."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT id, record, task FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?", (TRAIN, limit)
+            )
+        closed = ((id, unpack_record(record), unpack_task(task)) for id, record, task in rows if record is not None)
+        return frozenset(id for id, record, task in closed if silent(record, returns.of(task.env)))
 
     def push_times(self) -> list[float]:
         """Seconds from the minting of each weight version until the engines served it, oldest first."""

@@ -99,6 +99,7 @@ class ReadStore(Versions, Protocol):
     steps_trained = RunStore.steps_trained
     retake = RunStore.retake
     episode_times = RunStore.episode_times
+    silent_groups = RunStore.silent_groups
     push_times = RunStore.push_times
     latest_checkpoint = RunStore.latest_checkpoint
     served_versions = RunStore.served_versions

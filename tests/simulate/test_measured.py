@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from random import Random
 
@@ -9,11 +11,11 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.errors import UsageError
-from agentrl.planning.simulate.measured import measure
+from agentrl.planning.simulate.measured import Run, measure
 from agentrl.planning.simulate.service import MeasuredSteps
 from agentrl.planning.simulate.sweep_cases import limits
 from agentrl.records import StopReason, Task, Turn, VersionSpan
-from agentrl.store import RunStore
+from agentrl.store import Returns, RunStore
 from agentrl.store.buffer.admission import Bounds
 
 BOUNDS = Bounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
@@ -26,10 +28,18 @@ class Clock:
         return self.now
 
 
-def finished(path: Path, *, groups: int, steps: int, clock: Clock | None = None) -> RunStore:
+def of(store: RunStore, *, start_up: int, returns: Returns | None = None) -> Run:
+    """What a run measures that is not near its end."""
+    return measure(store, start_up=start_up, end=100, max_lag=2, returns=returns or Returns())
+
+
+def finished(
+    path: Path, *, groups: int, steps: int, clock: Clock | None = None, outcomes: Sequence[float] = (1.0,)
+) -> RunStore:
     """Each group has an episode of 3 s and one of 5 s, whose turn begins after 1 s and ends 1 s before its end. Group k
-    starts at 100 k s. A step of 10 s for 20 tokens comes every 14 s; the learner waits 3 s for it."""
-    clock = clock or Clock()
+    starts at 100 k s. A step of 10 s for 20 tokens comes every 14 s; the learner waits 3 s for it. Episodes
+    have the `outcomes` in turn."""
+    clock, outcome = clock or Clock(), cycle(outcomes)
     store = RunStore.create(path / "store.sqlite", "{}", clock=clock)
     version = store.mint_version(0)
     clock.now += 0.5
@@ -53,7 +63,9 @@ def finished(path: Path, *, groups: int, steps: int, clock: Clock | None = None)
             )
             store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
             store.journal_turn(claim.episode_id, claim.fence, turn)
-            store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=None)
+            store.finish(
+                claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=next(outcome), success=None
+            )
     for step in range(1, steps + 1):
         clock.now = 5000.0 + 14 * step
         store.record("step", step, {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20})
@@ -62,7 +74,7 @@ def finished(path: Path, *, groups: int, steps: int, clock: Clock | None = None)
 
 def test_a_run_gives_its_episodes_turn_by_turn_and_its_steps(tmp_path: Path) -> None:
     with finished(tmp_path, groups=8, steps=10) as store:
-        run = measure(store, start_up=2)
+        run = of(store, start_up=2)
     assert run.idle == pytest.approx(3 / 13)
     assert (run.push_s, run.between_s) == (pytest.approx(0.5), pytest.approx(1.0))
     assert run.steps.seconds(20, Random(0)) == pytest.approx(10.0)
@@ -74,16 +86,39 @@ def test_a_run_gives_its_episodes_turn_by_turn_and_its_steps(tmp_path: Path) -> 
 
 def test_a_run_that_skipped_groups_gives_their_share(tmp_path: Path) -> None:
     with finished(tmp_path, groups=8, steps=10) as store:
-        assert measure(store, start_up=2).skipped == 0
+        assert of(store, start_up=2).skipped == 0
         for step, skipped in ((11, 0), (12, 4)):
             row = {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20, "group_count": 4, "groups_skipped": skipped}
             store.record("step", step, row)
-        run = measure(store, start_up=2)
+        run = of(store, start_up=2)
     assert run.skipped == pytest.approx(4 / 12)
-    quiet = parse({"model": "m", "env": {"id": "e"}})
-    assert list(limits(quiet, None)) == []
-    assert [line for line in limits(quiet, run) if "33% of the run's groups had none" in line]
-    assert list(limits(parse({"model": "m", "env": {"id": "e"}, "buffer": {"skip_without_signal": False}}), run)) == []
+
+
+def test_a_run_tells_which_of_its_groups_give_no_signal(tmp_path: Path) -> None:
+    with finished(tmp_path, groups=8, steps=10, outcomes=(1.0, 1.0, 1.0, 0.0)) as store:
+        groups = of(store, start_up=2).episodes.groups
+        assert [[play.silent for play in group] for group in groups] == [[True, True], [False, False]] * 4
+        learns = of(store, start_up=2, returns=Returns(skips=False)).episodes.groups
+    assert not any(play.silent for group in learns for play in group)
+
+
+def test_times_that_are_drawn_have_no_group_without_signal_and_a_run_has(tmp_path: Path) -> None:
+    skips = parse({"model": "m", "env": {"id": "e"}, "buffer": {"skip_without_signal": True}})
+    [line] = limits(skips, None)
+    assert line.startswith("not simulated: buffer.skip_without_signal")
+    with finished(tmp_path, groups=8, steps=10) as store:
+        assert list(limits(skips, of(store, start_up=2))) == []
+
+
+def test_the_last_steps_of_a_run_are_left_out_because_no_group_is_admitted_behind_theirs(tmp_path: Path) -> None:
+    with finished(tmp_path, groups=8, steps=8) as store:
+        for step in (9, 10):
+            store.record("step", step, {"idle_s": 500.0, "busy_s": 10.0, "tokens_scored": 20})
+        assert measure(store, start_up=2, end=10, max_lag=2).idle == pytest.approx(3 / 13)
+        assert measure(store, start_up=2, end=10, max_lag=0).idle == pytest.approx(
+            (6 * 3 + 500) / (7 * 10 + 6 * 3 + 500)
+        )
+        assert of(store, start_up=2).idle == pytest.approx((6 * 3 + 1000) / (8 * 10 + 6 * 3 + 1000)), "it goes on"
 
 
 def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episodes_have_ended(tmp_path: Path) -> None:
@@ -94,14 +129,16 @@ def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episod
         for claim in store.claim("w", 2, lease_s=1e9, now=1806.0):
             clock.now = 1807.0
             store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=None)
-        found = measure(store, start_up=0).episodes.groups
+        found = of(store, start_up=0).episodes.groups
     assert len(found) == 8
 
 
 def test_a_run_too_short_to_say_anything_is_one_clear_line(tmp_path: Path) -> None:
-    says = "8 finished groups and 2 steps after the first 2; a simulation needs 4 of each: go on with .*train.steps=12$"
+    says = (
+        "8 finished groups and 1 steps between the first 2 and the last 1; .* 4 of each: go on with .*train.steps=12$"
+    )
     with finished(tmp_path, groups=8, steps=4) as store, pytest.raises(UsageError, match=says):
-        measure(store, start_up=2)
+        measure(store, start_up=2, end=4, max_lag=0)
 
 
 def test_steps_are_a_line_through_what_was_measured() -> None:

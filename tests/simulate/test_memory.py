@@ -20,7 +20,15 @@ DEADLINE_S = 50.0
 class Pair:
     """A real store and the rules in memory, driven side by side; every answer is compared."""
 
-    def __init__(self, folder: str, policy: ClosePolicy, windowed: bool, seen: Counter[str], bounds: Bounds) -> None:
+    def __init__(
+        self,
+        folder: str,
+        policy: ClosePolicy,
+        windowed: bool,
+        chance: random.Random,
+        seen: Counter[str],
+        bounds: Bounds,
+    ) -> None:
         self.now = 1000.0
         self.store = RunStore.create(Path(folder) / "store.sqlite", "{}", clock=lambda: self.now)
         self.memory = WindowedFifo() if windowed else MemoryBuffer()
@@ -29,6 +37,7 @@ class Pair:
         self.step = 0
         self.playing: list[tuple[Claim, Member, int]] = []
         self.acted: dict[int, int] = {}  # by member whose environment has yet to answer: the step of its tokens
+        self.chance, self.skipped = chance, list[int]()  # groups that the next step has skipped so far
         self.seen = seen
         self.serve()
 
@@ -41,7 +50,10 @@ class Pair:
         first = self.store.tasks_started()
         tasks = [Task(index=first + ahead, env="t", seed=0) for ahead in range(50)]
         n = self.store.admit(tasks, first=first, bounds=self.bounds, limit=50)
-        assert n == len(self.memory.admit(self.bounds))
+        groups = self.memory.admit(self.bounds)
+        assert n == len(groups)
+        for group in groups:  # a member without siblings is judged by nobody
+            group.silent = len(group.members) == 1 or self.chance.random() < 0.3
 
     def claim(self, limit: int) -> None:
         claims = self.store.claim("worker", limit, lease_s=1e9, now=self.now)
@@ -84,9 +96,9 @@ class Pair:
         else:
             oldest = newest = acted
         reason = StopReason.DONE if scored else StopReason.ENV_FAILED
-        outcome = 1.0 if scored else None
-        self.store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None)
         group = member.group
+        outcome = (1.0 if group.silent else 1.0 + group.members.index(member)) if scored else None
+        self.store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None)
         self.memory.finish(member, self.now, newest=newest, oldest=oldest, scored=scored)
         if scored and group.running and len(group.scored_s) == self.policy.at_least:
             self.memory.quorate(group)
@@ -106,15 +118,17 @@ class Pair:
         self.seen["waited for"] += wanted.episodes > 0
         self.seen["closable"] += wanted.closable
 
-    def take(self, n: int, least: int | None) -> None:
+    def take(self, n: int, least: int | None, skips: int) -> None:
         expired, running = self.memory.counts[GroupState.EXPIRED], self.memory.counts[GroupState.RUNNING]
         step, max_lag = self.step + 1, self.bounds.max_lag
-        wanted = self.store.take(step, n, max_lag=max_lag, order=self.order, close_at_bound=least)
-        found = self.memory.take(step, n, max_lag=max_lag, close_at_bound=least)
+        wanted = self.store.take(step, n, max_lag=max_lag, order=self.order, close_at_bound=least, skip_at_most=skips)
+        found = self.memory.take(step, n, max_lag=max_lag, close_at_bound=least, skip_at_most=skips)
+        self.skipped += [group.id for group in self.memory.skipped]
         self.seen["closed at the bound"] += running - self.memory.counts[GroupState.RUNNING]
         assert (found is None) == (wanted is None)
-        self.seen["group stale"] += self.memory.counts[GroupState.EXPIRED] - expired
-        for ours, theirs in zip(found or [], wanted or [], strict=True):
+        self.seen["skipped"] += len(self.memory.skipped)
+        self.seen["group stale"] += self.memory.counts[GroupState.EXPIRED] - expired - len(self.memory.skipped)
+        for ours, theirs in zip(found or [], [one for one in wanted or [] if not one.skipped], strict=True):
             assert ours.group.id == theirs.id
             assert ids(ours.trained) == [one.episode_id for one in theirs.trajectories]
             assert ids(ours.left_out) == [one.episode_id for one in theirs.left_out]
@@ -125,6 +139,8 @@ class Pair:
             self.seen["trained late"] += sum(member.late for member in ours.trained)
             self.seen["left out"] += len(ours.left_out)
         if wanted is not None:
+            assert [one.id for one in wanted if one.skipped] == sorted(self.skipped)
+            self.skipped = []
             self.step += 1
             self.serve()
 
@@ -141,6 +157,7 @@ def play(seed: int, seen: Counter[str]) -> None:
             folder,
             chance.choice([FULL, *quorums]),
             chance.random() < 0.3,
+            chance,
             seen,
             Bounds(
                 group_size=size,
@@ -161,7 +178,8 @@ def play(seed: int, seen: Counter[str]) -> None:
                     pair.finish(chance.randrange(99), scored=chance.random() < 0.8, old=chance.random() < 0.5)
                 case "take":
                     pair.at_bound()
-                    pair.take(chance.randint(0, pair.bounds.groups_per_step), chance.choice([None, 0, 3]))
+                    n, least = chance.randint(0, pair.bounds.groups_per_step), chance.choice([None, 0, 3])
+                    pair.take(n, least, chance.choice([0, 0, 1, 9]))
                 case "act" if pair.playing:
                     pair.act(chance.randrange(99))
                 case _:
@@ -175,6 +193,6 @@ def test_on_any_schedule_the_rules_in_memory_decide_as_the_store_does() -> None:
     for seed in range(100):
         play(seed, seen)
     met = {"trained", "trained late", "left out", "closed early", "group expired", "member expired", "group stale"}
-    met |= {"waited for", "closable"}
+    met |= {"waited for", "closable", "skipped"}
     assert met <= {what for what, n in seen.items() if n >= 5}, seen
     assert seen["closed at the bound"]

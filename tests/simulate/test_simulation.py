@@ -56,6 +56,31 @@ def test_weights_on_their_way_keep_a_synchronous_run_waiting() -> None:
     assert found.idle == pytest.approx(2 / 4)
 
 
+class HalfSilent:
+    """Episodes of one second; every second group gives no signal."""
+
+    def __init__(self) -> None:
+        self._groups = 0
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        self._groups += 1
+        return [Play(1.0, ((0.0, 1.0, 20),), 20, silent=self._groups % 2 == 0)] * size
+
+
+@pytest.mark.parametrize(("skip_at_most", "rounds"), [(0.0, 1), (0.5, 2), (1.0, 5)])
+def test_a_learner_waits_for_the_groups_that_take_the_place_of_skipped_ones(skip_at_most: float, rounds: int) -> None:
+    """Steps of 2 s and 8 groups; 8 run at once. Of the 8 in the first second 4 are silent, of the 4 in their place 2,
+    then 1, and of the two seconds that bring the last one the first is lost: the second step begins with a silent
+    group, and so does each after it. If only 4 may be skipped, the 2 silent ones of the second round are taken."""
+    where = replace(world("constant:1", 64, step_s=2.0), episodes=HalfSilent(), skip_at_most=skip_at_most)
+    found = run(where, Policy(name="", max_lag=0))
+    assert found.idle == pytest.approx(rounds / (rounds + 2))
+    assert found.episodes_s == pytest.approx(64 / (rounds + 2))
+    assert (found.tokens_discarded, found.episodes_discarded, found.outcomes_discarded) == (0, 0, 0)
+    skipped = {0.0: 0, 0.5: 1 / 3, 1.0: 1 / 2}[skip_at_most]
+    assert found.bound_s == pytest.approx(min(64 / 2, 64 * (1 - skipped)))
+
+
 class OneSlow:
     """The last member of each group takes 20 s, its siblings one."""
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.service import Measured, MeasuredSteps, Play
-from agentrl.store import EpisodeTimes
+from agentrl.store import EpisodeTimes, Returns
 from agentrl.store.interfaces import ReadStore
 
 _GROUPS = 4096  # the newest, at most
 _FEWEST = 4  # groups, and steps: fewer say nothing
+_WAITS_FOR_LATE = 1  # the last step, which waits for the late members of all before it
+_RETURNS = Returns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run measured. `idle` is its learner's idle share after the first `start_up` steps, `skipped` the share of
-    its groups then that left without signal."""
+    """What a run measured. `idle` is its learner's idle share between start-up and end, `skipped` the share of its
+    groups then that left without signal."""
 
     episodes: Measured
     steps: MeasuredSteps
@@ -30,14 +32,19 @@ class Run:
     skipped: float = 0.0
 
 
-def measure(store: ReadStore, *, start_up: int, newest: int = _GROUPS) -> Run:
-    """What a run says: its steps after the first `start_up`, and the `newest` groups. Raises UsageError if it is too
-    short."""
-    rows = [row for row in store.metrics("step") if row.step > start_up]
-    groups = _groups(store.episode_times(newest))
+def measure(
+    store: ReadStore, *, start_up: int, end: int, max_lag: int, returns: Returns = _RETURNS, newest: int = _GROUPS
+) -> Run:
+    """What a run to step `end` says: its steps after the first `start_up`, and the `newest` groups. Left out are steps
+    before which fewer groups were admitted than `max_lag` allows, since none follow: their learner waits for the last
+    episodes on slots that empty. `returns` tell which groups give no signal. Raises UsageError if it is too short."""
+    last = end - max(max_lag, _WAITS_FOR_LATE)
+    rows = [row for row in store.metrics("step") if start_up < row.step <= last]
+    groups = _groups(store.episode_times(newest), store.silent_groups(newest, returns))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:
-        found = f"{len(groups)} finished groups and {len(rows)} steps after the first {start_up}"
-        run, more = store.path.parent, 2 * _FEWEST + (rows[-1].step if rows else start_up)
+        steps = f"{len(rows)} steps between the first {start_up} and the last {end - last}"
+        found = f"{len(groups)} finished groups and {steps}"
+        run, more = store.path.parent, 2 * _FEWEST + end - last + (rows[-1].step if rows else start_up)
         go_on = f"agentrl train --resume {run} --set train.steps={more}"
         raise UsageError(f"--from {run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
@@ -57,9 +64,9 @@ def measure(store: ReadStore, *, start_up: int, newest: int = _GROUPS) -> Run:
     )
 
 
-def _groups(episodes: Sequence[EpisodeTimes]) -> list[list[Play]]:
-    """By group. Groups that started within the longest episode's time before the end are left out: of these only the
-    short episodes may have ended."""
+def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[list[Play]]:
+    """By group; `silent` ones give no signal. Groups that started within the longest episode's time before the end are
+    left out: of these only the short episodes may have ended."""
     if not episodes:
         return []
     last = max(one.ended_s for one in episodes) - max(one.ended_s - one.started_s for one in episodes)
@@ -67,10 +74,10 @@ def _groups(episodes: Sequence[EpisodeTimes]) -> list[list[Play]]:
     for one in episodes:
         groups[one.group_id].append(one)
     whole = [group for group in groups.values() if min(one.started_s for one in group) <= last]
-    return [[_play(one) for one in group] for group in whole if len(group) > 1]
+    return [[_play(one, one.group_id in silent) for one in group] for group in whole if len(group) > 1]
 
 
-def _play(one: EpisodeTimes) -> Play:
+def _play(one: EpisodeTimes, silent: bool) -> Play:
     """An episode relative to its start. A turn of an earlier worker's clock is kept inside it."""
     duration_s = max(one.ended_s - one.started_s, 1e-6)
 
@@ -78,4 +85,4 @@ def _play(one: EpisodeTimes) -> Play:
         return min(max(time_s - one.started_s, 0.0), duration_s)
 
     turns = tuple((inside(start), inside(end), n) for start, end, n in one.turns)
-    return Play(duration_s, turns, sum(n for *_, n in turns), one.scored and bool(turns))
+    return Play(duration_s, turns, sum(n for *_, n in turns), one.scored and bool(turns), silent)

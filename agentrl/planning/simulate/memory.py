@@ -47,7 +47,7 @@ class Member:
 class SimulatedGroup:
     """Sibling episodes. `started_step`: of the weights when it was admitted; `scored_s`: when its scored members ended,
     earliest first; `open`: how many have not ended; `recorded`: ids of the members whose outcomes judge the others,
-    once it has closed."""
+    once it has closed; `silent`: it gives no signal."""
 
     id: int
     members: list[Member]
@@ -57,6 +57,7 @@ class SimulatedGroup:
     open: int = 0
     scored_s: list[float] = field(default_factory=list[float])
     recorded: frozenset[int] = frozenset()
+    silent: bool = False
 
     @property
     def running(self) -> bool:
@@ -91,6 +92,8 @@ class MemoryBuffer:
         self._unchecked: list[int] = []
         self._checked = -1
         self._blocks: Member | None = None  # the last one found that the learner waits for
+        self.skipped: list[SimulatedGroup] = []  # those that the last `take` let go without signal
+        self._skips = Counter[int]()  # how many left so for the step that is to come
 
     def admit(self, bounds: Bounds) -> list[SimulatedGroup]:
         """Start as many groups as admission allows, as `RunStore.admit` does; returns them."""
@@ -228,7 +231,9 @@ class MemoryBuffer:
             if group.running:
                 yield group
 
-    def take(self, step: int, n: int, *, max_lag: int, close_at_bound: int | None = None) -> list[Taken] | None:
+    def take(
+        self, step: int, n: int, *, max_lag: int, close_at_bound: int | None = None, skip_at_most: int = 0
+    ) -> list[Taken] | None:
         """What optimizer step `step` trains, as `RunStore.take` does: `n` groups, and late members of earlier ones."""
         if n and close_at_bound is not None:
             closable = [
@@ -240,7 +245,9 @@ class MemoryBuffer:
                 for group in closable:
                     self._close(group)
         late, self._late_ended = self._late_ended, []
-        for group in self._check(step, max_lag):  # what ended late in one of these is offered from the next call on
+        stale = self._check(step, max_lag)
+        self.skipped = self._skip(step, skip_at_most)
+        for group in stale + self.skipped:  # what ended late in one of these is offered from the next call on
             del self._scored[group.id]
             self._move(group, GroupState.EXPIRED)
             self._late_ended += [member for member in group.members if member.late and member.ended and not member.left]
@@ -277,6 +284,14 @@ class MemoryBuffer:
                 stale.append(group)
         self._unchecked = []
         return stale
+
+    def _skip(self, step: int, at_most: int) -> list[SimulatedGroup]:
+        """The oldest of the fresh groups without signal, as many as may still leave so for `step`."""
+        silent = [id for id in self._fresh if self._scored[id].silent][: max(0, at_most - self._skips[step])]
+        if silent:
+            self._skips = Counter({step: self._skips[step] + len(silent)})
+            self._fresh = [id for id in self._fresh if id not in silent]
+        return [self._scored[id] for id in silent]
 
     def _trains(self, group: SimulatedGroup, step: int, max_lag: int) -> bool:
         return any(member.trains(step, max_lag) for member in group.members)

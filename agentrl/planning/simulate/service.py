@@ -17,12 +17,14 @@ from agentrl.errors import UsageError
 
 class Play(NamedTuple):
     """One episode. `turns` are (start, end, tokens) of each turn, in seconds since the episode's start; tokens are
-    sampled evenly between the two. `scored`: it enters the loss and its group's baseline."""
+    sampled evenly between the two. `scored`: it enters the loss and its group's baseline; `silent`: its group gives no
+    signal."""
 
     duration_s: float
     turns: tuple[tuple[float, float, int], ...]
     tokens: int  # of all turns
     scored: bool = True
+    silent: bool = False
 
 
 class Episodes(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,8 @@ Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tok
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What a simulated run takes place in. `slots`: episodes at once; `push_s`: from the end of a step until its
-    weights are served; `between_s`: what the learner does between two steps that is neither step nor waiting."""
+    weights are served; `between_s`: what the learner does between two steps that is neither step nor waiting;
+    `skip_at_most`: times `groups_per_step`, the groups without signal that leave for a step."""
 
     episodes: Episodes
     learner: Steps
@@ -41,6 +43,7 @@ class World:
     group_deadline_s: float = math.inf
     push_s: float = 0.0
     between_s: float = 0.0
+    skip_at_most: float = 0.0
 
 
 class Share(NamedTuple):
@@ -57,11 +60,12 @@ class Found:
     """What came of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
 
     Throughput and idle share are of the steps after the start-up. All else is of the groups that were admitted for
-    these steps, whatever became of them: tokens and episodes played, and which of them were trained. A token is
-    unavoidable if it was too old for the next step already when its own episode ended. An outcome is discarded if its
-    episode is neither trained nor judges its siblings. `held`: the share of the learner's time in which it could go on
-    and waits at the lag bound. `by_length`: what was trained of each quarter of the episodes, the shortest in seconds
-    first; `longest`: of the longest hundredth."""
+    these steps, whatever became of them: tokens and episodes played, and which of them were trained. A group that left
+    without signal is neither trained nor discarded; it counts in the bound and in `played_s`. A token is unavoidable if
+    it was too old for the next step already when its own episode ended. An outcome is discarded if its episode is
+    neither trained nor judges its siblings. `held`: the share of the learner's time in which it could go on and waits
+    at the lag bound. `by_length`: what was trained of each quarter of the episodes, the shortest in seconds first;
+    `longest`: of the longest hundredth."""
 
     seconds: float
     episodes_s: float  # trained episodes a second
@@ -106,6 +110,7 @@ class _Tally:
     tokens: int = 0
     seconds: float = 0.0
     unavoidable: int = 0
+    skipped: int = 0
     trained: int = 0
     trained_tokens: int = 0
     trained_s: float = 0.0
@@ -137,6 +142,8 @@ class Simulation:
         self._play: dict[int, Play] = {}
         self._began: dict[int, float] = {}
         self._spans: dict[int, Spans] = {}
+        self._too_old: dict[int, int] = {}  # tokens of members that are measured, when they ended
+        self._skip_at_most = math.ceil(world.skip_at_most * world.groups_per_step)
         self._served = [0.0]  # when the weights of each step were served first
         self._step = 0  # the last one that was taken
         self._busy = False
@@ -168,6 +175,8 @@ class Simulation:
             self._fill()
             if not self._busy and self._step < self._steps:
                 self._take()
+                if self._buffer.skipped:  # others take their place
+                    self._fill()
         return self._found()
 
     def _at(self, time_s: float, what: Member | str) -> None:
@@ -182,6 +191,7 @@ class Simulation:
         for group in self._buffer.admit(self._bounds):
             plays = self._world.episodes.group(len(group.members), self._plays)
             self._play.update(zip((member.id for member in group.members), plays, strict=True))
+            group.silent = plays[0].silent
             if group.id in self._cohort:
                 self._sums.episodes += len(plays)
                 self._sums.tokens += sum(play.tokens for play in plays)
@@ -213,6 +223,7 @@ class Simulation:
         self._buffer.finish(member, self._now, newest=newest, oldest=oldest, scored=play.scored)
         if group.id in self._cohort:
             fresh = sum(n for made, n in spans if self._step - made <= self._policy.max_lag)
+            self._too_old[member.id] = play.tokens - fresh
             self._sums.unavoidable += play.tokens - fresh
             if play.scored:
                 self._sums.members[member.id] = _Length(play.duration_s, play.tokens, fresh)
@@ -257,7 +268,10 @@ class Simulation:
         least = self._least(step)
         if least == -1:
             return
-        taken = self._buffer.take(step, n, max_lag=policy.max_lag, close_at_bound=least)
+        taken = self._buffer.take(
+            step, n, max_lag=policy.max_lag, close_at_bound=least, skip_at_most=self._skip_at_most
+        )
+        self._note_skipped()
         if taken is None:
             return
         self._step += 1
@@ -312,6 +326,20 @@ class Simulation:
         self._pushed_at = self._now + self._world.push_s
         self._at(self._pushed_at, "served")
 
+    def _note_skipped(self) -> None:
+        """Leave out of the sums what a step has just skipped. Late members are still trained, as in a run."""
+        sums = self._sums
+        for member in (one for group in self._buffer.skipped for one in group.members if not one.late):
+            play = self._play.pop(member.id)
+            if member.group.id in self._cohort:
+                sums.skipped += 1
+                sums.tokens -= play.tokens
+                sums.scored -= play.scored
+                sums.unavoidable -= self._too_old[member.id]
+                sums.members.pop(member.id, None)
+            for each in (self._began, self._spans, self._too_old):
+                each.pop(member.id, None)
+
     def _note_taken(self, taken: Iterable[Taken]) -> tuple[int, int]:
         """Count what a step takes; returns how many tokens and episodes it trains."""
         tokens = episodes = 0
@@ -334,7 +362,7 @@ class Simulation:
             if counts:
                 self._sums.outcomes += len(trained) + sum(member.id in group.recorded for member in left_out)
             for member in (*trained, *left_out):
-                for each in (self._play, self._began, self._spans):
+                for each in (self._play, self._began, self._spans, self._too_old):
                     each.pop(member.id, None)
         return tokens, episodes
 
@@ -350,13 +378,13 @@ class Simulation:
             else:
                 self._expire()
             self._claim()
-            for _ in range(2):  # the first call expires what is too old
-                self._note_taken(
-                    self._buffer.take(
-                        self._step + 1, self._buffer.counts[GroupState.SCORED], max_lag=self._policy.max_lag
-                    )
-                    or ()
-                )
+            for _ in range(2):  # the first call expires what is too old, and what has no signal
+                scored = self._buffer.counts[GroupState.SCORED]
+                skips = sys.maxsize if self._skip_at_most else 0
+                step, lag = self._step + 1, self._policy.max_lag
+                taken = self._buffer.take(step, scored, max_lag=lag, skip_at_most=skips)
+                self._note_skipped()
+                self._note_taken(taken or ())
 
     def _found(self) -> Found:
         seconds, steps, sums = self._now - self._measured_from, self._steps - self._start_up, self._sums
@@ -365,14 +393,14 @@ class Simulation:
         trained = self._trained / seconds
         idle = self._idle_s / (self._idle_s + self._busy_s)
         self._run_out(seconds / steps)
-        played_s = sums.seconds / sums.episodes
+        played_s, signal = sums.seconds / sums.episodes, 1 - sums.skipped / sums.episodes
         held_s = 0.0 if self._patience is None else self._patience.held_s - self._held_before_s
         lengths = sorted(sums.members.values())
         quarters = [_share(lengths[place * len(lengths) // 4 : (place + 1) * len(lengths) // 4]) for place in range(4)]
         return Found(
             seconds=seconds,
             episodes_s=trained,
-            bound_s=min(world.slots / played_s, world.groups_per_step * world.group_size / step_s),
+            bound_s=min(signal * world.slots / played_s, world.groups_per_step * world.group_size / step_s),
             idle=idle,
             age_mean=sum(age * n for age, n in sums.ages.items()) / max(1, sums.ages.total()),
             age_p99=_quantile(sums.ages, 0.99),

@@ -69,15 +69,13 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
 
 
 def limits(config: RunConfig, measured: Run | None) -> Iterator[str]:
-    """What of the run file, and of the measured run, a simulation leaves out, one line each."""
+    """What of the run file a simulation of `measured` episodes leaves out, or of others, one line each."""
     if config.buffer.order != "oldest":
         yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
     if config.buffer.max_tokens is not None:
         yield f"not simulated: buffer.max_tokens = {config.buffer.max_tokens}; groups wait however long they are"
-    skipped = 0.0 if measured is None or not config.buffer.skips else measured.skipped
-    if skipped or config.buffer.skip_without_signal is True:
-        share = f" ({skipped:.0%} of the run's groups had none)" if skipped else ""
-        yield f"not simulated: buffer.skip_without_signal; every group counts as one with signal{share}"
+    if measured is None and config.buffer.skip_without_signal is True:
+        yield "not simulated: buffer.skip_without_signal; every group counts as one with signal"
 
 
 def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
@@ -103,6 +101,7 @@ def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
         group_deadline_s=config.rollout.group_deadline_s,
         push_s=0.0 if measured is None else measured.push_s,
         between_s=0.0 if measured is None else measured.between_s,
+        skip_at_most=config.buffer.skip_at_most if config.buffer.skips else 0.0,
     )
 
 

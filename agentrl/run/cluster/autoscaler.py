@@ -30,6 +30,7 @@ from agentrl.run.advise import gains
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.autoscale_rule import Decision, Judge, Sight
 from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
@@ -138,7 +139,14 @@ class Controller:
 
     def _predict(self, present: Split, beside: Sequence[Split], *, after: int, newest: int) -> dict[Split, float]:
         with RunStore.read(self.run.store_path) as store:
-            measured = measure(store, start_up=after, newest=newest)
+            measured = measure(
+                store,
+                start_up=after,
+                end=self.config.train.steps,
+                max_lag=self.config.buffer.max_lag,
+                returns=returns_of(self.config),
+                newest=newest,
+            )
         return gains(self.config, measured, present, beside, faster=partial(self._faster, present.ranks))
 
     def _faster(self, now: int, then: int) -> float:

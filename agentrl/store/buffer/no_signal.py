@@ -68,6 +68,11 @@ def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
     return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
 
 
+def silent(record: Mapping[int, MemberRecord], returns: Returns) -> bool:
+    """Whether a group trains nothing."""
+    return returns.skips and not strength(record, returns)
+
+
 def _to_go(member: MemberRecord, role: str, returns: Returns) -> list[float]:
     """The return of a role from each of its turns on: its outcome, and the weighted rewards still to come."""
     total, found = member.outcome_of(role), list[float]()
