@@ -14,7 +14,7 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.env.tasks import Curriculum, TaskSource
-from agentrl.errors import DiskFull
+from agentrl.host.disk_space import wait_for_space
 from agentrl.records import Task
 from agentrl.rollout.branching import Pivots
 from agentrl.store.asynchronous.threads import Aside
@@ -25,7 +25,6 @@ from agentrl.tokens import staleness
 
 _SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones, and those to be skipped
 _LOOK_S = 1.0  # admission looks so often even if nothing changed
-_DISK_S = 1.0
 
 
 def bounds_of(config: RunConfig) -> Bounds:
@@ -57,11 +56,8 @@ class Admitter:
         """Admit for ever, whenever there may be room, in calls that `aside` makes. On a full disk, try again."""
         work = Waiting(self.store)
         while True:
-            try:
-                while await aside(lambda _: self.admit(self.bounds.groups_per_step)):
-                    await trio.lowlevel.checkpoint()
-            except DiskFull:
-                await trio.sleep(_DISK_S)
+            while await wait_for_space(lambda: aside(lambda _: self.admit(self.bounds.groups_per_step))):
+                await trio.lowlevel.checkpoint()
             await work("control", _LOOK_S)
 
     def admit(self, limit: int) -> int:

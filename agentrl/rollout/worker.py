@@ -15,6 +15,7 @@ import trio
 
 from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
+from agentrl.host.disk_space import wait_for_space
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.handover import HandedBack
 from agentrl.store import Claim, LeaseLost
@@ -127,16 +128,14 @@ class Worker:
 
     async def _keep_leases(self) -> None:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
-        pause_s = self.context.settings.lease_s / 3
+        lease_s = self.context.settings.lease_s
         while True:
-            await trio.sleep(pause_s)
-            pause_s = self.context.settings.lease_s / 3
+            await trio.sleep(lease_s / 3)
             held = dict(self._running)  # claims that come meanwhile are not among those kept
-            try:
-                kept = await self.store.renew(self.name, lease_s=self.context.settings.lease_s, now=self.now())
-            except DiskFull:  # nobody else can claim on it either
-                pause_s = min(pause_s, _DISK_S)
-                continue
+            kept = await wait_for_space(  # nobody else can claim on a full disk either
+                lambda: self.store.renew(self.name, lease_s=lease_s, now=self.now()),
+                every_s=min(lease_s / 3, _DISK_S),
+            )
             for episode_id, claim in held.items():
                 scope = self._scopes.get(episode_id)
                 if episode_id not in kept and self._running.get(episode_id) is claim and scope is not None:

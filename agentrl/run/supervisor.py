@@ -35,6 +35,7 @@ from agentrl.config.gpu_placement import starts_apart
 from agentrl.engine.weight_sync.object_store import Folder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.host.clocks import HostClock
+from agentrl.host.disk_space import wait_for_space
 from agentrl.host.janitor import OwnedFolder
 from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
@@ -84,7 +85,6 @@ _ASKED_S = 1.0  # between two looks at whether somebody wants the run to end
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 _STORE_S = 10.0  # how long the end of a run waits for an object store
-_DISK_S = 1.0  # between two tries to write on a full disk
 _MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
 
@@ -238,17 +238,12 @@ class Supervisor:
 
     async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
         """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""
-        deadline, waits = trio.current_time() + self.config.train.stall_deadline_s, False
-        while True:
-            try:
-                return await self.writes(write)
-            except DiskFull as error:
-                if trio.current_time() > deadline:
-                    raise
-                if not waits:
-                    print(f"agentrl: {error}; the run waits for it", file=sys.stderr)
-                waits = True
-                await trio.sleep(_DISK_S)
+
+        def tell(error: DiskFull) -> None:
+            print(f"agentrl: {error}; the run waits for it", file=sys.stderr)
+
+        deadline_s = self.config.train.stall_deadline_s
+        return await wait_for_space(lambda: self.writes(write), deadline_s=deadline_s, tell=tell)
 
     def _expire(self, store: ControlStore) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s

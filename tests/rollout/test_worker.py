@@ -291,6 +291,38 @@ async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
     assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
 
 
+async def test_on_a_full_disk_leases_are_renewed_as_soon_as_there_is_space(
+    store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every 10 s, a third of the lease; on a full disk each second, and no episode counts as lost."""
+    full, really, began = [DiskFull("no space left")] * 3, store.renew, trio.current_time()
+    at_s, envs = list[int](), list[ScriptedEnv]()
+
+    def renew(*args: Any, **named: Any) -> Any:
+        at_s.append(round(trio.current_time() - began))
+        if full:
+            raise full.pop()
+        return really(*args, **named)
+
+    class Slow(ScriptedEnv):
+        async def astep(self, action: str) -> Any:
+            await trio.sleep(40)
+            return await super().astep(action)
+
+    def make(task: Task) -> ScriptedEnv:
+        envs.append(Slow([done()]))
+        return envs[-1]
+
+    monkeypatch.setattr(store, "renew", renew)
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    await run(
+        worker(make, rollout={"lease_s": 30.0}), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1
+    )
+    assert at_s[:6] == [10, 11, 12, 13, 23, 33]
+    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE] and len(envs) == 1
+
+
 async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
     store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

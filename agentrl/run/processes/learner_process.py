@@ -31,6 +31,7 @@ from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import Held
 from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
+from agentrl.host.disk_space import once_there_is_space, with_space
 from agentrl.host.lifeline import watch_lifeline
 from agentrl.learner.gpu_sender import Sender
 from agentrl.learner.learner import Diverged, Learner
@@ -41,7 +42,6 @@ from agentrl.models.resolve import engine_dtype, model_dir, slot_dir
 from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
-from agentrl.run.disk_space import once_there_is_space, with_space
 from agentrl.run.league import League
 from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import heartbeat

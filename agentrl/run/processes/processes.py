@@ -26,6 +26,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.router.concurrency import RUNNING, WAITING
 from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.host.child_environment import NOTHING, Withheld
+from agentrl.host.disk_space import wait_for_space
 from agentrl.host.ports import free_port
 from agentrl.models.resolve import given_model_dir
 from agentrl.records import WeightVersion
@@ -389,11 +390,7 @@ class RunProcesses:
 
     async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
         """Write once the disk has space for it."""
-        while True:
-            try:
-                return await self.writes(write)
-            except DiskFull:
-                await trio.sleep(_DISK_S)
+        return await wait_for_space(lambda: self.writes(write), every_s=_DISK_S)
 
     async def _set(self, value: Value[_T], to: _T) -> None:
         await self.writes(lambda store: value.set(store, to))

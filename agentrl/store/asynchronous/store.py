@@ -26,7 +26,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import trio
 
-from agentrl.errors import DiskFull, StoreAway, StoreError
+from agentrl.errors import StoreAway, StoreError
+from agentrl.host.disk_space import wait_for_space
 from agentrl.store import Partial, RunStore
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.wait_for_work import Waiting
@@ -37,7 +38,6 @@ from agentrl.store.interfaces import ReadStore
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
-_DISK_S = 1.0  # between two tries to write on a full disk
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
 _AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait for their end
 
@@ -159,15 +159,7 @@ class AsyncStore:
 
     async def _write(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
         """Make a write once there is space for it. Raises DiskFull after `disk_wait_s`."""
-        until: float | None = None  # a look at the clock only when there is no space
-        while True:
-            try:
-                return await self._once(call, shared=shared)
-            except DiskFull:
-                until = trio.current_time() + self._disk_wait_s if until is None else until
-                if trio.current_time() >= until:
-                    raise
-            await trio.sleep(_DISK_S)
+        return await wait_for_space(partial(self._once, call, shared=shared), deadline_s=self._disk_wait_s)
 
     async def _once(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
         write = self._post(call, trio.lowlevel.current_task(), shared=shared)

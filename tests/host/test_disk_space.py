@@ -1,5 +1,6 @@
-"""A learner waits for space where it stands: started again, it would train again what it has trained since its last
-checkpoint."""
+"""Calls on a full disk: those that wait for space, for how long, what is printed, and which errors are one.
+
+A learner waits where it stands: started again, it would train again what it has trained since its last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from agentrl.errors import DiskFull, StoreError
-from agentrl.run import disk_space, scratch_space
+from agentrl.host import disk_space
+from agentrl.host.disk_space import wait_for_space
+from agentrl.run import scratch_space
 from agentrl.run.scratch_space import full, watch_disk
 
 FULL = DiskFull("no space left: free some")
@@ -62,6 +66,44 @@ def test_law_4_the_wait_has_a_deadline_and_other_errors_have_none(clock: SimpleN
     with pytest.raises(StoreError, match="damaged"):
         disk_space.with_space(Store(1, StoreError("damaged")), deadline_s=100.0, mark=lambda: None).record("step", 3)
     assert clock.s < 102.0
+
+
+class Calls:
+    """Calls of a task that find the disk full so many times, and when they were made."""
+
+    def __init__(self, full: int, error: Exception = FULL) -> None:
+        self.full, self.error, self.at_s = full, error, list[float]()
+
+    async def __call__(self) -> str:
+        self.at_s.append(trio.current_time())
+        await trio.lowlevel.checkpoint()
+        if len(self.at_s) <= self.full:
+            raise self.error
+        return "written"
+
+
+async def test_a_task_waits_for_space_and_tells_of_it_once(autojump_clock: MockClock) -> None:
+    call, told, began = Calls(3), list[DiskFull](), trio.current_time()
+    assert await wait_for_space(call, every_s=2.0, tell=told.append) == "written"
+    assert [at_s - began for at_s in call.at_s] == [0.0, 2.0, 4.0, 6.0] and told == [FULL]
+
+
+@pytest.mark.parametrize(("deadline_s", "calls", "told"), [(0.0, 1, 0), (2.5, 4, 1)])
+async def test_law_4_a_task_waits_for_space_until_its_deadline(
+    autojump_clock: MockClock, deadline_s: float, calls: int, told: int
+) -> None:
+    """After 2.5 s, calls at 0, 1, 2 and 3 s were made, and the last is too late; after 0 s nothing is waited for."""
+    call, heard = Calls(10**9), list[DiskFull]()
+    with pytest.raises(DiskFull, match="no space left"):
+        await wait_for_space(call, deadline_s=deadline_s, tell=heard.append)
+    assert (len(call.at_s), len(heard)) == (calls, told)
+
+
+async def test_a_task_waits_for_no_other_error(autojump_clock: MockClock) -> None:
+    call = Calls(1, StoreError("damaged"))
+    with pytest.raises(StoreError, match="damaged"):
+        await wait_for_space(call)
+    assert len(call.at_s) == 1
 
 
 async def test_the_terminal_says_at_once_that_the_disk_is_full_and_when_it_is_not(

@@ -1,0 +1,83 @@
+"""A full disk: calls that wait until there is space again, for work that would be lost or done twice otherwise.
+
+Owns the waiting, of a thread (`once_there_is_space`) and of a task (`wait_for_space`). Never knows what a call writes:
+it leaves nothing behind if it raises DiskFull. What nobody misses, a gauge say, is skipped where it is written.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+import trio
+
+from agentrl.errors import DiskFull
+
+_LOOK_S = 0.5
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+
+async def wait_for_space(
+    call: Callable[[], Awaitable[_T]],
+    *,
+    deadline_s: float = math.inf,
+    every_s: float = 1.0,
+    tell: Callable[[DiskFull], object] = lambda _: None,
+) -> _T:
+    """What an awaited call returns, made every `every_s` seconds until the disk has space for it. `tell` gets the error
+    once, if it is waited for. Raises what the call raises; DiskFull after `deadline_s`, at once if that is 0."""
+    until: float | None = None  # the clock is read only when there is no space
+    while True:
+        try:
+            return await call()
+        except DiskFull as error:
+            now, first = trio.current_time(), until is None
+            until = now + deadline_s if until is None else until
+            if now >= until:
+                raise
+            if first:
+                tell(error)
+        await trio.sleep(every_s)
+
+
+def once_there_is_space(call: Callable[[], _T], *, deadline_s: float, mark: Callable[[], object]) -> _T:
+    """What a call returns, made every half a second until the disk has space for it; the first DiskFull is printed.
+    `mark` is called while it waits. Raises what the call raises; DiskFull after `deadline_s`."""
+    until: float | None = None
+    while True:
+        try:
+            return call()
+        except DiskFull as error:
+            now, first = time.monotonic(), until is None
+            until = now + deadline_s if until is None else until
+            if now >= until:
+                raise
+            if first:
+                print(f"agentrl: {error}; it is waited for", file=sys.stderr)
+        mark()
+        time.sleep(_LOOK_S)
+
+
+def with_space(store: _S, *, deadline_s: float, mark: Callable[[], object]) -> _S:
+    """The same store, but each call waits for space as `once_there_is_space` does: a write of a store is made whole or
+    not at all."""
+    return cast(_S, _WithSpace(store, deadline_s, mark))
+
+
+class _WithSpace:
+    def __init__(self, store: object, deadline_s: float, mark: Callable[[], object]) -> None:
+        self._store, self._deadline_s, self._mark = store, deadline_s, mark
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def call(*given: Any, **named: Any) -> Any:
+            return once_there_is_space(lambda: found(*given, **named), deadline_s=self._deadline_s, mark=self._mark)
+
+        return call
