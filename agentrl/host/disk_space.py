@@ -1,24 +1,41 @@
-"""A full disk: calls that wait until there is space again, for work that would be lost or done twice otherwise.
+"""A full disk: which errors are one, and calls that wait for space, whose work would be lost or done twice otherwise.
 
-Owns the waiting, of a thread (`once_there_is_space`) and of a task (`wait_for_space`). Never knows what a call writes:
-it leaves nothing behind if it raises DiskFull. What nobody misses, a gauge say, is skipped where it is written.
+`is_full` knows such errors; who wrote names them DiskFull, and what could not be written. A thread waits in
+`once_there_is_space`, a task in `wait_for_space`. Never knows what a call writes: it leaves nothing behind if it raises
+DiskFull. What nobody misses, a gauge say, is skipped where it is written. trio is loaded where a task waits: a store
+is used without it, too.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
-import trio
+from agentrl.errors import AgentRLError, DiskFull
 
-from agentrl.errors import DiskFull
-
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_POSTGRES = "53100"  # disk_full, in PostgreSQL's table of states
 _LOOK_S = 0.5
 _S = TypeVar("_S")
 _T = TypeVar("_T")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or a quota on it, had no space for a write. Errors of SQLite, psycopg and the operating system
+    have numbers; libraries that write weights have only words."""
+    if isinstance(error, AgentRLError):
+        return isinstance(error, DiskFull)
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    state: object = getattr(error, "sqlstate", "")  # of psycopg: None if the server is not heard any more
+    if state != "":
+        return state == _POSTGRES
+    return getattr(error, "errno", None) in _NO_SPACE or "No space left on device" in str(error)
 
 
 async def wait_for_space(
@@ -30,6 +47,8 @@ async def wait_for_space(
 ) -> _T:
     """What an awaited call returns, made every `every_s` seconds until the disk has space for it. `tell` gets the error
     once, if it is waited for. Raises what the call raises; DiskFull after `deadline_s`, at once if that is 0."""
+    import trio
+
     until: float | None = None  # the clock is read only when there is no space
     while True:
         try:

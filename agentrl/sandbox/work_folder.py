@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.host.disk_space import is_full
 from agentrl.host.janitor import remove_tree
 
 WORKSPACE = "/workspace"
 """Where every backend shows the work folder inside the box."""
 
 _HOST_FAULTS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBADF, errno.ESTALE, errno.EROFS})
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MAX_LINKS = 40
 MAX_DEPTH = 100  # folders in folders, of a path or of a tree that is copied: each takes a descriptor
 _MAX_ENTRIES = 1 << 16
@@ -262,7 +262,7 @@ def faults_of(path: str, *, bounded: bool) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        host = error.errno in _HOST_FAULTS or (error.errno in _NO_SPACE and not bounded)
+        host = error.errno in _HOST_FAULTS or (is_full(error) and not bounded)
         kind = SandboxError if host else SandboxPathError
         raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
     except ValueError as error:  # NUL bytes, lone surrogates

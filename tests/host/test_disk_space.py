@@ -4,6 +4,9 @@ A learner waits where it stands: started again, it would train again what it has
 
 from __future__ import annotations
 
+import errno
+import os
+import sqlite3
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,13 +16,56 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.errors import DiskFull, StoreError
+from agentrl.errors import DiskFull, RunFailed, StoreError
 from agentrl.host import disk_space
-from agentrl.host.disk_space import wait_for_space
+from agentrl.host.disk_space import is_full, wait_for_space
 from agentrl.run import scratch_space
 from agentrl.run.scratch_space import full, watch_disk
 
 FULL = DiskFull("no space left: free some")
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="needs /dev/full")
+def test_the_operating_systems_error_is_known() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError) as raised:
+        file.write(b"x")
+    assert is_full(raised.value)
+
+
+def test_sqlites_error_is_known(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "db")
+    connection.execute("CREATE TABLE t (x)")
+    connection.execute("PRAGMA max_page_count = 2")
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+    connection.close()
+    assert is_full(raised.value)
+    assert not is_full(sqlite3.OperationalError("No space left on device"))
+
+
+def test_postgresqls_error_is_known() -> None:
+    """A lost connection is none, whatever the server's last words were: it is opened again, and the server asked."""
+    errors = pytest.importorskip("psycopg").errors
+    assert is_full(errors.DiskFull("could not extend file"))
+    assert not is_full(errors.OperationalError("FATAL: No space left on device"))
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "in words of any language"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (OSError("I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("enforce fail at inline_container.cc"), False),
+        (FULL, True),
+        (RunFailed("the last: No space left on device"), False),
+    ],
+)
+def test_an_error_says_whether_a_disk_is_full(error: Exception, full: bool) -> None:
+    """Of libraries only the words are known; an error of our own was named where it arose."""
+    assert is_full(error) is full
 
 
 class Store:

@@ -69,6 +69,11 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
         ("ExceptionGroup('n', [RunFailed('r'), UsageError('bad thing: mend it')])", 2, "part: bad thing: mend it"),
         ("OSError(28, 'No space')", 5, "part: no space left on the disk: free some ([Errno 28] No space)"),
         (
+            "OSError(122, 'Disk quota exceeded')",
+            5,
+            "part: no space left on the disk: free some ([Errno 122] Disk quota exceeded)",
+        ),
+        (
             "ValueError('I/O: No space left on device')",
             5,
             "part: no space left on the disk: free some (I/O: No space left on device)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreBusy, StoreDamaged, matters
+from agentrl.host.disk_space import is_full
 
 ENDS_THE_RUN = 3
 """Exit status of a child that says, on purpose, that the run cannot go on: starting it again would not help."""
@@ -29,7 +29,7 @@ def run_role(role: str, main: Callable[[], None]) -> int:
         error = matters(raised)
         if isinstance(error, SystemExit) and error.code in (0, None):
             return 0
-        if _no_space(error):
+        if is_full(error) and not isinstance(error, DiskFull):
             error = DiskFull(f"no space left on the disk: free some ({error})")
         if isinstance(error, AgentRLError):
             leave_note(str(error))
@@ -57,9 +57,3 @@ def leave_note(line: str) -> None:
     if target:
         with suppress(OSError):
             Path(target).write_text(line + "\n")
-
-
-def _no_space(error: BaseException) -> bool:
-    """Whether a disk had no space for a file. Libraries that write weights say so in errors of their own."""
-    told = "No space left on device" in str(error) and not isinstance(error, AgentRLError)
-    return told or (isinstance(error, OSError) and error.errno == errno.ENOSPC)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
+from agentrl.host.disk_space import is_full
 from agentrl.store import schema
 from agentrl.store.databases.database import BUSY_S, Database, Row, Watch, damaged
 
@@ -223,7 +224,7 @@ def read_only(path: Path) -> sqlite3.Connection:
 def named(error: Exception, path: Path, busy_s: float | None = None) -> StoreError:
     """The StoreError for an sqlite3 error, in one line. `busy_s` is how long the call waited for the write lock."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
+    if is_full(error) or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
         return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
     if code == sqlite3.SQLITE_BUSY:
         return _busy(path, BUSY_S if busy_s is None else busy_s)

@@ -47,6 +47,7 @@ from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumper
 
 from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
+from agentrl.host.disk_space import is_full
 from agentrl.store import schema
 from agentrl.store.databases.database import PAUSE_S, Asked, Cursor, Database, Row, Watch
 from agentrl.store.databases.postgres.arrays import parted
@@ -442,7 +443,7 @@ class Postgres(Database):
 
     def _named(self, error: Exception) -> StoreError:
         state = getattr(error, "sqlstate", None) or ""
-        if state == "53100":
+        if is_full(error):
             return DiskFull(f"{self.path}: no space left for the database: free some; what was journaled is kept")
         if state in ("55P03", "57014"):
             who = f"another session has held the run's write lock for over {self._busy_s:g} s"
