@@ -1,1 +1,2 @@
-"""What a process needs of the machine it runs on: clocks, ports, a janitor, output that never blocks. Knows no run."""
+"""What a process needs of the machine it runs on: clocks, ports, disk space, a janitor, output that never blocks. Knows
+no run."""

@@ -2,23 +2,27 @@
 
 `is_full` knows such errors; who wrote names them DiskFull, and what could not be written. A thread waits in
 `once_there_is_space`, a task in `wait_for_space`. Never knows what a call writes: it leaves nothing behind if it raises
-DiskFull. What nobody misses, a gauge say, is skipped where it is written. trio is loaded where a task waits: a store
-is used without it, too.
+DiskFull. What nobody misses, a gauge say, is skipped where it is written. The processes that find a disk full have no
+place to say so: the supervisor watches it for them (`watch_disk`). trio is loaded where a task waits: a store is used
+without it, too.
 """
 
 from __future__ import annotations
 
 import errno
 import math
+import shutil
 import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from agentrl.errors import AgentRLError, DiskFull
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LEAST = 1 << 20  # bytes; with less a disk is full for a store and its log
 _POSTGRES = "53100"  # disk_full, in PostgreSQL's table of states
 _LOOK_S = 0.5
 _S = TypeVar("_S")
@@ -36,6 +40,30 @@ def is_full(error: BaseException) -> bool:
     if state != "":
         return state == _POSTGRES
     return getattr(error, "errno", None) in _NO_SPACE or "No space left on device" in str(error)
+
+
+def no_space_on(folder: Path) -> str:
+    """What to say of a disk without space, on which `folder` lies; nothing if there is some, or it cannot be told."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"no space left on the disk of {folder} ({free >> 10} KiB): free some" if free < _LEAST else ""
+
+
+async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float = 2.0) -> None:
+    """For ever: say once when the disk of a run's folder is full, and once when it is not any more."""
+    import trio
+
+    was = ""
+    while True:
+        now = await trio.to_thread.run_sync(no_space_on, folder, abandon_on_cancel=True)
+        if now and not was:
+            say(f"{now}; what was journaled is kept, and the run waits for it")
+        if was and not now:
+            say(f"the disk of {folder} has space again")
+        was = now
+        await trio.sleep(every_s)
 
 
 async def wait_for_space(

@@ -1,47 +1,20 @@
-"""Room on disks: for the weight files before anything is started, and in the run's folder while it goes on.
+"""Room in scratch for the weight files, checked before anything is started.
 
 A container's shared memory is 64 MiB by default, and a file that overflows it kills its writer or its reader in the
-middle of a run. Owns the estimate; the learner checks the size of each file again when it writes. If the disk of the
-run's folder is full, the processes that notice it have no place to say so: the supervisor looks for them.
+middle of a run. Owns the estimate; the learner checks the size of each file again when it writes.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import trio
 
 from agentrl.config import RunConfig
 from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ConfigError
 from agentrl.models.resolve import engine_dtype
 from agentrl.run.weights.publisher import KEPT
-
-_LEAST = 1 << 20  # bytes; with less a disk is full for a store and its log
-
-
-def full(folder: Path) -> str:
-    """What to say of a disk without space, on which `folder` lies; nothing if there is some, or it cannot be told."""
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return ""
-    return f"no space left on the disk of {folder} ({free >> 10} KiB): free some" if free < _LEAST else ""
-
-
-async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float = 2.0) -> None:
-    """For ever: say once when the disk of a run's folder is full, and once when it is not any more."""
-    was = ""
-    while True:
-        now = await trio.to_thread.run_sync(full, folder, abandon_on_cancel=True)
-        if now and not was:
-            say(f"{now}; what was journaled is kept, and the run waits for it")
-        if was and not now:
-            say(f"the disk of {folder} has space again")
-        was = now
-        await trio.sleep(every_s)
 
 
 def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None:

@@ -35,7 +35,7 @@ from agentrl.config.gpu_placement import starts_apart
 from agentrl.engine.weight_sync.object_store import Folder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.host.clocks import HostClock
-from agentrl.host.disk_space import wait_for_space
+from agentrl.host.disk_space import wait_for_space, watch_disk
 from agentrl.host.janitor import OwnedFolder
 from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
@@ -52,7 +52,7 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting.failed_tasks import skips
 from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
-from agentrl.run.scratch_space import check_room, watch_disk
+from agentrl.run.scratch_space import check_room
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source

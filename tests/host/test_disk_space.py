@@ -18,9 +18,7 @@ from trio.testing import MockClock
 
 from agentrl.errors import DiskFull, RunFailed, StoreError
 from agentrl.host import disk_space
-from agentrl.host.disk_space import is_full, wait_for_space
-from agentrl.run import scratch_space
-from agentrl.run.scratch_space import full, watch_disk
+from agentrl.host.disk_space import is_full, no_space_on, wait_for_space, watch_disk
 
 FULL = DiskFull("no space left: free some")
 
@@ -162,7 +160,7 @@ async def test_the_terminal_says_at_once_that_the_disk_is_full_and_when_it_is_no
         looks += 1
         return SimpleNamespace(free=free[min(looks, len(free)) - 1])
 
-    monkeypatch.setattr(scratch_space.shutil, "disk_usage", usage)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage)
     said = list[tuple[int, str]]()
 
     def say(line: str) -> None:
@@ -180,4 +178,4 @@ async def test_the_terminal_says_at_once_that_the_disk_is_full_and_when_it_is_no
 
 
 def test_a_disk_that_nobody_can_ask_is_not_called_full(tmp_path: Path) -> None:
-    assert full(tmp_path) == "" == full(tmp_path / "nowhere")
+    assert no_space_on(tmp_path) == "" == no_space_on(tmp_path / "nowhere")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from agentrl.errors import DiskFull, StoreError, StoreVersionError, UsageError
 from agentrl.records import Step
 from agentrl.store import Replays, RunStore, schema
 from agentrl.store.audit.audit import audit
+from agentrl.store.databases.sqlite import named
 
 from .older import old_group, older_store
 from .play import START, Clock, admit, answer, play_all, serve, turn
@@ -216,6 +219,16 @@ def test_a_migration_that_fails_leaves_the_older_store_whole(path: Path, monkeyp
             RunStore.open(path)
     assert columns(path) == before
     RunStore.open(path).close()
+
+
+@pytest.mark.parametrize(("free", "kind"), [((1 << 20) - 1, DiskFull), (1 << 20, StoreError)])
+def test_an_input_output_error_is_a_full_disk_where_less_than_a_mebibyte_is_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[StoreError]
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert type(named(error, path)) is kind
 
 
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_space(store: RunStore) -> None:

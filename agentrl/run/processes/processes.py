@@ -26,7 +26,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.router.concurrency import RUNNING, WAITING
 from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.host.child_environment import NOTHING, Withheld
-from agentrl.host.disk_space import wait_for_space
+from agentrl.host.disk_space import no_space_on, wait_for_space
 from agentrl.host.ports import free_port
 from agentrl.models.resolve import given_model_dir
 from agentrl.records import WeightVersion
@@ -40,7 +40,6 @@ from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import LOCAL, Launcher
 from agentrl.run.processes.supervise import Child, RestartBudget
 from agentrl.run.run_folder import RunDir
-from agentrl.run.scratch_space import full
 from agentrl.run.start_point import StartPoint, where_it_stands
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.asynchronous.threads import Aside
@@ -366,7 +365,7 @@ class RunProcesses:
     def troubles(self) -> list[str]:
         """Why engines could not be given the current weights, and whether the disk is full."""
         found = [watch.trouble for watch in self._watches.values() if watch.trouble]
-        return [*found, *filter(None, [full(self.run.path)])]
+        return [*found, *filter(None, [no_space_on(self.run.path)])]
 
     # --- one child
 

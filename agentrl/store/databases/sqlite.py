@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
-from agentrl.host.disk_space import is_full
+from agentrl.host.disk_space import is_full, no_space_on
 from agentrl.store import schema
 from agentrl.store.databases.database import BUSY_S, Database, Row, Watch, damaged
 
@@ -22,7 +22,6 @@ _WRITE_LOCK = 120
 """The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
 
 _MOMENT_MS = 250  # one try for the write lock; `Database` tries again
-_FULL_BELOW_BYTES = 1 << 20
 _HEADER_BYTES = 100  # of any SQLite file
 
 
@@ -224,7 +223,7 @@ def read_only(path: Path) -> sqlite3.Connection:
 def named(error: Exception, path: Path, busy_s: float | None = None) -> StoreError:
     """The StoreError for an sqlite3 error, in one line. `busy_s` is how long the call waited for the write lock."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if is_full(error) or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
+    if is_full(error) or (code == sqlite3.SQLITE_IOERR and no_space_on(path.parent)):
         return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
     if code == sqlite3.SQLITE_BUSY:
         return _busy(path, BUSY_S if busy_s is None else busy_s)
@@ -272,11 +271,3 @@ def _command(pid: int) -> str:
         return "gone by now"
     line = " ".join(" ".join(words).split())
     return "".join(c for c in line if c.isprintable())[:80] or "no command line"
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        status = os.statvfs(path.parent)
-    except OSError:
-        return _FULL_BELOW_BYTES
-    return status.f_bavail * status.f_frsize
