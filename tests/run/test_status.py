@@ -121,6 +121,20 @@ def test_a_run_that_has_ended_is_over(run: RunDir) -> None:
     assert status.scale(run, engines=None, workers=3).endswith(longer)
 
 
+def test_a_run_that_was_stopped_early_goes_on_by_a_plain_resume(run: RunDir) -> None:
+    step(run, 3, NOW)
+    run.summary.write_text("{}")
+    with RunStore.open(run.store_path) as store:
+        run_values.STOPPED_EARLY.set(store, "held-out success has not risen for 5 steps")
+    found = status.status(run, lambda: NOW)
+    assert (found["state"], found["stopped_early"]) == ("over", "held-out success has not risen for 5 steps")
+    told, plain = list(status.lines(found)), f"agentrl train --resume {run.path}"
+    assert "stopped   early: held-out success has not risen for 5 steps" in told
+    assert told[-1] == f"next      {plain} trains it on to step 80"
+    assert status.stop(run, 0).endswith(f"go on with {plain}")
+    assert status.scale(run, engines=None, workers=3).endswith(plain)
+
+
 def test_a_run_that_goes_on_for_longer_is_not_over_by_its_earlier_end(run: RunDir) -> None:
     step(run, 80, NOW)
     run.summary.write_text('{"steps": 80}')

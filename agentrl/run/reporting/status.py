@@ -25,7 +25,7 @@ from agentrl.run.reporting import report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import LEARNER_WAITS, PHASE, STOP_WANTED, TAKES_NO_SIGNALS
+from agentrl.store.run_values import LEARNER_WAITS, PHASE, STOP_WANTED, STOPPED_EARLY, TAKES_NO_SIGNALS
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
@@ -65,7 +65,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
     held, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
         rows = store.metrics("step")
-        counts, phase = store.counts(), PHASE.of(store.meta) or ""
+        counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
@@ -81,6 +81,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "state": "over" if held.kind == "nobody" and run.summary.exists() else _STATES[held.kind],
         "pid": held.pid,
         "phase": phase,
+        "stopped_early": early,
         "step": done,
         "steps": config.train.steps,
         "last_step_ago_s": ago,
@@ -115,6 +116,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     else:
         pace = "" if found["step_s"] is None else f"; a step takes {found['step_s']:.2g} s"
         yield f"step      {found['step']} of {found['steps']}, the last {found['last_step_ago_s']:.0f} s ago{pace}"
+    if found["stopped_early"]:
+        yield f"stopped   early: {found['stopped_early']}"
     if found["success"] is not None:
         held_out = "".join(f"; held-out at {step}: {value:.2f}" for step, value in found["held_out"].items())
         yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
@@ -171,6 +174,12 @@ def stop(run: RunDir, deadline_s: float) -> str:
     return _ended(run, deadline_s, f"wait, or end it with kill -9 {held.pid}")
 
 
+def _stopped_early(run: RunDir) -> bool:
+    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
+        return STOPPED_EARLY.of(store.meta) is not None
+    return False
+
+
 def _takes_no_signals(run: RunDir) -> bool:
     with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
         return TAKES_NO_SIGNALS.of(store.meta) == run.lock_path.read_text()
@@ -188,8 +197,9 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
 
 
 def _resume(run: RunDir) -> str:
-    """What to type to go on with a run that nobody holds; one that is over needs more steps."""
-    more = f" --set train.steps={2 * run.config().train.steps}" if run.summary.exists() else ""
+    """What to type to go on with a run that nobody holds; one that has done all its steps needs more."""
+    done = run.summary.exists() and not _stopped_early(run)
+    more = f" --set train.steps={2 * run.config().train.steps}" if done else ""
     return f"agentrl train --resume {run.path}{more}"
 
 
@@ -207,6 +217,8 @@ def _next(found: dict[str, Any]) -> str:
         return f"kill -CONT {found['pid']}"
     if found["late_s"] is not None:
         return f"no step for {found['late_s']:.0f} s: agentrl logs {path} learner; agentrl logs {path} worker-0"
+    if state == "over" and found["stopped_early"]:
+        return f"agentrl train --resume {path} trains it on to step {found['steps']}"
     if state == "over":
         return f"agentrl train --resume {path} --set train.steps={2 * found['steps']} trains it for longer"
     if state == _STATES["nobody"]:
