@@ -442,7 +442,8 @@ class Group:
     too old. `record` holds the records for the baseline, by member, as they ended; if None, the baseline is over
     `trajectories`.
     A `skipped` group left the buffer without signal: all its members are in `left_out`, and only report how they did.
-    `weight` multiplies its share of the loss: the correction of an order that prefers some groups (see `orders`)."""
+    `weight` multiplies its share of the loss: the correction of an order that prefers some groups (see `group_order`).
+    """
 
     id: int
     task: Task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def test_a_file_name_stands_for_one_idea() -> None:
 def test_every_room_says_what_it_is() -> None:
     rooms = [path for path in modules() if path.name == "__init__.py"]
     assert [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))] == []
+
+
+def test_the_table_of_the_store_names_each_of_its_folders_and_files() -> None:
+    table = re.findall(
+        r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "store/__init__.py").read_text())) or "", re.M
+    )
+    inside = [path.stem for path in (PACKAGE / "store").iterdir() if not path.name.startswith("__")]
+    assert sorted(table) == sorted(inside)
 
 
 BESIDE_A_RUN = (

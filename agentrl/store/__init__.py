@@ -1,40 +1,27 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
 Every process of a run opens it. Calls are synchronous and short, but another process's write lock may hold a write up:
-programs with a loop await theirs (see `awaitable`, `aside`, `looks`). Standard library and zstandard only; trio in
-these three and in `waiting`.
+programs with a loop await theirs (see `asynchronous`). Standard library and zstandard only; trio in `asynchronous`,
+psycopg in `databases/postgres`.
 
-    versions    weight versions, minted once          admission   how many groups may start (pure)
-    groups      birth and end of groups               closing     when a group closes (pure)
-    leases      which worker plays which episode      deaths      which episode killed its worker
-    journal     a running episode, turn by turn       partials    the turn that is sampled now
-    endings     how episodes end, many at once
-    snapshots   saved states of environments          outages     failures of one cause, counted once
-    buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
-    recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
-    bias        what was trained beside what was played
-    readers     rows back into records                audit       the laws, checked from the raw rows (audit_report)
-    run_values  every key of `meta`, with its type
-    schema      tables and migrations                 database    transactions and errors, of any database
-    sqlite      the database in a file                postgres    the same on a server
-    choice      which of the two a run has
-    postgres_sql      the statements in its words     postgres_session  how they travel there
-    postgres_arrays   many rows of a statement        postgres_parts    tables that retention drops
-    postgres_notices  who listens for writes          postgres_tables   what its catalogue says
-    calls       calls that are made together          entries     turns journaled at once
-    codec       packing                               rewards     scores of turns, and episodes that wait for them
-    retaking    the groups of an earlier step once more
-    forks       continuations of an episode           moving      groups out of one store into another
-    replays     tasks lost to infrastructure failures, played again
-    restarts    interrupted work that is given up on purpose
-    leading     which process is the learner
-    durations   how long episodes, turns and pushes took
-    roles       what each process of a run may ask of the store
-    signal      when to look at the store again       waiting     the same in a trio program
-    orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
-    awaitable   awaited writes, committed together by one thread
-    aside       awaited calls of a handle, each in a thread
-    looks       awaited reads of a handle: of a server in a thread
+    databases      SQLite in a file, PostgreSQL on a server: transactions, deadlines, errors, who hears of writes
+    episodes       groups and episodes: leases, journal, partial turns, endings, scores, replays, forks
+    buffer         between rollout and learner: admission, closing of groups, what a step takes and when
+    audit          the laws, checked from the raw rows; what was trained beside what was played
+    asynchronous   for a trio program: awaited writes committed together, awaited reads, waiting for work
+    interfaces     what each process of a run may ask of the store
+    schema         tables and migrations
+    run_values     every key of `meta`, with its type
+    versions       weight versions, minted once
+    lineage        checkpoint, rollback, retention
+    recovery       repair after a loss of power
+    learner_fence  which process is the learner
+    reads          rows back into records
+    codec          packing
+    metrics        values, drops, length bias of dropping
+    durations      how long episodes, turns and pushes took
+    transfer       groups out of one store into another
+    copy_database  a whole store into another database
 """
 
 from __future__ import annotations
@@ -211,7 +198,7 @@ class RunStore(
     def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
         older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
-        of a program with a loop (see `looks`).
+        of a program with a loop (see `asynchronous.reads`).
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
         refuse_several(Path(path))
@@ -231,7 +218,7 @@ class RunStore(
 
     @property
     def remote(self) -> bool:
-        """Whether it is on a server, which a loop of tasks asks in a thread (see `looks`)."""
+        """Whether it is on a server, which a loop of tasks asks in a thread (see `asynchronous.reads`)."""
         return self._db.remote
 
     @property
@@ -240,7 +227,7 @@ class RunStore(
         return self._db.shares
 
     def signal(self, role: Role) -> Signal:
-        """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
+        """Tells `role` when to look at the store again, see `change_signal`. One for each role of this handle."""
         if role not in self._signals:
             self._signals[role] = Signal(self._db.watch(), role, remote=self.remote)
         return self._signals[role]

@@ -3,7 +3,7 @@
 The thread takes all writes that are queued and commits them in one transaction, each a savepoint of its own: an error
 of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
 tasks, deadlines and cancellation go on. Reads have a read-only connection and wait for no write: in the loop if the
-store is a file, else in a thread of their own (`looks`). A database that is away is waited for by the thread of the
+store is a file, else in a thread of their own (`reads`). A database that is away is waited for by the thread of the
 writes alone: so it makes the reads, too, that fail meanwhile.
 
 Writes are committed in the order in which they were asked for; if the store lets processes journal at once, those of

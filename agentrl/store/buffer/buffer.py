@@ -4,7 +4,8 @@ A member is trained once (law 2): taking it and writing it into the lineage is o
 one live lineage row an episode. A group is taken after it has closed; its record says what its members are judged
 against. A member that ends later is taken in a later step. The learner leaves out tokens that are too old for a step
 (law 5); a member without any token young enough leaves here as stale, and its outcome stays in its group's record.
-Which of the closed groups a step takes is an order's choice (see `orders`); groups without signal may leave untrained.
+Which of the closed groups a step takes is an order's choice (see `group_order`); groups without signal may leave
+untrained.
 """
 
 from __future__ import annotations

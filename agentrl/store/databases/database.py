@@ -98,7 +98,9 @@ class Database(ABC):
         self._begun = False  # whether that transaction was begun
         self._swift = False  # whether its parts are not told apart: if one fails, all are undone and made again
         self._torn = False  # whether one of those failed
-        self.leads: int | None = None  # which of the run's learners this handle is of (see `leading`); None: of none
+        self.leads: int | None = (
+            None  # which of the run's learners this handle is of (see `learner_fence`); None: of none
+        )
         self.waits = False  # True while a thread waits for another process's write lock
         self.away = 0  # how many threads wait for a database that is away
 

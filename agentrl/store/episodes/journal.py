@@ -97,7 +97,7 @@ class Journal(Versions):
         detail: str = "",
     ) -> None:
         """End the episode. If it is the last open member, its open group closes in the same transaction. A scored
-        episode that reward sources have yet to score is held instead (see `rewards`): nobody plays it any more.
+        episode that reward sources have yet to score is held instead (see `scores`): nobody plays it any more.
 
         `outcomes` are the outcomes by role; `detail` is the one-line cause of a failure. Raises StoreError for an
         outcome that is not finite."""

@@ -120,7 +120,7 @@ class Leases(Part):
     ) -> list[Claim]:
         """Claim up to `limit` episodes: evaluation first, then those of other workers whose lease expired before `now`
         (seconds since the epoch; default the store's clock), then oldest group first; last those suspected of a
-        worker's death (see `deaths`). If there are any, the worker's lease is renewed.
+        worker's death (see `worker_deaths`). If there are any, the worker's lease is renewed.
 
         Training episodes come only from the first `ahead` groups that the learner has yet to train. Admission starts no
         others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
