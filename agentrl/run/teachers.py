@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -17,6 +16,7 @@ from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import AgentRLError, ConfigError, EngineTimeout, EngineUnavailable, ModelError
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.rewards.teacher import Teacher, prefix_of
+from agentrl.store.run_values import ENGINE_URLS
 
 POLICY = "policy"  # as a teacher's url: the run's own engines
 
@@ -32,7 +32,7 @@ def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], 
     async def clients() -> Sequence[ScoringClient]:
         urls = [str(settings.url)]
         if settings.url == POLICY:
-            urls = json.loads(await meta("engine_urls") or "[]")
+            urls = await ENGINE_URLS.awaited(meta)
         for url in urls:
             if url not in opened:
                 opened[url] = _client(config, settings, url)
