@@ -20,7 +20,7 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import context_ids
 from agentrl.rewards.scorer import Scorer
 from agentrl.rewards.teacher import Teacher, prefix_of
-from agentrl.run.teachers import check_teachers
+from agentrl.run.teachers import check_teachers, teacher_of
 from agentrl.store import RunStore
 from tests.rewards.test_sources import desk, eventually
 from tests.store.play import play_all
@@ -191,3 +191,18 @@ def test_a_prompt_of_the_teachers_own_comes_before_the_conversation() -> None:
     whole = renderer.start([{"role": "system", "content": "You know the answer."}, asked])  # pyright: ignore
     assert prefix + renderer.start([asked]) == whole  # pyright: ignore[reportArgumentType]
     assert prefix and prefix_of(renderer, None) == ()
+
+
+async def test_the_policys_own_engines_are_those_that_serve_now() -> None:
+    """None before the first one serves; a client stays for as long as its engine does."""
+    meta: dict[str, str] = {}
+
+    async def read(key: str) -> str | None:
+        return meta.get(key)
+
+    clients = teacher_of(run_file({}), read, settings(url="policy")).clients
+    assert await clients() == []
+    meta["engine_urls"] = '["http://a", "http://b"]'
+    first = await clients()
+    meta["engine_urls"] = '["http://b"]'
+    assert [one.url for one in first] == ["http://a", "http://b"] and await clients() == [first[1]]
