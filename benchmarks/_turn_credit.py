@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from agentrl import config
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.batching import Batcher, Emission, Request
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
 from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore
 from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.records import Group, GroupState, SamplingParams, Step, StopReason, Task, Trajectory, Turn
@@ -39,7 +39,7 @@ class Sampler:
     def __post_init__(self) -> None:
         architecture = read_architecture(self.folder)
         slots = 2 * GROUPS * GROUP_SIZE
-        model = Model(architecture, read_weights(self.folder), length=LENGTH)
+        model = EmbeddedModel(architecture, read_weights(self.folder), length=LENGTH)
         kv = KVStore(architecture, slots, LENGTH)
         self.batcher = Batcher(model, kv, max_batch=GROUPS * GROUP_SIZE, seed=self.seed)
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
@@ -79,7 +79,7 @@ class Sampler:
         sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(eos,))
         for at, context in enumerate(contexts):
             sink = partial(found.__setitem__, at)
-            self.batcher.submit(Request(id=f"{name}-{at}", tokens=[*context], sampling=sampling, sink=sink))
+            self.batcher.submit(BatchRequest(id=f"{name}-{at}", tokens=[*context], sampling=sampling, sink=sink))
         while self.batcher.busy:
             self.batcher.step()
         return [found[at] for at in range(len(contexts))]

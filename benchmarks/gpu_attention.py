@@ -33,7 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import ConfigError
 from agentrl.learner.data.prefix_trees import Branch, Tree, build_tree
-from agentrl.learner.model.attention import Layout, Shape, choose
+from agentrl.learner.model.attention import AttentionShape, Layout, choose
 from agentrl.learner.model.policy import PolicyModel
 
 MEMBERS = 8
@@ -128,7 +128,7 @@ def layers(trees: dict[str, Tree], device: torch.device, rounds: int) -> None:
             case = {"case": "layer", "heads": model, "tree": name, "nodes": n, "rows": row_tokens}
             for backend in BACKENDS:
                 try:
-                    shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=dim)
+                    shape = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim)
                     layout = choose(backend, device, torch.bfloat16, shape)(branches)
                     work = partial(outcome, layout, parts, weights)
                     errors = [
@@ -172,7 +172,7 @@ def models(tree: Tree, device: torch.device, rounds: int, tiny: bool) -> None:
         )
         with torch.no_grad():
             exact_K = PolicyModel(Path(folder), device=device, attention="sdpa").logprobs(pack, temperature=1.0)[0]
-        told(case="auto", layout=choose("auto", device, torch.bfloat16, Shape()).__name__)
+        told(case="auto", layout=choose("auto", device, torch.bfloat16, AttentionShape()).__name__)
         for backend in BACKENDS:
             for checkpointing, compiled in ((False, False), (True, False), (True, True)):
                 case = {"case": "model", "nodes": n, "checkpointing": checkpointing, "compiled": compiled}

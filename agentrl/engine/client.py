@@ -18,7 +18,7 @@ import trio
 from pydantic_core import to_json
 
 from agentrl.engine import access
-from agentrl.engine.http_client import Answer, Origin, TrioTransport, head_of, socket_of
+from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
 from agentrl.engine.router.stitching import Stitcher
 from agentrl.engine.vllm_api import (
     ChunkParser,
@@ -327,7 +327,7 @@ class _Answer(Protocol):
     async def aclose(self) -> None: ...
 
 
-_Ask = Callable[[Origin, bytes, Mapping[str, float | None]], Awaitable[Answer]]
+_Ask = Callable[[Origin, bytes, Mapping[str, float | None]], Awaitable[HttpAnswer]]
 
 
 class _Foreign:

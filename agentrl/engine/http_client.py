@@ -57,7 +57,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
         body = await self.ask(origin, data, timeouts)
         return httpx.Response(body.status, headers=body.headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
 
-    async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> Answer:
+    async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> HttpAnswer:
         """Send the bytes of one request (`head_of`, and its body) without a record of httpx for it, which would cost a
         turn more than its parsing does."""
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"), self._door)
@@ -67,7 +67,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
         except BaseException:
             connection.close()
             raise
-        return Answer(self, origin, connection, status, headers, timeouts.get("read"))
+        return HttpAnswer(self, origin, connection, status, headers, timeouts.get("read"))
 
     def _take(self, origin: Origin) -> _Connection | None:
         idle = self._idle.get(origin)
@@ -239,7 +239,7 @@ class _Connection:
         self._stream.socket.close()
 
 
-class Answer(httpx.AsyncByteStream):
+class HttpAnswer(httpx.AsyncByteStream):
     """The answer to a request: its body is yet to come."""
 
     def __init__(

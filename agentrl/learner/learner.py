@@ -52,7 +52,7 @@ from agentrl.learner.parallel import optimizer_state
 from agentrl.learner.parallel.fsdp import whole
 from agentrl.learner.parallel.pass_schedule import Pass, divided, laid, moved
 from agentrl.learner.parallel.ranks import ALONE, Ranks
-from agentrl.learner.step_report import PassResult, StepReport, Stopwatch, Tally, pass_result, summarise
+from agentrl.learner.step_report import PassResult, StepReport, StepTally, Stopwatch, pass_result, summarise
 from agentrl.learner.weight_export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.learner.weight_hashes import hash_of
 from agentrl.learner.weight_snapshot import Snapshot, take
@@ -78,7 +78,7 @@ class Accumulated:
     groups: tuple[Group, ...]
     ready: tuple[GroupRows, ...]
     packs: tuple[Pack, ...]
-    tally: Tally
+    tally: StepTally
     names: frozenset[str]
     loss: float
 
@@ -154,7 +154,7 @@ class Learner:
         updates = self._with_proximal(updates, every=len(updates) * self.settings.train.epochs > 1)
         updates = self._with_advantages(updates, self.algorithms)
         watch.lap("proximal")
-        tally = Tally(self.algorithms)
+        tally = StepTally(self.algorithms)
         for _ in range(self.settings.train.epochs):
             for part in updates:
                 if part:
@@ -184,7 +184,7 @@ class Learner:
         (part,) = self._with_proximal([part], every=False)
         (part,) = self._with_advantages([part], {**self.algorithms, "algo": judge})
         watch.lap("proximal")
-        tally = Tally({**self.algorithms, "algo": judge})
+        tally = StepTally({**self.algorithms, "algo": judge})
         self._own_loss = own_loss
         try:
             names, loss = self._accumulated(part, tally) if part else (set[str](), 0.0)
@@ -234,7 +234,7 @@ class Learner:
         ]
 
     def _ended_step(
-        self, groups: Sequence[Group], ready: Sequence[GroupRows], passes: Sequence[Pack], tally: Tally
+        self, groups: Sequence[Group], ready: Sequence[GroupRows], passes: Sequence[Pack], tally: StepTally
     ) -> StepReport:
         """Count a step whose updates are made."""
         lr, watch = lr_of(self.optimizer), self._watch
@@ -319,12 +319,12 @@ class Learner:
                 judged[id(pack)] = pack.having({name: of[at] for name, of in found.items()})
         return [[judged[id(pack)] for pack in part] for part in updates]
 
-    def _update(self, part: Sequence[Pack], tally: Tally) -> None:
+    def _update(self, part: Sequence[Pack], tally: StepTally) -> None:
         """Forward and backward over the passes of an update, then an optimizer step."""
         names, loss = self._accumulated(part, tally)
         self._optimizer_step(names, loss, tally)
 
-    def _accumulated(self, part: Sequence[Pack], tally: Tally) -> tuple[set[str], float]:
+    def _accumulated(self, part: Sequence[Pack], tally: StepTally) -> tuple[set[str], float]:
         """Forward and backward over some passes. Returns the models that they train, and their loss."""
         part = pulled(part, self._routers, self.settings.train.balance_weight, self._routing)
         found = self._over_ranks(self.forward_backward, part)
@@ -338,7 +338,7 @@ class Learner:
         }
         return names, loss
 
-    def _optimizer_step(self, names: Collection[str], loss: float, tally: Tally) -> None:
+    def _optimizer_step(self, names: Collection[str], loss: float, tally: StepTally) -> None:
         """An optimizer step of the named models from the gradients at hand."""
         ordered = [name for name in self.models.optimizers if name in names]
         norm = self._on_every_rank(self.optimizer_step, (ordered, loss))

@@ -43,7 +43,7 @@ TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryBudget:
     """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `optimizer` is what an
     optimizer remembers, masters too; what of that waits in host memory is in `host` instead. `activations` are what the
     forward pass leaves for the backward pass, of which `lent` is what a stem keeps for its passes; logits are in
@@ -142,7 +142,7 @@ def parameters_of(folder: Path) -> int:
 
 def held(
     settings: LearnerSettings, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1, context: int = 1
-) -> Held:
+) -> MemoryBudget:
     """Of a step whose largest pass computes `rows`, after the first step; of a group that has several `passes` where it
     is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is one kernel that holds its
     inputs and its output, and optimizers work on all tensors at once, as on CUDA. The activations are those of one of
@@ -157,7 +157,7 @@ def held(
 
 def _held(
     settings: LearnerSettings, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool
-) -> Held:
+) -> MemoryBudget:
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= max(TRACED):
@@ -170,8 +170,8 @@ def _held(
             for layers in TRACED
         )
     times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
-    found = {name: getattr(less, name) for name in Held.__slots__}
-    return Held(**{name: size + (getattr(more, name) - size) * times for name, size in found.items()})
+    found = {name: getattr(less, name) for name in MemoryBudget.__slots__}
+    return MemoryBudget(**{name: size + (getattr(more, name) - size) * times for name, size in found.items()})
 
 
 def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
@@ -184,7 +184,7 @@ def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
 
 def _traced(
     settings: LearnerSettings, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool
-) -> Held:
+) -> MemoryBudget:
     with hollow():
         models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
 
@@ -224,7 +224,7 @@ def _traced(
                 loss.backward()
                 del outputs, loss, said
         _update(optimizers, on_gpu)
-    return Held(
+    return MemoryBudget(
         weights=weights,
         frozen=frozen,
         gradients=gradients,

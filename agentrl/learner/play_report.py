@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from agentrl.learner.data.batch import GroupRows, Played
+from agentrl.learner.data.batch import GroupRows, PlayedEpisode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     return found
 
 
-def lengths(members: Sequence[Played]) -> Lengths:
+def lengths(members: Sequence[PlayedEpisode]) -> Lengths:
     """Of these episodes."""
     return Lengths(
         episodes=len(members),

@@ -25,8 +25,8 @@ from agentrl.learner.data.batch import GroupRows, Row
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment
 from agentrl.learner.flops import Use
-from agentrl.learner.moe.routers import Heard
-from agentrl.learner.moe.routing_replay import Routed, Routing, routed, summary
+from agentrl.learner.moe.routers import RouterRecord
+from agentrl.learner.moe.routing_replay import Routed, RoutingSummary, routed, summary
 from agentrl.learner.play_report import group_spread
 
 
@@ -89,9 +89,9 @@ class StepReport:
     by_turn: Mapping[str, Measures]  # and by the index of their turn
     ratios: Mapping[str, Ratios]  # of tokens, sequences and geometric means of these
     group_spread: float | None  # mean over groups of the deviation of their members' rewards
-    routing: Routing | None  # of the policy's mixtures of experts
+    routing: RoutingSummary | None  # of the policy's mixtures of experts
     use: Use  # of the learner's device
-    algorithm: Mapping[str, float]  # what the algorithm itself measures, see `Tally.algorithm_gauges`
+    algorithm: Mapping[str, float]  # what the algorithm itself measures, see `StepTally.algorithm_gauges`
     environments: Mapping[str, EnvironmentReport]  # by the environment's id
     seconds: Mapping[str, float]
 
@@ -125,7 +125,7 @@ class PassResult:
     routed: Routed | None
 
 
-def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: Heard | None) -> PassResult:
+def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: RouterRecord | None) -> PassResult:
     """The numbers of a pass with these columns, outputs and loss, and the choices of its routers, if it has some."""
     cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
     kept = {name: tokens[name] for name in _MEASURED if name in tokens}
@@ -145,7 +145,7 @@ def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, hear
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """The results of a step's passes. `algorithms` are those of the run that differ, by the fields that name them."""
 
     algorithms: Mapping[str, Algorithm]
@@ -194,7 +194,7 @@ class Tally:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: StepTally) -> None:
         """Add the passes of another part of the same update."""
         for name in ("packs", "tokens", "clipped", "importance", "routed"):
             getattr(self, name).extend(getattr(other, name))
@@ -218,7 +218,7 @@ def summarise(
     step: int,
     ready: Sequence[GroupRows],
     laid: Sequence[Pack],
-    tally: Tally,
+    tally: StepTally,
     *,
     lr: float,
     use: Use,

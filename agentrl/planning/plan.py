@@ -27,7 +27,7 @@ from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.errors import ConfigError, UsageError
 from agentrl.learner.checkpoints.checkpoint import free_bytes
 from agentrl.learner.data.batch import Row
-from agentrl.learner.memory_budget import Held, held, parameters_of
+from agentrl.learner.memory_budget import MemoryBudget, held, parameters_of
 from agentrl.models.resolve import engine_dtype, model_dir
 from agentrl.planning.engine_memory import EnginePlan, Rates, gpus_of
 
@@ -140,7 +140,7 @@ class Plan:
 
     gpu: Gpu
     n: int
-    held: Held
+    held: MemoryBudget
     splits: tuple[Split, ...]
     tokens_per_step: int  # sampled ones
     max_running: int
@@ -209,7 +209,9 @@ def _passes(config: RunConfig, work: Work) -> int:
     return -(-config.rollout.group_size // sum(row.group_id == 0 for row in rows_of(config, work)))
 
 
-def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
+def _split(
+    config: RunConfig, folder: Path, bytes_: MemoryBudget, gpu: Gpu, work: Work, engines: int, learners: int
+) -> Split:
     described = _described(folder)
     layers, of_experts = described["num_hidden_layers"], _used(described)
     each = EnginePlan.of(config, described, _width(config, folder))
@@ -259,14 +261,14 @@ def _width(config: RunConfig, folder: Path) -> int:
     return 4 if config.engine.kind == "vllm" and engine_dtype(config.engine, folder) == "float32" else 2
 
 
-def _waiting(config: RunConfig, bytes_: Held) -> float:
+def _waiting(config: RunConfig, bytes_: MemoryBudget) -> float:
     """Bytes in host memory while an engine samples whose GPU the learner shares by turns; or while the learner steps,
     with an adapter, the engine's weights."""
     learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
     return bytes_.host + learner + (2 * bytes_.parameters if config.sends_adapters else 0)
 
 
-def _swapped(config: RunConfig, bytes_: Held) -> float:
+def _swapped(config: RunConfig, bytes_: MemoryBudget) -> float:
     """Bytes that go over the GPU's bus for a turn of the learner: it comes and leaves, the engine gets new weights, or
     with an adapter takes its own away and back."""
     learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
@@ -316,7 +318,7 @@ def _team(config: RunConfig) -> int:
     return math.lcm(plan.tensor * plan.context, plan.expert)
 
 
-def _held(config: RunConfig, folder: Path, work: Work) -> Held:
+def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
     """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
     so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are counted.
     Raises ConfigError if they cannot divide the heads."""
@@ -335,7 +337,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     return replace(whole, activations=part.activations, temporary=part.temporary)
 
 
-def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
+def of_rank(bytes_: MemoryBudget, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
     """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass. Each of `tensor`
     ranks has its part of these layers, and each of `expert` ranks its experts."""
     apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
@@ -401,7 +403,7 @@ def refusal(config: RunConfig, memory_bytes: int, host_bytes: float = math.inf) 
     )
 
 
-def _no_turns(config: RunConfig, bytes_: Held, memory_bytes: int, host_bytes: float) -> str | None:
+def _no_turns(config: RunConfig, bytes_: MemoryBudget, memory_bytes: int, host_bytes: float) -> str | None:
     """Why engine and learner cannot take turns."""
     kv_mb, wide = config.engine.kv_cache_mb, 4 if config.engine.dtype == "float32" else 2
     engine, waiting = wide * bytes_.parameters + (kv_mb << 20), _waiting(config, bytes_)

@@ -32,7 +32,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Controller as ControllerSettings
 from agentrl.config.gpu_placement import starts_apart
-from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.host.clocks import HostClock
 from agentrl.host.disk_space import wait_for_space, watch_disk
@@ -419,7 +419,7 @@ async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
     with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
         if (there := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
-            last = Folder(there.url, deadline_s=_STORE_S)
+            last = ObjectFolder(there.url, deadline_s=_STORE_S)
             await trio.to_thread.run_sync(last.remove_all)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.batching import Batcher, Emission, Request
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
 from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore
 from agentrl.records import SamplingParams
 
 from .conftest import VOCAB
@@ -25,17 +25,17 @@ class Case:
 
     def __init__(self, folder: Path, *, slots: int = 24, length: int = 200, **settings: Any) -> None:
         architecture = read_architecture(folder)
-        model = Model(architecture, read_weights(folder), length=length)
+        model = EmbeddedModel(architecture, read_weights(folder), length=length)
         settings = {"max_batch": 16, "seed": 0, **settings}
         self.folder = folder
         self.batcher = Batcher(model, KVStore(architecture, slots, length), **settings)
         self.emissions: dict[str, list[Emission]] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, BatchRequest] = {}
 
-    def submit(self, id: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> Request:
+    def submit(self, id: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> BatchRequest:
         seen: list[Emission] = []
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # pyright: ignore[reportArgumentType]
-        request = Request(id=id, tokens=list(tokens), sampling=params, sink=seen.append)
+        request = BatchRequest(id=id, tokens=list(tokens), sampling=params, sink=seen.append)
         self.emissions[id], self.requests[id] = seen, request
         self.batcher.submit(request)
         return request

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import canary, fingerprints
-from agentrl.engine.weight_sync.canary import Canary, Seen, probe_tokens
+from agentrl.engine.weight_sync.canary import Canary, CanaryResult, probe_tokens
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.run.weights.publisher import WeightPublisher
@@ -55,7 +55,7 @@ def costs(numbers: Sequence[float]) -> Callable[[str, int, int], float]:
 
 async def follow(drift: Drift, versions: int, stuck_at: int | None = None, **facts: Any) -> int:
     """Deliver so many versions to an engine that takes none after `stuck_at`; how many went through unsuspected."""
-    server, seen = FakeVLLM(), dict[str, Seen]()
+    server, seen = FakeVLLM(), dict[str, CanaryResult]()
     async with aclosing(EngineClient(server.url, transport=server)) as client:
         for version in range(1, versions + 1):
             numbers = drift.engine(version if stuck_at is None else min(version, stuck_at))

@@ -10,7 +10,7 @@ import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import KVStore, Model, Rows
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, Rows
 from agentrl.errors import ModelError
 
 from .conftest import VOCAB, make_model
@@ -35,9 +35,9 @@ VARIANTS = {
 }
 
 
-def load(folder: Path, slots: int = 3, length: int = 200) -> tuple[Model, KVStore]:
+def load(folder: Path, slots: int = 3, length: int = 200) -> tuple[EmbeddedModel, KVStore]:
     architecture = read_architecture(folder)
-    return Model(architecture, read_weights(folder), length=length), KVStore(architecture, slots, length)
+    return EmbeddedModel(architecture, read_weights(folder), length=length), KVStore(architecture, slots, length)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from agentrl.engine.weight_sync import object_store, weight_file
-from agentrl.engine.weight_sync.object_store import Folder, Outbox, Sent, fetch
+from agentrl.engine.weight_sync.object_store import ObjectFolder, Outbox, StoredVersion, fetch
 from agentrl.errors import WeightSyncError
 
 DEADLINE_S = 120.0
@@ -47,10 +47,10 @@ class Scene:
     def __init__(self, path: Path, *, deltas: bool = True) -> None:
         (path / "scratch").mkdir()
         self.path, self.versions = path / "store", Versions(path / "scratch")
-        self.folder = Folder(f"file://{self.path}", deadline_s=DEADLINE_S)
+        self.folder = ObjectFolder(f"file://{self.path}", deadline_s=DEADLINE_S)
         self.outbox = Outbox(self.folder, deltas=deltas)
 
-    def put(self, version: int, **how: float) -> Sent:
+    def put(self, version: int, **how: float) -> StoredVersion:
         return self.outbox.put(version, self.versions.make(version, **how), self.versions.sha256(version))
 
     def got(self, version: int, *, has: int | None = None) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.engine.embedded import prefix_sharing
 from agentrl.engine.embedded.architecture import Architecture, read_architecture
-from agentrl.engine.embedded.cache_slots import Slots
+from agentrl.engine.embedded.cache_slots import CacheSlots
 from agentrl.engine.embedded.model import KVStore
 from agentrl.engine.embedded.prefix_sharing import share
 
@@ -26,7 +26,7 @@ def architecture(model_dir: Path) -> Architecture:
     return read_architecture(model_dir)
 
 
-def compute(slots: Slots, slot: int, end: int) -> None:
+def compute(slots: CacheSlots, slot: int, end: int) -> None:
     """Fill the positions up to `end` with bits that nobody else has."""
     start = int(slots.computed[slot])
     if end > start:
@@ -35,7 +35,7 @@ def compute(slots: Slots, slot: int, end: int) -> None:
         slots.computed[slot] = end
 
 
-def admit(slots: Slots, tokens: list[int], version: int = 0) -> int:
+def admit(slots: CacheSlots, tokens: list[int], version: int = 0) -> int:
     slot = slots.acquire(tokens, version)
     assert slot is not None
     slots.adopt(slot, version)
@@ -47,7 +47,7 @@ def test_siblings_are_split_where_their_prompt_ends(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 1)
-    slots = Slots(KVStore(architecture, 8, LENGTH))
+    slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [*range(20), 50 + n]) for n in range(3)]
     rows += [admit(slots, [*range(30, 48), 60 + n]) for n in range(2)]
     rows += [admit(slots, list(range(70, 100)))]
@@ -60,7 +60,7 @@ def test_siblings_are_split_where_their_prompt_ends(
 
 
 def test_what_costs_more_than_it_spares_is_not_shared(architecture: Architecture) -> None:
-    slots = Slots(KVStore(architecture, 8, LENGTH))
+    slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [*range(20), 50 + n]) for n in range(3)]
     assert prefix_sharing.FAMILY_COST > 2 * 20 and share(slots, rows) is None
 
@@ -70,7 +70,7 @@ def test_one_short_common_beginning_does_not_spoil_a_long_one(
 ) -> None:
     """All prompts begin alike, as with a system message; the members of a group share much more."""
     monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 1)
-    slots = Slots(KVStore(architecture, 8, LENGTH))
+    slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [1, 2, 3, 4, *range(10 * group, 10 * group + 20), 90 + n]) for group in (1, 4) for n in (1, 2)]
     shared = share(slots, rows)
     assert shared is not None and shared.length == 24 and len(shared.families) == 2
@@ -80,7 +80,7 @@ def test_one_short_common_beginning_does_not_spoil_a_long_one(
 @settings(max_examples=40, deadline=None)
 def test_a_family_has_the_same_bits(architecture: Architecture, seed: int) -> None:
     rng = random.Random(seed)
-    slots, version, busy = Slots(KVStore(architecture, 6, LENGTH)), 0, set[int]()
+    slots, version, busy = CacheSlots(KVStore(architecture, 6, LENGTH)), 0, set[int]()
     for _ in range(120):
         often = ["admit", "admit", "grow", "grow", "release", "exchange"]
         action = rng.choice(often * 5 + ["version", "forget"])
@@ -137,7 +137,7 @@ def test_a_row_that_is_shorter_than_what_others_share(model_dir: Path, monkeypat
 
 def test_a_prompt_that_is_computed_in_pieces_is_shared_whole(architecture: Architecture) -> None:
     """A sibling copies what the leader has so far, and the rest when it is there."""
-    slots = Slots(KVStore(architecture, 4, LENGTH))
+    slots = CacheSlots(KVStore(architecture, 4, LENGTH))
     leader, sibling = (slots.acquire([*range(30), 50 + n], 0) for n in range(2))
     assert leader is not None and sibling is not None
     for end in (20, 30):

@@ -15,7 +15,7 @@ from agentrl.engine.vllm_api import results
 from agentrl.engine.weight_sync import adapters, canary, uploads
 from agentrl.engine.weight_sync.adapters import AdapterClient
 from agentrl.engine.weight_sync.file_transport import push
-from agentrl.engine.weight_sync.object_store import Folder, Outbox
+from agentrl.engine.weight_sync.object_store import ObjectFolder, Outbox
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.records import Json
 
@@ -31,7 +31,7 @@ async def test_versions_come_through_the_store_and_a_torn_one_is_not_served(
     server: Server, policy: Policy, tmp_path: Path
 ) -> None:
     """Staged beside the old ones, from the second on as deltas against bytes that only the engine has kept."""
-    outbox = Outbox(Folder(f"file://{tmp_path}/store", deadline_s=ADMIN_S), deltas=True)
+    outbox = Outbox(ObjectFolder(f"file://{tmp_path}/store", deadline_s=ADMIN_S), deltas=True)
     sizes: list[int] = []
     async with aclosing(EngineClient(server.url)) as client:
         for torn in (False, False, True):

@@ -17,7 +17,7 @@ from agentrl.learner.data.prefix_trees import Branch, Pack, packs
 from agentrl.learner.data.shared_prompt import Roots
 from agentrl.learner.memory_budget import Tracker
 from agentrl.learner.model import attention
-from agentrl.learner.model.attention import LAYOUTS, Layout, Paths, Shape, Subtrees, choose
+from agentrl.learner.model.attention import LAYOUTS, AttentionShape, Layout, Paths, Subtrees, choose
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.parallel.pass_shards import Portion, pieces, spans
 
@@ -272,7 +272,7 @@ def test_flex_is_refused_on_a_cpu_for_it_has_no_gradients_there() -> None:
     with pytest.raises(
         ConfigError, match=r"train.attention = 'flex': it fails on cpu in float32 \(.*: give auto or sdpa"
     ):
-        choose("flex", CPU, torch.float32, Shape())
+        choose("flex", CPU, torch.float32, AttentionShape())
 
 
 def test_a_backend_whose_numbers_are_off_is_refused_by_name_and_passed_over_by_auto(
@@ -284,10 +284,10 @@ def test_a_backend_whose_numbers_are_off_is_refused_by_name_and_passed_over_by_a
 
     monkeypatch.setattr(attention, "LAYOUTS", {**LAYOUTS, "flex": Off})
     with pytest.raises(ConfigError, match=r"train.attention = 'flex': it is 0\.\d+ off on cpu in float32"):
-        choose("flex", CPU, torch.float32, Shape())
+        choose("flex", CPU, torch.float32, AttentionShape())
     monkeypatch.setattr(attention, "LAYOUTS", {**LAYOUTS, "flex": attention.Paths})
-    assert choose("flex", CPU, torch.float32, Shape()) is attention.Paths
+    assert choose("flex", CPU, torch.float32, AttentionShape()) is attention.Paths
 
 
 def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert choose("auto", CPU, torch.bfloat16, Shape()) is LAYOUTS["sdpa"]
+    assert choose("auto", CPU, torch.bfloat16, AttentionShape()) is LAYOUTS["sdpa"]

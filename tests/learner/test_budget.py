@@ -17,7 +17,7 @@ from agentrl.learner import memory_budget
 from agentrl.learner.data.batch import Row, group_rows, weigh
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.learner import Learner
-from agentrl.learner.memory_budget import Held, Kernel, Tracker, held
+from agentrl.learner.memory_budget import Kernel, MemoryBudget, Tracker, held
 from agentrl.learner.model.models import Models
 from agentrl.learner.parallel.collective_trace import first_of
 from agentrl.records import Group
@@ -113,7 +113,7 @@ def test_so_is_that_of_a_group_that_is_larger_than_a_pass(
     assert 0 < found.again < found.operations / 2
 
 
-def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = MEMBERS) -> Held:
+def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = MEMBERS) -> MemoryBudget:
     """What a step is predicted to hold, of passes over so many members; beside what it holds."""
     config = run_config(
         algo=algo,

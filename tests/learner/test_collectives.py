@@ -11,7 +11,7 @@ import torch
 from agentrl.errors import RankLost
 from agentrl.learner.learner import Learner
 from agentrl.learner.model.models import Models
-from agentrl.learner.parallel.collectives import Ledger, OutOfStep, Standing
+from agentrl.learner.parallel.collectives import Ledger, OutOfStep, RankProgress
 from agentrl.learner.parallel.ranks import Leader
 
 from .making import At
@@ -35,7 +35,7 @@ def test_ranks_may_be_far_apart_in_the_same_order(ledgers: tuple[Ledger, Ledger]
     names = [f"gathering {at}" for at in range(1000)]
     through(ledgers[0], *names)
     through(ledgers[1], *names[:900])
-    assert ledgers[0].standings() == [Standing(1000, False, names[-1]), Standing(900, False, names[899])]
+    assert ledgers[0].standings() == [RankProgress(1000, False, names[-1]), RankProgress(900, False, names[899])]
     assert ledgers[0].names(1) == ledgers[1].names(1) == names[900 - 255 : 900]
 
 

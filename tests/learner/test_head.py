@@ -19,7 +19,7 @@ from agentrl.config import Train
 from agentrl.learner.data.prefix_trees import Pack, packs
 from agentrl.learner.data.ragged import normalised
 from agentrl.learner.model import policy as model
-from agentrl.learner.model.logprobs import Asked, Head, Places, statistics
+from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, statistics
 from agentrl.learner.model.policy import PolicyModel
 
 from .making import tiny_qwen3
@@ -39,9 +39,9 @@ def places(rows: list[int], ids: list[int]) -> Places:
 def test_gradients_are_those_of_finite_differences(head: dict[str, float], temperature: float, rows: int) -> None:
     """Places out of order, named twice, and rows without any."""
     torch.manual_seed(0)
-    made = Head(nn.Linear(3, 7).double(), **head)
+    made = OutputHead(nn.Linear(3, 7).double(), **head)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    asked = Asked(
+    asked = TokenQuery(
         own=places([4, 0, 0, 2, 4, 4], [1, 6, 6, 0, 2, 1]),
         plain=places([3, 4], [5, 5]),
         temperature=temperature,

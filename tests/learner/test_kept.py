@@ -18,9 +18,9 @@ from agentrl.algos.algorithm import Outputs
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.losses import kl_penalty
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.batching import Batcher, Emission, Request
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
 from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore
 from agentrl.engine.embedded.sampler import distribution
 from agentrl.learner.data.batch import Row, group_rows
 from agentrl.learner.data.prefix_trees import packs
@@ -113,9 +113,9 @@ SAMPLINGS = [
 def test_the_ratio_is_1_for_tokens_that_the_same_weights_sampled(settings: dict[str, Any], qwen3_dir: Path) -> None:
     sampling = SamplingParams(max_tokens=12, **settings)
     architecture, emissions = read_architecture(qwen3_dir), list[Emission]()
-    model = Model(architecture, read_weights(qwen3_dir), length=64)
+    model = EmbeddedModel(architecture, read_weights(qwen3_dir), length=64)
     batcher = Batcher(model, KVStore(architecture, 4, 64), max_batch=4, seed=1)
-    batcher.submit(Request(id="a", tokens=[5, 6, 7], sampling=sampling, sink=emissions.append))
+    batcher.submit(BatchRequest(id="a", tokens=[5, 6, 7], sampling=sampling, sink=emissions.append))
     while batcher.busy:
         batcher.step()
     tokens, logprobs, sets = ([x for one in emissions for x in part(one)] for part in (_tokens, _logprobs, _sets))

@@ -15,7 +15,7 @@ from agentrl.config import Rollout, RunConfig, Train
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizers import master_weights, optimizers
-from agentrl.learner.optimizers.optimizers import OneByOne, make, rounded
+from agentrl.learner.optimizers.optimizers import ParameterwiseOptimizer, make, rounded
 
 from .making import random_group, run_config, tiny_qwen3
 from .test_learner import STEP_OF
@@ -192,7 +192,7 @@ def test_updates_of_a_millionth_of_a_weight_add_up_in_its_master() -> None:
     for kept in (True, False):
         one = nn.Parameter(torch.full((4, 4), weight, dtype=torch.bfloat16))
         master_weights.give(one, torch.full((4, 4), weight) if kept else None)
-        optimizer = OneByOne([one], torch.optim.SGD([master_weights.master(one)], lr=1e-6), offload=False)
+        optimizer = ParameterwiseOptimizer([one], torch.optim.SGD([master_weights.master(one)], lr=1e-6), offload=False)
         bare = torch.full((4, 4), weight, dtype=torch.bfloat16)
         for _ in range(updates):
             one.grad = torch.full((4, 4), weight)

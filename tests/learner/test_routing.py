@@ -26,8 +26,8 @@ from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import Pack, packs
 from agentrl.learner.learner import Learner
 from agentrl.learner.model.policy import PolicyModel
-from agentrl.learner.moe.expert_records import Shape
-from agentrl.learner.moe.routing_replay import Routing, prepared
+from agentrl.learner.moe.expert_records import ExpertShape
+from agentrl.learner.moe.routing_replay import RoutingSummary, prepared
 from agentrl.learner.step_report import StepReport
 from agentrl.records import Group, RoutedExperts, Trajectory
 from agentrl.run.alarms import raised
@@ -116,7 +116,7 @@ def after(
     return report, load_file(learner.export(tmp_path / "now.safetensors").path)
 
 
-def of(report: StepReport) -> Routing:
+def of(report: StepReport) -> RoutingSummary:
     assert report.routing is not None
     return report.routing
 
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_is_refused_with_what_to_set(
 def test_dense_layers_among_mixtures_have_no_routers(tmp_path: Path) -> None:
     routers = PolicyModel(shared_and_dense(tmp_path / "model")).routers
     assert routers is not None
-    assert routers.shape == Shape(layers=2, mixed=(1,), experts=EXPERTS, per_token=PER_TOKEN)
+    assert routers.shape == ExpertShape(layers=2, mixed=(1,), experts=EXPERTS, per_token=PER_TOKEN)
 
 
 # --- a second implementation, in loops --------------------------------------------------------------------------------

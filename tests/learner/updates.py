@@ -14,7 +14,7 @@ from agentrl.config import Train
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizers.optimizers import make
 from agentrl.learner.parallel.fsdp import local, whole
-from agentrl.learner.parallel.layers import Cut
+from agentrl.learner.parallel.layers import ParameterCut
 from agentrl.learner.parallel.ranks import Leader
 
 from .making import At
@@ -50,7 +50,7 @@ def updated(size: int, *, tensor: int = 1, offload: bool = False) -> list[Tensor
         if row is None:
             return numbers
         if tensor > 1 and at in CUT:
-            return distribute_tensor(numbers, row, Cut(row, CUT[at]).placements, src_data_rank=None)
+            return distribute_tensor(numbers, row, ParameterCut(row, CUT[at]).placements, src_data_rank=None)
         return distribute_tensor(numbers, init_device_mesh("cpu", (size,)), [Shard(0)], src_data_rank=None)
 
     random = torch.Generator().manual_seed(0)

@@ -163,10 +163,10 @@ def test_a_set_costs_a_bit_for_each_token_of_the_vocabulary_at_most() -> None:
 
 def test_an_engines_chunk_is_cut_with_its_sets() -> None:
     """A stop text that began at another engine ends the turn within a chunk."""
-    from agentrl.engine.router.turn_request import Turn
+    from agentrl.engine.router.turn_request import TurnRequest
 
     request = replace(ASKED, sampling=SamplingParams(max_tokens=9, top_p=0.5, stop=("bc",)))
-    turn = Turn(request, decode=lambda ids: "".join(chr(97 + id) for id in ids))
+    turn = TurnRequest(request, decode=lambda ids: "".join(chr(97 + id) for id in ids))
     sets = [list(range(70)), [2, 99], [3]]
     turn.rest()
     turn.take(Chunk(token_ids=(1,), logprobs=(-1.0,), spans=(VersionSpan(1, 0, 1),), columns={"kept": (1, 1)}))

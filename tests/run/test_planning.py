@@ -16,7 +16,7 @@ from agentrl.cli.main import app
 from agentrl.config import RunConfig, apply_override
 from agentrl.config import load as load_config
 from agentrl.errors import ConfigError, UsageError
-from agentrl.learner.memory_budget import Held
+from agentrl.learner.memory_budget import MemoryBudget
 from agentrl.planning import plan
 from agentrl.planning.plan import Gpu, Work
 from agentrl.planning.simulate.measured import Run
@@ -140,14 +140,14 @@ def setting(config: RunConfig, said: str) -> RunConfig:
 
 
 @pytest.fixture
-def quick(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def quick(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
     """Every learner holds what that of the run does."""
     found = plan.plan(config, plan.GPUS["h100"], 1, WORK).held
     monkeypatch.setattr(plan, "held", lambda *_, **__: found)
     return found
 
 
-def test_a_cache_that_does_not_fit_is_told_how_large_it_may_be(config: RunConfig, quick: Held) -> None:
+def test_a_cache_that_does_not_fit_is_told_how_large_it_may_be(config: RunConfig, quick: MemoryBudget) -> None:
     gpu = Gpu(memory_gb=(1.2 * quick.total + 4 * PARAMETERS + (4 << 20)) / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
     large = setting(config, "engine.kv_cache_mb=64")
     assert plan.plan(config, gpu, 1, WORK).best is not None and plan.plan(large, gpu, 1, WORK).best is None
@@ -157,7 +157,7 @@ def test_a_cache_that_does_not_fit_is_told_how_large_it_may_be(config: RunConfig
 
 
 def test_an_engine_over_several_gpus_is_planned_with_its_share_of_weights_and_cache(
-    config: RunConfig, quick: Held
+    config: RunConfig, quick: MemoryBudget
 ) -> None:
     def planned(**vllm: object) -> plan.Split:
         document = config.model_dump(mode="json")
@@ -333,7 +333,7 @@ def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConf
         plan.plan(apart, gpu, 2, WORK)
 
 
-def along(of_rank: Held, whole: Held, nodes: int) -> float:
+def along(of_rank: MemoryBudget, whole: MemoryBudget, nodes: int) -> float:
     """The share that one of four ranks has of the keys and values along paths of so many nodes."""
     each = 2 * 2 * 16 * 4 * 2  # K and V, heads, width, bytes, layers
     found = of_rank.activations - of_rank.lent - (whole.activations - whole.lent - each * nodes) / 4

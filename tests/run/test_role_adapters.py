@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.batching import Batcher, Request
+from agentrl.engine.embedded.batching import Batcher, BatchRequest
 from agentrl.engine.embedded.load_weights import read_weights
 from agentrl.engine.embedded.lora import read
-from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.models.resolve import model_dir
 from agentrl.records import Message, SamplingParams
@@ -39,13 +39,16 @@ def worth(folder: Path, adapter: Path, role: str) -> float:
     """What a role earns on average with an adapter of the run."""
     architecture, renderer = read_architecture(folder), Renderer(folder)
     batcher = Batcher(
-        Model(architecture, read_weights(folder), length=128), KVStore(architecture, 64, 128), max_batch=64, seed=1
+        EmbeddedModel(architecture, read_weights(folder), length=128),
+        KVStore(architecture, 64, 128),
+        max_batch=64,
+        seed=1,
     )
     prompt = renderer.start([Message(role="user", content="write")])
     sampling = SamplingParams(max_tokens=2, stop_token_ids=renderer.stop_token_ids)
     own = read(adapter, architecture, name="own", key=-1)
     asked = [
-        Request(id=str(at), tokens=list(prompt), sampling=sampling, sink=lambda _: None, adapter=own)
+        BatchRequest(id=str(at), tokens=list(prompt), sampling=sampling, sink=lambda _: None, adapter=own)
         for at in range(64)
     ]
     for request in asked:

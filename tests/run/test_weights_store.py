@@ -27,7 +27,7 @@ from agentrl.engine.weight_sync import adapters, canary, uploads
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.file_transport import push
-from agentrl.engine.weight_sync.object_store import Entry, Folder, Outbox
+from agentrl.engine.weight_sync.object_store import ObjectFolder, Outbox, WeightEntry
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.learner.model import lora
 from agentrl.learner.model.policy import PolicyModel
@@ -79,8 +79,8 @@ class Elsewhere:
             time.sleep(0.02)
         self.url: str = json.loads(ready.read_text())["url"]
 
-    def folder(self, name: str) -> Folder:
-        return Folder(f"file://{self.store}/{name}", deadline_s=60)
+    def folder(self, name: str) -> ObjectFolder:
+        return ObjectFolder(f"file://{self.store}/{name}", deadline_s=60)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -116,13 +116,13 @@ class Small(Weights):
 
 async def test_versions_reach_it_through_the_store(engine: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is torn is not loaded: the version is put once more, whole."""
-    weights, put, torn = Small(engine.learner / "kept"), Folder.put, list[str]()
+    weights, put, torn = Small(engine.learner / "kept"), ObjectFolder.put, list[str]()
     document = {"model": "unused", "env": {"id": "test/none"}, "engine": {"weights_url": f"file://{engine.store}"}}
     config = configuration.parse(document)
     ours = WeightPublisher(config.engine, config.sync, store=engine.folder("kept"))
     client = EngineClient(engine.url)
 
-    def tears(folder: Folder, stem: str, entry: Entry, data: Path) -> str:
+    def tears(folder: ObjectFolder, stem: str, entry: WeightEntry, data: Path) -> str:
         url = put(folder, stem, entry, data)
         if entry.base is not None and not torn:
             (engine.store / "kept" / entry.object).write_bytes(data.read_bytes()[:-1])
@@ -132,7 +132,7 @@ async def test_versions_reach_it_through_the_store(engine: Elsewhere, monkeypatc
     sizes: list[float] = []
     async with aclosing(client):
         for version in (2, 3, 4):
-            monkeypatch.setattr(Folder, "put", tears if version == 4 else put)
+            monkeypatch.setattr(ObjectFolder, "put", tears if version == 4 else put)
             row = await ours.deliver([engine.url], weights.parcel())
             assert 0 <= row["canary_error"] < 1e-4
             sizes.append(row["sync_bytes"])

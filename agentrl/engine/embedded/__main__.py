@@ -70,7 +70,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
 
     from agentrl.engine.embedded.batching import Batcher
     from agentrl.engine.embedded.load_weights import read_weights
-    from agentrl.engine.embedded.model import KVStore, Model
+    from agentrl.engine.embedded.model import EmbeddedModel, KVStore
     from agentrl.engine.embedded.server import EngineServer
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
@@ -84,7 +84,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
     # More slots than twice the running requests would only hold prefixes that nobody comes back for.
     slots = min(slots, 2 * arguments.max_batch)
-    model = Model(architecture, read_weights(arguments.weights or arguments.model), length=length)
+    model = EmbeddedModel(architecture, read_weights(arguments.weights or arguments.model), length=length)
     batcher = Batcher(
         model,
         KVStore(architecture, slots, length),

@@ -17,9 +17,9 @@ from typing import cast
 
 import torch
 
-from agentrl.engine.embedded.cache_slots import Slots
+from agentrl.engine.embedded.cache_slots import CacheSlots
 from agentrl.engine.embedded.lora import Adapter, adapted
-from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, Rows, Run
 from agentrl.engine.embedded.prefix_sharing import share
 from agentrl.engine.embedded.sampler import sample
 from agentrl.records import Finish, SamplingParams, VersionSpan
@@ -42,7 +42,7 @@ class Emission:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class BatchRequest:
     """One generation. `tokens` holds the prompt and, behind it, the sampled tokens."""
 
     id: str
@@ -89,7 +89,7 @@ class Batcher:
 
     def __init__(
         self,
-        model: Model,
+        model: EmbeddedModel,
         kv: KVStore,
         *,
         max_batch: int,
@@ -102,11 +102,11 @@ class Batcher:
         """Without `decode`, which gives the text of tokens, no request may have stop texts."""
         self.model, self.version, self.counters = model, version, Counters()
         self.decode = decode
-        self.slots = Slots(kv)
+        self.slots = CacheSlots(kv)
         self._max_batch = min(max_batch, len(self.slots.busy))
         self._stream_tokens, self._pass_tokens = stream_tokens, pass_tokens
-        self.waiting: deque[Request] = deque()
-        self.running: dict[str, Request] = {}
+        self.waiting: deque[BatchRequest] = deque()
+        self.running: dict[str, BatchRequest] = {}
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -122,7 +122,7 @@ class Batcher:
         """Whether a request of this id waits or runs."""
         return id in self.running or any(request.id == id for request in self.waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: BatchRequest) -> None:
         """Queue a request. Its prompt must leave room for one token; the server has checked that."""
         self.waiting.append(request)
 
@@ -207,7 +207,7 @@ class Batcher:
             if sampling:
                 self._sample(logits_BV, sampling)
 
-    def _key(self, request: Request) -> int:
+    def _key(self, request: BatchRequest) -> int:
         """What tells keys and values of other weights from the request's."""
         return self.version if request.adapter is None else request.adapter.key
 
@@ -221,11 +221,11 @@ class Batcher:
             request.cached = -1
             self.running[request.id] = request
 
-    def _plan(self) -> tuple[list[Request], list[tuple[Request, int]]]:
+    def _plan(self) -> tuple[list[BatchRequest], list[tuple[BatchRequest, int]]]:
         """Who gets one row, and who how many. Prompts are taken in order of arrival."""
         slots, budget = self.slots, self._pass_tokens
-        singles: list[Request] = []
-        runs: list[tuple[Request, int]] = []
+        singles: list[BatchRequest] = []
+        runs: list[tuple[BatchRequest, int]] = []
         for request in self.running.values():
             computed = int(slots.computed[request.slot])
             if computed < len(request.tokens) - 1 or request.cached < 0:
@@ -246,13 +246,13 @@ class Batcher:
         self._compact(singles)
         return singles, runs
 
-    def _count_prefix(self, request: Request, computed: int) -> None:
+    def _count_prefix(self, request: BatchRequest, computed: int) -> None:
         request.cached = computed
         self.counters.prefix_queries += request.prompt_length
         self.counters.prefix_hits += computed
         self.counters.prompt += request.prompt_length
 
-    def _compact(self, singles: list[Request]) -> None:
+    def _compact(self, singles: list[BatchRequest]) -> None:
         """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
         bound = len(singles) + len(singles) // 4 + 8
         at = {request.slot: request for request in self.running.values()}
@@ -266,7 +266,9 @@ class Batcher:
             if other is not None:
                 other.slot = slot
 
-    def _rows(self, singles: list[Request], runs: list[tuple[Request, int]]) -> tuple[Rows, list[Request]]:
+    def _rows(
+        self, singles: list[BatchRequest], runs: list[tuple[BatchRequest, int]]
+    ) -> tuple[Rows, list[BatchRequest]]:
         slots = self.slots
         tokens = [request.tokens[-1] for request in singles]
         positions = [len(request.tokens) - 1 for request in singles]
@@ -300,7 +302,7 @@ class Batcher:
         )
         return rows, sampling
 
-    def _sample(self, logits_BV: torch.Tensor, requests: list[Request]) -> None:
+    def _sample(self, logits_BV: torch.Tensor, requests: list[BatchRequest]) -> None:
         tokens_B, logprobs_B, kept = sample(logits_BV, [request.sampling for request in requests], self._generator)
         self.counters.generated += len(requests)
         slots = self.slots
@@ -327,7 +329,7 @@ class Batcher:
             if finish or request.sampled - request.emitted >= self._stream_tokens:
                 self._emit(request, finish)
 
-    def _completes_a_stop(self, request: Request) -> bool:
+    def _completes_a_stop(self, request: BatchRequest) -> bool:
         """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
         read: those, and one before, since decoders strip a space at the beginning."""
         if not request.sampling.stop or self.decode is None:
@@ -336,7 +338,7 @@ class Batcher:
         text = self.decode(request.tokens[request.prompt_length :][-reach - 1 :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _emit(self, request: Request, finish: Finish | None) -> None:
+    def _emit(self, request: BatchRequest, finish: Finish | None) -> None:
         start, end = request.emitted, request.sampled
         request.emitted = end
         tokens = request.tokens[request.prompt_length + start :]

@@ -18,7 +18,7 @@ from agentrl.engine.embedded.model import KVStore
 Ints = NDArray[np.int64]
 
 
-class Slots:
+class CacheSlots:
     """Invariants: `computed[s]` ≤ `known[s]`; `tokens[s, :known[s]]` are the slot's tokens, and the first
     `computed[s]` of them have keys and values in `kv`, none older than `version[s]`. Slots of one `family` hold the
     same bits at the positions below both their `kin` and `computed`."""

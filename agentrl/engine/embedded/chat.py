@@ -35,7 +35,7 @@ _SAMPLING = (
 _NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # at a text's end: the rest of a character is yet to come
 
 
-class Found(Protocol):
+class FoundCalls(Protocol):
     """What a parser finds in an answer: the text outside of calls, and the calls, of which those that are well-formed
     have `name` and `arguments`."""
 
@@ -51,7 +51,7 @@ class ToolParser(Protocol):
 
     native: bool
 
-    def parse(self, text: str) -> Found: ...
+    def parse(self, text: str) -> FoundCalls: ...
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str: ...
     def answer(self, messages: Sequence[Message]) -> Sequence[Message]: ...
 
@@ -66,7 +66,7 @@ def parser_at(place: str) -> ToolParser:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """A chat that was rendered: `generate` is the body of the same request for tokens."""
 
     id: str
@@ -84,7 +84,7 @@ class Chat:
     def __init__(self, folder: Path, parser: ToolParser | None) -> None:
         self._renderer, self._parser = Renderer(folder), parser
 
-    def parse(self, document: dict[str, Any], *, name: str, length: int) -> Asked:
+    def parse(self, document: dict[str, Any], *, name: str, length: int) -> ChatRequest:
         """Check and render a request; `length` is the most tokens of prompt and answer. Raises BadRequest."""
         messages = [_message(one) for one in _list(document, "messages")]
         if not messages:
@@ -109,7 +109,7 @@ class Chat:
         model, id = document.get("model"), f"chatcmpl-{uuid4().hex}"
         generate = {"request_id": id, "model": model, "token_ids": ids, "sampling_params": sampling, "stream": True}
         options = document.get("stream_options")
-        return Asked(
+        return ChatRequest(
             id=id,
             model=name if model is None else str(model),
             generate=json.dumps(generate).encode(),
@@ -136,7 +136,7 @@ class Chat:
         """The text of sampled tokens, without the one that ends the turn."""
         return self._renderer.decode(ids)
 
-    def answer(self, asked: Asked, whole: Emission, prompt: int) -> dict[str, Json]:
+    def answer(self, asked: ChatRequest, whole: Emission, prompt: int) -> dict[str, Json]:
         """The whole answer to a request that was not streamed."""
         message, reason = self._message(asked, whole)
         choice: dict[str, Json] = {"index": 0, "message": message, "finish_reason": reason}
@@ -144,7 +144,7 @@ class Chat:
             choice["logprobs"] = self.logprobs(whole)
         return {**_head(asked, "chat.completion"), "choices": [choice], "usage": _usage(whole, prompt)}
 
-    def _message(self, asked: Asked, whole: Emission) -> tuple[dict[str, Json], str]:
+    def _message(self, asked: ChatRequest, whole: Emission) -> tuple[dict[str, Json], str]:
         text, reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
         if not asked.tools or self._parser is None:
             return {"role": "assistant", "content": text}, reason
@@ -163,14 +163,14 @@ class Chat:
             content.append({**one, "top_logprobs": []})
         return {"content": content}
 
-    def event(self, asked: Asked, delta: Mapping[str, Json], part: Emission, reason: str | None = None) -> bytes:
+    def event(self, asked: ChatRequest, delta: Mapping[str, Json], part: Emission, reason: str | None = None) -> bytes:
         """An event of a stream."""
         choice: dict[str, Json] = {"index": 0, "delta": dict(delta), "finish_reason": reason}
         if asked.logprobs and part.token_ids:
             choice["logprobs"] = self.logprobs(part)
         return _event({**_head(asked, "chat.completion.chunk"), "choices": [choice]})
 
-    def last(self, asked: Asked, whole: Emission, prompt: int, said: str) -> bytes:
+    def last(self, asked: ChatRequest, whole: Emission, prompt: int, said: str) -> bytes:
         """The events that end a stream, of whose text `said` was sent."""
         message, reason = self._message(asked, whole)
         delta: dict[str, Json] = {}
@@ -191,7 +191,7 @@ def fresh(text: str, said: str) -> str:
     return "" if text.endswith(_NOT_WHOLE) else text[len(said) :]
 
 
-def _head(asked: Asked, kind: str) -> dict[str, Json]:
+def _head(asked: ChatRequest, kind: str) -> dict[str, Json]:
     return {"id": asked.id, "object": kind, "created": int(time.time()), "model": asked.model}
 
 

@@ -131,7 +131,7 @@ class KVStore:
         keys[:, b], values[:, b] = kept_keys, kept_values
 
 
-class Model:
+class EmbeddedModel:
     """A decoder with replaceable weights. `load` swaps all of them at once; call it only between two passes."""
 
     def __init__(self, architecture: Architecture, weights: Mapping[str, torch.Tensor], *, length: int) -> None:

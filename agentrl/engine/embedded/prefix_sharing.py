@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from agentrl.engine.embedded.cache_slots import Slots
+from agentrl.engine.embedded.cache_slots import CacheSlots
 from agentrl.engine.embedded.model import Shared
 
 FAMILY_COST = 300
 """What a family costs a layer, in positions of one row: two more products, against keys and values not read again."""
 
 
-def share(slots: Slots, of_rows: Sequence[int]) -> Shared | None:
+def share(slots: CacheSlots, of_rows: Sequence[int]) -> Shared | None:
     """How single rows of these slots best share their common prefix; None if it is not worth it."""
     kin = np.minimum(slots.kin, slots.computed)[of_rows]
     members: dict[int, list[int]] = defaultdict(list)

@@ -22,7 +22,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SamplingRequest:
     """A checked generate request."""
 
     request_id: str
@@ -33,7 +33,7 @@ class Asked:
     model: str | None = None  # the name of an adapter, or the engine's own
 
 
-def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> Asked:
+def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> SamplingRequest:
     """Check a request's body. `length` is the most tokens that prompt and generation may have together.
 
     Raises BadRequest naming the field."""
@@ -60,7 +60,9 @@ def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> 
     model = document.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model: must be a name")
-    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score, model=model)
+    return SamplingRequest(
+        request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score, model=model
+    )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.engine.embedded.batching import Batcher, Emission, Request
-from agentrl.engine.embedded.chat import Asked as ChatAsked
-from agentrl.engine.embedded.chat import Chat, fresh
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
+from agentrl.engine.embedded.chat import Chat, ChatRequest, fresh
 from agentrl.engine.embedded.lora import Adapter, read
 from agentrl.engine.embedded.prometheus import Histograms, render
-from agentrl.engine.embedded.requests import Asked, BadRequest, answer_json, parse_generate, parse_object
+from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer_json, parse_generate, parse_object
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
@@ -97,7 +96,7 @@ class EngineServer:
 
     # --- generation ---------------------------------------------------------------------------------------------
 
-    def _accept(self, body: bytes) -> tuple[Asked, Request, asyncio.Queue[Emission]]:
+    def _accept(self, body: bytes) -> tuple[SamplingRequest, BatchRequest, asyncio.Queue[Emission]]:
         """A request for tokens that was checked, and the queue that they will come to. Raises BadRequest."""
         batcher = self._batcher
         self._serial += 1
@@ -112,7 +111,7 @@ class EngineServer:
         if asked.sampling.stop and batcher.decode is None:
             raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
         adapter, emissions = self._adapter_of(asked), asyncio.Queue[Emission]()
-        request = Request(
+        request = BatchRequest(
             id=_PREFIX + asked.request_id,
             tokens=asked.token_ids,
             sampling=asked.sampling,
@@ -122,7 +121,7 @@ class EngineServer:
         return asked, request, emissions
 
     @contextmanager
-    def _running(self, request: Request, receive: Receive) -> Generator[None]:
+    def _running(self, request: BatchRequest, receive: Receive) -> Generator[None]:
         """Compute a request, until its client has left."""
         self._batcher.submit(request)
         self._wake.set()
@@ -164,7 +163,7 @@ class EngineServer:
                 await JSONResponse(answer)(scope, receive, send)
 
     async def _stream_chat(
-        self, chats: Chat, chat: ChatAsked, request: Request, emissions: asyncio.Queue[Emission], send: Send
+        self, chats: Chat, chat: ChatRequest, request: BatchRequest, emissions: asyncio.Queue[Emission], send: Send
     ) -> None:
         """Text as it comes; an answer that may have calls of tools at its end, when it can be read."""
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
@@ -181,7 +180,7 @@ class EngineServer:
         body = chats.last(chat, _joined(request, parts), request.prompt_length, said)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _all(self, request: Request, emissions: asyncio.Queue[Emission]) -> Emission:
+    async def _all(self, request: BatchRequest, emissions: asyncio.Queue[Emission]) -> Emission:
         """The whole of a generation, once it has ended."""
         started = time.perf_counter()
         parts = [await emissions.get()]
@@ -191,7 +190,7 @@ class EngineServer:
         self._histograms.observe(whole, elapsed, elapsed, first=True)
         return whole
 
-    async def _stream(self, request: Request, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
+    async def _stream(self, request: BatchRequest, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
         started = last = time.perf_counter()
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
         while True:
@@ -207,7 +206,9 @@ class EngineServer:
             if not more:
                 return
 
-    async def _whole(self, request: Request, asked: Asked, emissions: asyncio.Queue[Emission], send: Send) -> None:
+    async def _whole(
+        self, request: BatchRequest, asked: SamplingRequest, emissions: asyncio.Queue[Emission], send: Send
+    ) -> None:
         scored: list[dict[str, dict[str, float]] | None] | None = None
         if asked.score:
             await self._awake.wait()
@@ -356,7 +357,7 @@ class EngineServer:
 
     # --- adapters -----------------------------------------------------------------------------------------------
 
-    def _adapter_of(self, asked: Asked) -> Adapter | None:
+    def _adapter_of(self, asked: SamplingRequest) -> Adapter | None:
         if asked.model is None or asked.model == self._name:
             return None
         if (adapter := self._adapters.get(asked.model)) is None:
@@ -423,7 +424,7 @@ class _Asgi:
         await self._call(scope, receive, send)
 
 
-def _joined(request: Request, parts: Sequence[Emission]) -> Emission:
+def _joined(request: BatchRequest, parts: Sequence[Emission]) -> Emission:
     """All parts of a generation as one."""
     return Emission(
         [token for part in parts for token in part.token_ids],

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import trio
 
-from agentrl.engine.router.turn_request import Pace
+from agentrl.engine.router.turn_request import TokenPace
 from agentrl.protocols import Chunk, GenerateRequest
 
 
@@ -53,7 +53,7 @@ class Replica:
     trouble: str = ""
     retry_at: float = 0.0
     heard_at: float = -math.inf
-    pace: Pace = field(default_factory=Pace)
+    pace: TokenPace = field(default_factory=TokenPace)
     waits: set[Wait] = field(default_factory=set["Wait"])
 
     @property

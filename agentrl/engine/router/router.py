@@ -32,7 +32,7 @@ from agentrl.engine.router.replica import Servable as Servable
 from agentrl.engine.router.replica import State as State
 from agentrl.engine.router.replica import Wait
 from agentrl.engine.router.session_affinity import Homes
-from agentrl.engine.router.turn_request import SEAM, Decode, Turn
+from agentrl.engine.router.turn_request import SEAM, Decode, TurnRequest
 from agentrl.engine.weight_sync import version_check
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
@@ -215,7 +215,7 @@ class Fleet:
 
     # --- routing ------------------------------------------------------------------------------------------------
 
-    async def _choose(self, turn: Turn) -> Replica:
+    async def _choose(self, turn: TurnRequest) -> Replica:
         """The replica for the next attempt; waits for one if none is ready."""
         started = trio.current_time()
         with trio.move_on_at(started + self._outage_deadline_s - turn.waited_s):
@@ -231,7 +231,7 @@ class Fleet:
                 await (changed.wait() if ready else self._mend(changed))
         raise self._too_late(turn)
 
-    def _too_late(self, turn: Turn) -> EngineTimeout:
+    def _too_late(self, turn: TurnRequest) -> EngineTimeout:
         states = [
             f"{replica.client.url} is {replica.state}" + (f" ({replica.trouble})" if replica.trouble else "")
             for replica in self.replicas
@@ -241,7 +241,7 @@ class Fleet:
             f"(engine.outage_deadline_s), and has {len(turn.received)} tokens: {', '.join(states)}"
         )
 
-    def _ready(self, turn: Turn) -> list[Replica]:
+    def _ready(self, turn: TurnRequest) -> list[Replica]:
         return [one for one in self.replicas if one.state is State.READY and one.client.url not in turn.refusals]
 
     async def _mend(self, changed: trio.Event) -> None:
@@ -308,13 +308,13 @@ class Fleet:
 
     # --- one turn -----------------------------------------------------------------------------------------------
 
-    def _turn(self, request: GenerateRequest) -> Turn:
+    def _turn(self, request: GenerateRequest) -> TurnRequest:
         if request.sampling.stop and self._decode is None:
             hint = "give the fleet `decode`: a stop text may begin at one engine and end at another"
             raise ConfigError("sampling.stop", request.sampling.stop, hint)
-        return Turn(request, self._decode)
+        return TurnRequest(request, self._decode)
 
-    async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, turn: TurnRequest, wait: Wait) -> AsyncGenerator[Chunk, None]:
         """All chunks of a turn."""
         while (last := turn.ending()) is None:
             replica, outdated = await self._choose(turn), False
@@ -337,7 +337,9 @@ class Fleet:
                 raise self._too_late(turn)
         yield last
 
-    async def _hedged(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[tuple[Replica, Chunk], None]:
+    async def _hedged(
+        self, replica: Replica, turn: TurnRequest, wait: Wait
+    ) -> AsyncGenerator[tuple[Replica, Chunk], None]:
         """An attempt at `replica`, or at a second one if that brings the first token sooner."""
         began, waited_s, asked = trio.current_time(), turn.waited_s, 0
 
@@ -373,7 +375,9 @@ class Fleet:
             async for item in chunks:
                 yield item
 
-    async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[tuple[Replica, Chunk], None]:
+    async def _attempt(
+        self, replica: Replica, turn: TurnRequest, wait: Wait
+    ) -> AsyncGenerator[tuple[Replica, Chunk], None]:
         """Chunks from one replica; ends early, without an error, if the turn should go on elsewhere."""
         replica.running += 1
         began = trio.current_time()
@@ -414,7 +418,7 @@ class Fleet:
             self._announce()
 
     async def _next(
-        self, chunks: AsyncGenerator[Chunk, None], replica: Replica, turn: Turn, wait: Wait, *, sampling: bool
+        self, chunks: AsyncGenerator[Chunk, None], replica: Replica, turn: TurnRequest, wait: Wait, *, sampling: bool
     ) -> Chunk | None:
         """The next chunk; None if the replica hangs, is drained, or has no time left."""
         wait.replica, wait.since, wait.asleep_s = replica, trio.current_time(), 0.0
@@ -442,7 +446,7 @@ class Fleet:
             self._failed(replica, turn, EngineBroke(f"{replica.client.url} fell silent"))
         return chunk
 
-    def _failed(self, replica: Replica, turn: Turn, why: EngineError) -> None:
+    def _failed(self, replica: Replica, turn: TurnRequest, why: EngineError) -> None:
         """A replica took a request and failed it: the replica's fault, or the request's if other replicas fail too."""
         self._broke(replica, str(why))
         turn.faults += 1
@@ -450,7 +454,7 @@ class Fleet:
             id = turn.request.request_id
             raise EngineBroke(f"{id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
 
-    def _blame(self, turn: Turn) -> None:
+    def _blame(self, turn: TurnRequest) -> None:
         """An engine took a request: the one that refused it is broken, and the request is not."""
         for replica in self.replicas:
             if (refusal := turn.refusals.pop(replica.client.url, None)) is not None:

@@ -24,7 +24,7 @@ _SLOWER, _FASTER = 0.1, 0.5  # weight of a new gap in the usual gap: a pause mus
 
 
 @dataclass(slots=True)
-class Pace:
+class TokenPace:
     """How long an engine usually takes from one chunk of a turn to the next, in seconds."""
 
     usual_s: float | None = None
@@ -41,7 +41,7 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class TurnRequest:
     """A request and its progress: `received` begins with the tokens sampled before the request. `decode` gives the text
     of tokens, which stop texts need. `faults` counts how often an engine took the request and failed it; `refusals` has
     the engines, by URL, that refused it before any token."""

@@ -92,7 +92,7 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CanaryResult:
     """An engine's answer to a canary."""
 
     canary: Canary
@@ -148,7 +148,7 @@ async def check(
     canary: Canary,
     *,
     update_info: dict[str, Json] | None = None,
-    seen: dict[str, Seen] | None = None,
+    seen: dict[str, CanaryResult] | None = None,
     tolerance: float | None = None,
     deadline_s: float = 30.0,
 ) -> float:
@@ -185,7 +185,7 @@ async def check(
     return worst
 
 
-def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str, Seen], url: str) -> None:
+def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str, CanaryResult], url: str) -> None:
     """Keep the engine's answer once its way was judged. Raises CanaryMismatch if it is nearer to where it was."""
     last = seen.get(url)
     share = None if last is None else last.share(canary, found)
@@ -195,7 +195,7 @@ def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str,
             f"of the probe have moved far beyond the noise, and the engine's went {share:.0%} of the way"
         )
     if last is None or share is not None:
-        seen[url] = Seen(canary, found)
+        seen[url] = CanaryResult(canary, found)
 
 
 async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> list[str]:

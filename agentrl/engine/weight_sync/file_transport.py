@@ -22,7 +22,7 @@ from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import parse_json, results
 from agentrl.engine.weight_sync import object_store, weight_file
-from agentrl.engine.weight_sync.object_store import Outbox, Sent
+from agentrl.engine.weight_sync.object_store import Outbox, StoredVersion
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
@@ -113,7 +113,7 @@ def _found(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Pat
     WeightSyncError."""
     if isinstance(path, str):
         folder, _, name = path.rpartition("/")
-        entry = object_store.Folder(folder, deadline_s=deadline_s).entry(name)
+        entry = object_store.ObjectFolder(folder, deadline_s=deadline_s).entry(name)
         return path, entry.object_bytes, sha256 or entry.sha256
     try:
         place, size = path.resolve(), path.stat().st_size
@@ -242,7 +242,7 @@ class FileTransport(WeightTransport):
     def __init__(self, place: Place) -> None:
         self._settings = place.engine
         self._outbox = None if place.store is None else Outbox(place.store, deltas=self.deltas)
-        self._stored: tuple[int, Sent] | None = None  # the version that was put into the store last
+        self._stored: tuple[int, StoredVersion] | None = None  # the version that was put into the store last
 
     @asynccontextmanager
     async def offer(self, parcel: Parcel, base: Parcel | None) -> AsyncGenerator[None]:

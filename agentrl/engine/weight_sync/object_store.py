@@ -45,7 +45,7 @@ def is_url(path: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class WeightEntry:
     """The JSON of a version: `sha256` is that of its weight file; `base` the name of the entry that its delta is
     against."""
 
@@ -56,7 +56,7 @@ class Entry:
     base: str | None = None
 
 
-class Folder:
+class ObjectFolder:
     """A folder at `url`. Each call ends within `deadline_s`. Raises WeightSyncError."""
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
@@ -93,19 +93,19 @@ class Folder:
     def remove_all(self) -> None:
         self._call(f"remove {self.url}", lambda fs, root: fs.rm(root, recursive=True) if fs.exists(root) else None)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> WeightEntry:
         """The entry of that name."""
         data = self.read(name)
         try:
             found = cast("dict[str, Any]", json.loads(data))
-            entry = Entry(**{field.name: found[field.name] for field in fields(Entry)})
+            entry = WeightEntry(**{field.name: found[field.name] for field in fields(WeightEntry)})
             if not all(_PLAIN.fullmatch(name) for name in (entry.object, entry.base or entry.object)):
                 raise ValueError("it names an object outside of its folder")
             return entry
         except (ValueError, LookupError, TypeError) as error:
             raise WeightSyncError(f"{self.url}/{name} is torn, or no entry of weights ({error!r})") from error
 
-    def put(self, stem: str, entry: Entry, data: Path) -> str:
+    def put(self, stem: str, entry: WeightEntry, data: Path) -> str:
         """Write an object, then its entry; returns the URL of the entry."""
         self.write(entry.object, data)
         self.write(f"{stem}.json", json.dumps(asdict(entry)).encode())
@@ -123,10 +123,10 @@ class Folder:
         stem = f"whole-{sha256[:32]}"
         if f"{stem}.json" in self.names():
             return f"{self.url}/{stem}.json"
-        entry = Entry(sha256=sha256, object=f"{stem}.full", object_sha256=sha256, object_bytes=len(data))
+        entry = WeightEntry(sha256=sha256, object=f"{stem}.full", object_sha256=sha256, object_bytes=len(data))
         return self.put(stem, entry, path)
 
-    def object_of(self, entry: Entry) -> bytes:
+    def object_of(self, entry: WeightEntry) -> bytes:
         """The bytes that an entry names, checked."""
         data = self.read(entry.object)
         if (found := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
@@ -165,7 +165,7 @@ def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadl
     """The weight file whose entry is at `url`, made of `base` (a SHA-256 and the bytes that have it) if its deltas lead
     there. Each object is read within `deadline_s`. Raises WeightSyncError unless it has this SHA-256."""
     at, _, name = url.rpartition("/")
-    folder, changes = Folder(at, deadline_s=deadline_s), list[Entry]()
+    folder, changes = ObjectFolder(at, deadline_s=deadline_s), list[WeightEntry]()
     entry = folder.entry(name)
     last = entry.sha256
     while entry.base is not None and len(changes) < _LONGEST:
@@ -187,7 +187,7 @@ def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class StoredVersion:
     """A version in the folder: the URL of its entry, and how many bytes were written for it."""
 
     url: str
@@ -198,13 +198,13 @@ class Outbox:
     """Puts one version after the other into a folder: with `deltas` the changes since the one before, and a whole file
     when those since the last one have grown as large as it. So an engine never reads more than twice the weights."""
 
-    def __init__(self, folder: Folder, *, deltas: bool) -> None:
+    def __init__(self, folder: ObjectFolder, *, deltas: bool) -> None:
         self._folder, self._deltas = folder, deltas
         self._last: tuple[str, Path, str] | None = None  # entry, local file, its SHA-256
         self._bases: dict[str, str | None] = {}  # of the entries put here
         self._grown, self._count = 0, 0
 
-    def put(self, version: int, path: Path, sha256: str) -> Sent:
+    def put(self, version: int, path: Path, sha256: str) -> StoredVersion:
         """Write a version whose file is at `path`, which stays there until the next one was put."""
         stem, size = f"{version:08d}", path.stat().st_size
         draft, base = path, None
@@ -218,14 +218,14 @@ class Outbox:
             grown = draft.stat().st_size
             name = f"{stem}.{'full' if base is None else 'delta'}"
             digest = weight_file.digest(weight_file.open_bytes(draft))
-            entry = Entry(sha256=sha256, object=name, object_sha256=digest, object_bytes=grown, base=base)
+            entry = WeightEntry(sha256=sha256, object=name, object_sha256=digest, object_bytes=grown, base=base)
             url = self._folder.put(stem, entry, draft)
         finally:
             path.with_suffix(".delta").unlink(missing_ok=True)
         self._last = (f"{stem}.json", path, sha256)
         self._bases[f"{stem}.json"] = base
         self._grown, self._count = (0, 0) if base is None else (self._grown + grown, self._count + 1)
-        return Sent(url=url, bytes=grown)
+        return StoredVersion(url=url, bytes=grown)
 
     def whole_next(self) -> None:
         """Put the next version whole: an engine could not read what a delta needs."""
@@ -247,7 +247,7 @@ class Outbox:
 
 def check(url: str, *, deadline_s: float) -> None:
     """Write, read and remove a small object. Raises WeightSyncError if the store does not do it."""
-    folder = Folder(f"{url.rstrip('/')}/agentrl-check", deadline_s=deadline_s)
+    folder = ObjectFolder(f"{url.rstrip('/')}/agentrl-check", deadline_s=deadline_s)
     folder.write("probe", b"agentrl")
     if folder.read("probe") != b"agentrl":
         raise WeightSyncError(f"{folder.url}/probe was not read as it was written")

@@ -24,7 +24,7 @@ from agentrl.config import EngineSettings, Train
 from agentrl.config.weight_sync import Form
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.plugin import BACKEND
-from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.records import Json
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Place:
     """Where a transport works: in the learner's process, for the engines of one policy."""
 
     engine: EngineSettings
-    store: Folder | None = None  # at `engine.weights_url`
+    store: ObjectFolder | None = None  # at `engine.weights_url`
     sender: Sender | None = None  # vLLM's own, made for the transport's `backend`
 
 

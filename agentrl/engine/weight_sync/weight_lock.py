@@ -29,7 +29,7 @@ def name_of(url: str, *, colocated: bool) -> str:
     return _GPU if colocated else url.rstrip("/")
 
 
-class Held:
+class WeightLock:
     """A lock that this process holds until it lets go, on any thread."""
 
     def __init__(self, file: IO[str]) -> None:
@@ -52,7 +52,7 @@ class Held:
             self.let_go()
 
 
-def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None]) -> Held:
+def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None]) -> WeightLock:
     """Get a lock, without trio; `waits` is called again and again meanwhile. Raises WeightSyncError if somebody else
     holds it for `deadline_s`."""
     file, deadline = _open(folder, name), time.monotonic() + deadline_s
@@ -62,7 +62,7 @@ def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None
             raise WeightSyncError(f"{name} was somebody else's for {deadline_s:g} s")
         waits()
         time.sleep(_POLL_S)
-    return Held(file)
+    return WeightLock(file)
 
 
 @asynccontextmanager

@@ -56,7 +56,7 @@ _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
 _OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 
-class Part(Protocol):
+class CheckpointPart(Protocol):
     """What a checkpoint keeps in a folder of its own: `tensors`, in the safetensors file `file`."""
 
     @property
@@ -74,7 +74,7 @@ class Model(Protocol):
     def folder(self) -> Path: ...
 
 
-_NO_PARTS: Final[Mapping[str, Part]] = {}
+_NO_PARTS: Final[Mapping[str, CheckpointPart]] = {}
 _NO_MODELS: Final[Mapping[str, Model]] = {}
 
 
@@ -112,7 +112,7 @@ def save(
     module: Any,
     model_folder: Path,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    parts: Mapping[str, Part] = _NO_PARTS,
+    parts: Mapping[str, CheckpointPart] = _NO_PARTS,
     own: Mapping[str, Model] = _NO_MODELS,
     found: Iterable[tuple[str, Any]] | None = None,
     keep: int,
@@ -162,7 +162,7 @@ def save(
     return folder
 
 
-def _write(path: Path, one: Any, module: Any, part: Part | None) -> None:
+def _write(path: Path, one: Any, module: Any, part: CheckpointPart | None) -> None:
     """Write what `contents` gave for a file or folder."""
     if path.name == WEIGHTS:
         write_weights(one, path)
@@ -178,7 +178,7 @@ def _write(path: Path, one: Any, module: Any, part: Part | None) -> None:
 def contents(
     module: Any,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CheckpointPart],
     own: Mapping[str, Model] = _NO_MODELS,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
@@ -200,7 +200,7 @@ def contents(
 def copied(
     module: Any,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CheckpointPart],
     own: Mapping[str, Model] = _NO_MODELS,
 ) -> list[tuple[str, Any]]:
     """`contents` in host memory, where no later step changes them. Numbers that were gathered, or came from a GPU, are
@@ -278,7 +278,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def load(
-    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part] = _NO_PARTS
+    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, CheckpointPart] = _NO_PARTS
 ) -> CheckpointState:
     """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the weights of policies are
     loaded as those of any model folder. Raises ModelError if it has no such part."""

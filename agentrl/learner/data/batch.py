@@ -101,7 +101,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedEpisode:
     """How a member of a group went: its sampled tokens that learn, of which `trained` are in the loss. `scored` says
     whether it takes part (law 3), `limited` whether a limit ended it."""
 
@@ -137,7 +137,7 @@ class GroupRows:
     late: int = 0
     taken_before: bool = False
     cut: tuple[bool, ...] = ()
-    members: tuple[Played, ...] = ()
+    members: tuple[PlayedEpisode, ...] = ()
     skipped: bool = False
     weight: float = 1.0
     scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
@@ -226,12 +226,12 @@ def _scores(told: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(values) for name, values in sorted(found.items())}
 
 
-def _played(group: Group, rows: Sequence[Row]) -> tuple[Played, ...]:
+def _played(group: Group, rows: Sequence[Row]) -> tuple[PlayedEpisode, ...]:
     trained = Counter[int]()
     for row in rows:
         trained[row.episode_id] += len(row.place_S)
     return tuple(
-        Played(
+        PlayedEpisode(
             env=group.task.env,
             turns=len(own := [turn for turn in member.turns if turn.learns]),
             tokens=sum(len(turn.token_ids) for turn in own),

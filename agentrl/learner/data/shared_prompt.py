@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.learner.model.rotary import stretched
-from agentrl.learner.moe.routers import Heard
+from agentrl.learner.moe.routers import RouterRecord
 
 
 class Roots:
@@ -41,7 +41,7 @@ class Roots:
     said of its tokens, each counted once."""
 
     def __init__(self) -> None:
-        self.heard = Heard()
+        self.heard = RouterRecord()
         self._lent: dict[str, tuple[_Lent, _Lent]] = {}
         self._said: list[_Lent] = []
         self._end: Tensor | None = None
@@ -57,7 +57,7 @@ class Roots:
         first_key, first_value = self._lent[name]
         return torch.cat([first_key.leaf, key], 2), torch.cat([first_value.leaf, value], 2)
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: RouterRecord) -> None:
         """What was heard in the stem's own pass."""
         said = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
         self._said = list(said.values())

@@ -339,7 +339,7 @@ LAYOUTS: Mapping[str, type[Layout]] = {"sdpa": Paths, "varlen": Varlen, "flex": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AttentionShape:
     """What a model's attention asks of a layout."""
 
     heads: int = 4
@@ -349,7 +349,7 @@ class Shape:
     windows: bool = True
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> type[Layout]:
+def choose(name: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> type[Layout]:
     """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of flex,
     varlen and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
 
@@ -365,7 +365,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, shape: Shape) ->
     return Paths
 
 
-def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
+def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> str | None:
     """Why a layout does not work here; None if it does."""
     if layout is Varlen and (device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16)):
         return f"its kernel wants train.device cuda and train.dtype bfloat16, not {device.type} and {_short(dtype)}"

@@ -8,8 +8,8 @@ log_softmax(z) at others, and H. With their gradients a, b and h,
 
     dz = (scatter(a) - p sum(a) - h p (q + H)) / T + scatter(b) - softmax(z) sum(b)
 
-The backward pass computes each chunk's logits again. `_C` are the rows of a chunk, `_I` the places of `Asked.own`, `_O`
-those of `Asked.plain`.
+The backward pass computes each chunk's logits again. `_C` are the rows of a chunk, `_I` the places of
+`TokenQuery.own`, `_O` those of `TokenQuery.plain`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -32,7 +32,7 @@ _PROBE = 200.0  # logits as large as a model may say, to see what becomes of the
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class OutputHead:
     """An output layer, and what its architecture does to what the layer says."""
 
     layer: nn.Linear
@@ -66,7 +66,7 @@ def overheard(layer: Any, instead: Callable[[Tensor], Tensor] | None = None) -> 
 
 
 @torch.no_grad()
-def head_of(module: Any, run: Callable[[], Tensor], kept: int) -> Head | None:
+def head_of(module: Any, run: Callable[[], Tensor], kept: int) -> OutputHead | None:
     """How a transformers model gets from its last hidden states to its logits; None if it does anything else than to
     multiply and cap what a plain linear layer says of the `kept` positions. `run` makes a pass and gives its logits."""
     layer, config = module.get_output_embeddings(), module.config.get_text_config()
@@ -80,7 +80,7 @@ def head_of(module: Any, run: Callable[[], Tensor], kept: int) -> Head | None:
     cap = getattr(config, "final_logit_softcapping", None)
     divided = getattr(config, "logits_scaling", None)
     scales = (1.0, getattr(config, "logit_scale", None), 1 / divided if divided else None)
-    heads = [Head(layer, float(scale), cap) for scale in scales if scale]
+    heads = [OutputHead(layer, float(scale), cap) for scale in scales if scale]
     fits = (head for head in heads if torch.allclose(head.shaped(probe_1PV[0]), shaped_PV, rtol=1e-4, atol=1e-3))
     return next(fits, None)
 
@@ -114,7 +114,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TokenQuery:
     """What to read from logits: `own` at `temperature`, `plain` at 1; `rows` are computed at once."""
 
     own: Places
@@ -130,7 +130,7 @@ class Asked:
 
 
 def statistics(
-    head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], asked: Asked
+    head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], asked: TokenQuery
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of `head(hidden_PH)`: log-probs [I] at `asked.own` and [O] at `asked.plain`, and the entropy [P] of each row, in
     float32 and nats. `parameters` are those of `head`. Gradients reach them and `hidden_PH`, through all three."""
@@ -141,7 +141,7 @@ def statistics(
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_PH: Tensor, head: Callable[[Tensor], Tensor], asked: Asked, *parameters: Tensor
+        ctx: Any, hidden_PH: Tensor, head: Callable[[Tensor], Tensor], asked: TokenQuery, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden_PH.dtype, torch.float32)
         own_I, plain_O, entropy_P = (
@@ -167,7 +167,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         a_I, b_O, h_P = grads
         hidden_PH, *parameters = ctx.saved_tensors
-        asked: Asked = ctx.asked
+        asked: TokenQuery = ctx.asked
         wanted = ctx.needs_input_grad[3:]
         trained = [parameter for parameter, wants in zip(parameters, wanted, strict=True) if wants]
         sums = [torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in trained]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from agentrl.algos.algorithm import Outputs
 from agentrl.config import Train, algorithms
 from agentrl.config.learner_settings import LearnerSettings
-from agentrl.learner.checkpoints.checkpoint import CRITIC, Part
+from agentrl.learner.checkpoints.checkpoint import CRITIC, CheckpointPart
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.data.shared_prompt import Roots
 from agentrl.learner.model import lora
@@ -178,7 +178,7 @@ class Models:
 
     def away(self) -> list[Tensor]:
         """The tensors of optimizers, and masters, that wait in host memory."""
-        apart = [one for one in self.optimizers.values() if isinstance(one, optimizers.OneByOne)]
+        apart = [one for one in self.optimizers.values() if isinstance(one, optimizers.ParameterwiseOptimizer)]
         return [tensor for one in apart for tensor in one.away()]
 
     # --- passes ---------------------------------------------------------------------------------------------------
@@ -290,9 +290,9 @@ class Models:
         for follower in self.moving.values():
             follower.follow(step)
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, CheckpointPart]:
         """What a checkpoint keeps besides the policies and the optimizers, by the name of its folder."""
-        critic: dict[str, Part] = {} if self.critic is None else {CRITIC: self.critic}
+        critic: dict[str, CheckpointPart] = {} if self.critic is None else {CRITIC: self.critic}
         return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:

@@ -34,9 +34,17 @@ from agentrl.learner.data.prefix_trees import Branch, Pack
 from agentrl.learner.data.ragged import normalised
 from agentrl.learner.data.shared_prompt import Names, Roots, can_be_lent
 from agentrl.learner.model import lora
-from agentrl.learner.model.attention import Gather, Layout, Paths, Shape, choose, refuse_unknown, tree_attention
+from agentrl.learner.model.attention import (
+    AttentionShape,
+    Gather,
+    Layout,
+    Paths,
+    choose,
+    refuse_unknown,
+    tree_attention,
+)
 from agentrl.learner.model.load import load
-from agentrl.learner.model.logprobs import Asked, Head, Places, head_of, overheard, rows_within, statistics
+from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, head_of, overheard, rows_within, statistics
 from agentrl.learner.model.rotary import restart, stretched
 from agentrl.learner.moe.expert_records import Routes
 from agentrl.learner.moe.routers import Routers, listening, routers
@@ -274,7 +282,7 @@ class PolicyModel:
                 return head(hidden_CH)
 
         def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
-            asked = Asked(own=own, plain=plain, temperature=temperature, rows=size)
+            asked = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size)
             if head is None:
                 return statistics(_nothing, logits_PV[rows], (), asked)
             return statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
@@ -386,11 +394,11 @@ def _logits_of_rows(
     return torch.cat(found)
 
 
-def _shape(module: Any, ranks: int) -> Shape:
+def _shape(module: Any, ranks: int) -> AttentionShape:
     """The shape of the model's attention, as far as its configuration says, on each of the ranks that share it."""
     config = module.config.get_text_config()
     heads = config.num_attention_heads
-    return Shape(
+    return AttentionShape(
         heads=heads // ranks,
         kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -499,12 +507,12 @@ def _close(found_TV: Tensor, exact_TV: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[Head | None, Routers | None]:
+def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[OutputHead | None, Routers | None]:
     """How the model's logits are made, if we can do the same, and its routers. Raises ModelError if it computes
     nothing."""
     if detect_fake_mode() is not None:
         layer = module.get_output_embeddings()
-        return Head(layer) if type(layer) is nn.Linear else None, None
+        return OutputHead(layer) if type(layer) is nn.Linear else None, None
     name, n = type(module).__name__, 4 * _SHORT
     run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
     if obstacle:

@@ -23,7 +23,7 @@ UNTOLD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ExpertShape:
     """Of a model: its decoder layers, those of them that are mixtures, and the experts of each, of which a token is
     computed with `per_token`."""
 
@@ -98,7 +98,7 @@ def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SL
     return Routes(chosen_NLK=chosen_NLK, rows_N=rows_N, differing=int(differs_N.sum()))
 
 
-def fitted(routes: Routes, shape: Shape) -> Routes:
+def fitted(routes: Routes, shape: ExpertShape) -> Routes:
     """Routes that a mixture of this shape can replay: experts that it lacks, and one twice, are as if untold."""
     chosen_NLK = routes.chosen_NLK
     if chosen_NLK is None or tuple(chosen_NLK.shape[1:]) != (shape.layers, shape.per_token):
@@ -117,7 +117,7 @@ def known(routes: Routes) -> Tensor:
     return (routes.chosen_NLK >= 0).all(-1).all(-1)
 
 
-def load(routes: Routes, shape: Shape) -> Tensor:
+def load(routes: Routes, shape: ExpertShape) -> Tensor:
     """How many tokens of rows each expert of each mixture gets [M, E], of nodes that are all replayed."""
     assert routes.chosen_NLK is not None, "the caller asked `known`"
     needed_N = routes.rows_N > 0

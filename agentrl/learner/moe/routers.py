@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.learner.moe.expert_records import Routes, Shape, known, used
+from agentrl.learner.moe.expert_records import ExpertShape, Routes, known, used
 from agentrl.learner.parallel.layers import added_up
 
 _ROUTERS = ("gate", "router")  # what transformers calls the part that chooses, beside one called `experts`
@@ -46,7 +46,7 @@ _eager: Any = torch.compiler.disable  # routes are other objects in every pass
 
 
 @dataclass(slots=True)
-class Heard:
+class RouterRecord:
     """Of a pass, by mixture [E] each: `load` counts the tokens of rows that each expert got, `mass` adds up the
     probabilities of the router, with gradients. `agreed` counts the replayed experts of tokens of rows that the router
     would have chosen too, of `replayed` ones."""
@@ -77,7 +77,7 @@ class Heard:
         self.load = dict(zip(self.load, whole[:-2].view_as(load_ME).unbind(), strict=True))
         self.agreed, self.replayed = whole[-2:].unbind()
 
-    def begin(self, stem: Heard, rows: Tensor) -> None:
+    def begin(self, stem: RouterRecord, rows: Tensor) -> None:
         """The pass begins with a stem, of whose tokens each was heard once: so many rows have them."""
         for at, mass_E in stem.mass.items():
             self.mass[at] = self.mass[at] + rows * mass_E
@@ -102,7 +102,7 @@ def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> 
 
 
 @contextmanager
-def listening(of: Routers | None) -> Generator[Heard | None]:
+def listening(of: Routers | None) -> Generator[RouterRecord | None]:
     """Inside, what these routers say of tokens with routes is heard; not what a backward pass computes again."""
     with nullcontext() if of is None else of.listening() as heard:
         yield heard
@@ -114,7 +114,7 @@ class Routers:
 
     def __init__(self, module: nn.Module) -> None:
         self._routes: Routes | None = None
-        self._heard: Heard | None = None
+        self._heard: RouterRecord | None = None
         self._gates: list[tuple[int, nn.Module]] = []
         self._layers = _layers(module)
         for number, layer in enumerate(self._layers):
@@ -122,7 +122,7 @@ class Routers:
                 if gate := next((part for name, part in block.named_children() if name in _ROUTERS), None):
                     self._gates.append((number, gate))
         mixed = tuple(number for number, _ in self._gates)
-        self.shape = Shape(layers=len(self._layers), mixed=mixed, experts=0, per_token=0)
+        self.shape = ExpertShape(layers=len(self._layers), mixed=mixed, experts=0, per_token=0)
         self.probable = False
 
     def hook(self, run: Callable[[Routes], object], tokens: int) -> str | None:
@@ -170,9 +170,9 @@ class Routers:
         return found
 
     @contextmanager
-    def listening(self) -> Generator[Heard]:
+    def listening(self) -> Generator[RouterRecord]:
         """See `listening`. What is heard inside of another one is not heard there."""
-        outer, self._heard = self._heard, (heard := Heard())
+        outer, self._heard = self._heard, (heard := RouterRecord())
         try:
             yield heard
         finally:
@@ -183,8 +183,8 @@ class Routers:
         if group is not None and self._heard is not None and self._heard.load:
             self._heard.join(group)
 
-    def begin(self, stem: Heard, rows: Tensor) -> None:
-        """After a pass that began with a stem: see `Heard.begin`."""
+    def begin(self, stem: RouterRecord, rows: Tensor) -> None:
+        """After a pass that began with a stem: see `RouterRecord.begin`."""
         if self._heard is not None:
             self._heard.begin(stem, rows)
 

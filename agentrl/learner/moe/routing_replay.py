@@ -20,7 +20,7 @@ from agentrl.errors import ModelError, RunFailed
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.moe.expert_records import Routes, fitted, known, load
-from agentrl.learner.moe.routers import Heard, Routers
+from agentrl.learner.moe.routers import RouterRecord, Routers
 
 RoutersOf = Callable[[Pack], Routers | None]
 """Those of the policy of a pass."""
@@ -38,7 +38,7 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class RoutingSummary:
     """Of a step's mixtures. Tokens are those of rows, but their last ones. `missing` ones had to be replayed, and their
     experts are not journaled: the learner's router chose. `differing` counts nodes that have other experts in another
     row: those of one row were replayed. `agreement` is the share of replayed experts that the learner's router would
@@ -68,7 +68,7 @@ def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> Non
             raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
 
 
-def routed(of: Heard) -> Routed:
+def routed(of: RouterRecord) -> Routed:
     """What the routers said in a pass, without gradients."""
     load_ME, mass_ME = (torch.stack([found[at].detach() for at in sorted(found)]) for found in (of.load, of.mass))
     return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=float(of.agreed), replayed=float(of.replayed))
@@ -119,7 +119,7 @@ def pulled(
     return found
 
 
-def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> Routing | None:
+def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
     """Of some passes and what was heard in them; None if there was no mixture. No token is missing if replay was not
     `asked` for and none has experts."""
     mixed = [(pack, pack.routes, one) for pack, one in zip(packs, passes, strict=True) if pack.routes and one]
@@ -137,7 +137,7 @@ def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bo
     replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)
     needed = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed)
     compared = sum(one.replayed for *_, one in mixed)
-    return Routing(
+    return RoutingSummary(
         replayed=replayed,
         missing=needed - replayed if asked or replayed else 0,
         differing=sum(routes.differing for _, routes, _ in mixed),

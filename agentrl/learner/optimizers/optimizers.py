@@ -37,7 +37,7 @@ def make(train: Train, parameters: Sequence[nn.Parameter], lr: float, *, outer: 
     base = _of(train, wholes, lr, {id(master(one)) for one in parameters if id(one) in outer})
     if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
         return base
-    return OneByOne(parameters, base, offload=train.offload_optimizer)
+    return ParameterwiseOptimizer(parameters, base, offload=train.offload_optimizer)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -86,7 +86,7 @@ def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Coll
             parts.append(_muon(over=is_sharded(matrices[0]))(matrices, lr=lr, **rule))
         if others:
             parts.append(torch.optim.AdamW(_decayed(others, decay), lr=lr, betas=train.betas))
-        return parts[0] if len(parts) == 1 else Several(parts)
+        return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
     return torch.optim.AdamW(_decayed(parameters, decay), lr=lr, betas=train.betas)
 
 
@@ -111,7 +111,7 @@ def _eight_bit() -> Any:
     return AdamW8bit
 
 
-class Several(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Optimizers of different parameters as one; they share its state and groups."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -135,7 +135,7 @@ class Several(Optimizer):
         self._share()
 
 
-class OneByOne(Several):
+class ParameterwiseOptimizer(CombinedOptimizer):
     """Updates one parameter after the other, in float32: in place, or in its master, which it is rounded from; a
     bfloat16 parameter without a master is rounded at random, up or down so that the mean is exact. If they are
     offloaded, moments and masters wait in host memory, and are beside the parameter only for its own update; of a
@@ -143,7 +143,7 @@ class OneByOne(Several):
 
     def __init__(self, parameters: Sequence[nn.Parameter], base: Optimizer, *, offload: bool) -> None:
         """`base` is the optimizer of the parameters' float32 numbers."""
-        super().__init__(base.parts if isinstance(base, Several) else [base])
+        super().__init__(base.parts if isinstance(base, CombinedOptimizer) else [base])
         self.parameters, self.offload = list(parameters), offload
         self._at = {id(master(one)): at for at, one in enumerate(self.parameters)}
 

@@ -39,7 +39,7 @@ from agentrl.learner.model.models import Models
 from agentrl.learner.parallel import collectives, layers
 from agentrl.learner.parallel.fsdp import shard
 from agentrl.learner.parallel.meshes import Meshes
-from agentrl.learner.parallel.ranks import Member
+from agentrl.learner.parallel.ranks import RankMember
 
 KINDS: Mapping[str, str] = {
     "_allgather_base_": "all-gather",
@@ -91,14 +91,14 @@ def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> lis
 
 
 @contextmanager
-def first_of(plan: ParallelPlan) -> Generator[Member]:
+def first_of(plan: ParallelPlan) -> Generator[RankMember]:
     """Inside, this process is the first of the ranks, the others of which do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store, timeout = FakeStore(), timedelta(seconds=1)
     distributed.init_process_group("fake", store=store, rank=0, world_size=plan.ranks)
     try:
-        first = Member(0, plan.ranks, timeout, Meshes(init_device_mesh("cpu", (plan.ranks,))), store)
+        first = RankMember(0, plan.ranks, timeout, Meshes(init_device_mesh("cpu", (plan.ranks,))), store)
         first.arrange(plan)
         yield _First(0, plan.ranks, timeout, first.meshes, store)
     finally:
@@ -106,7 +106,7 @@ def first_of(plan: ParallelPlan) -> Generator[Member]:
         distributed.destroy_process_group()
 
 
-class _First(Member):
+class _First(RankMember):
     def arrange(self, plan: ParallelPlan) -> None: ...
 
     def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:

@@ -28,7 +28,7 @@ class OutOfStep(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankProgress:
     """A rank has entered `count` collectives, and `name` last; `inside`: it has not left that one."""
 
     count: int
@@ -83,10 +83,12 @@ class Ledger:
         (name,) = _NAME.unpack_from(self._memory, self._place(rank, count))
         return name.rstrip(b"\0").decode(errors="replace")
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[RankProgress]:
         """That of each rank."""
         found = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
-        return [Standing(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(found)]
+        return [
+            RankProgress(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(found)
+        ]
 
     def names(self, rank: int) -> list[str]:
         """The collectives that a rank has entered, as far as they are kept."""

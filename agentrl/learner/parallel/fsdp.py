@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.learner.parallel.collectives import named
-from agentrl.learner.parallel.layers import Cut, cuts, install, linear_layers
+from agentrl.learner.parallel.layers import ParameterCut, cuts, install, linear_layers
 from agentrl.learner.parallel.meshes import Meshes
 
 
@@ -80,7 +80,7 @@ def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32)
     install(module, meshes, cut)
 
 
-def _hollow(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+def _hollow(parameter: nn.Parameter, cut: ParameterCut | None) -> nn.Parameter:
     """A parameter that FSDP is to cut, without numbers."""
     empty: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     if cut is not None:

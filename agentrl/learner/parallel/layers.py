@@ -48,12 +48,12 @@ _WAYS = {"colwise": 0, "rowwise": 1}  # of transformers' plan: the dimension of 
 _AS_IT_IS = frozenset({"replicated_with_grad_allreduce"})  # right here without a word
 _STACK = "grouped_gemm"  # of transformers' plan: experts by their first dimension
 
-Cuts = Mapping[tuple[nn.Module, str], "Cut"]
+Cuts = Mapping[tuple[nn.Module, str], "ParameterCut"]
 """By the part of a model and the name of its parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParameterCut:
     """Dimension `dim` of a parameter is cut over the ranks of a row of `mesh`."""
 
     mesh: DeviceMesh
@@ -78,7 +78,7 @@ def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
     """The cuts of a model's parameters, as its own plans ask for. Raises ConfigError for a model that cannot be cut."""
     if not hasattr(module, "config"):
         return {}  # a critic's head
-    found: dict[tuple[nn.Module, str], Cut] = {}
+    found: dict[tuple[nn.Module, str], ParameterCut] = {}
     if meshes.tensor is not None:
         found |= _tensor_cuts(module, meshes.tensor)
     if meshes.expert is not None:
@@ -92,11 +92,11 @@ def linear_layers(module: nn.Module) -> list[nn.Linear]:
     return [part for _, part, style in found if style in _WAYS and type(part) is nn.Linear]
 
 
-def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
     width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
     name = type(module).__name__
     check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
-    found: dict[tuple[nn.Module, str], Cut] = {}
+    found: dict[tuple[nn.Module, str], ParameterCut] = {}
     for path, part, style in _planned(module, plan):
         if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
             continue
@@ -107,15 +107,15 @@ def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], C
             if parameter.shape[dim] % width:
                 hint = f"{path} of {name} is {parameter.shape[dim]} wide: give a number that divides it, or 1"
                 raise ConfigError("train.parallel.tensor", width, hint)
-            found[part, at] = Cut(mesh, dim)
+            found[part, at] = ParameterCut(mesh, dim)
     if not found:
         raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
     return found
 
 
-def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
     width, plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
-    found: dict[tuple[nn.Module, str], Cut] = {}
+    found: dict[tuple[nn.Module, str], ParameterCut] = {}
     for path, part, style in _planned(module, plan):
         if style != _STACK or not isinstance(part, nn.Parameter):
             continue
@@ -123,7 +123,7 @@ def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], C
             hint = f"{type(module).__name__} has {part.shape[0]} experts: give a number that divides it, or 1"
             raise ConfigError("train.parallel.expert", width, hint)
         owner, _, name = path.rpartition(".")
-        found[module.get_submodule(owner), name] = Cut(mesh, 0)
+        found[module.get_submodule(owner), name] = ParameterCut(mesh, 0)
     if not found:
         hint = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
         raise ConfigError("train.parallel.expert", width, hint)
@@ -171,7 +171,7 @@ def _below(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _install_linear(part: nn.Linear, adapter: Any, how: Cut, name: str) -> None:
+def _install_linear(part: nn.Linear, adapter: Any, how: ParameterCut, name: str) -> None:
     """Have a linear layer, and PEFT's around it, compute with the rows or the columns that this rank has."""
     setattr(part, "forward", partial(_linear, part, how.row if how.dim else None))  # noqa: B010
     if adapter is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RankReply:
     """What a rank returned, or how it failed: `in_collective` if perhaps since another one did."""
 
     value: object = None

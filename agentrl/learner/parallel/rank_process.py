@@ -22,7 +22,7 @@ import torch
 
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.collectives import Ledger
-from agentrl.learner.parallel.messages import Reply, receive, send
+from agentrl.learner.parallel.messages import RankReply, receive, send
 from agentrl.learner.parallel.ranks import join
 
 
@@ -32,7 +32,7 @@ def serve(
     """Do what rank 0 says on `line`, until it ends the process."""
     orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(line, orders), name="orders", daemon=True).start()
-    send(line, Reply())
+    send(line, RankReply())
     try:
         where = torch.device(device)
         member = join(ledger, meeting, rank=rank, size=size, device=where, deadline_s=wait_s)
@@ -44,13 +44,13 @@ def serve(
                 learner = Learner(
                     settings, model_dir, where, reference_dir=reference_dir, folder_of=folder_of, ranks=member
                 )
-                send(line, Reply())
+                send(line, RankReply())
             else:
-                send(line, Reply(getattr(learner, name)(given)))
+                send(line, RankReply(getattr(learner, name)(given)))
     except Exception as error:  # whatever it is, rank 0 must know before this process ends
         traceback.print_exc()
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        send(line, Reply(error=text, in_collective=ledger.standings()[rank].inside))
+        send(line, RankReply(error=text, in_collective=ledger.standings()[rank].inside))
         os._exit(1)  # torch's threads may wait for ranks that have ended
 
 

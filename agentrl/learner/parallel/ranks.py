@@ -45,10 +45,10 @@ from agentrl.host.janitor import OwnedFolder
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.parallel import background_writes as beside
 from agentrl.learner.parallel import collectives
-from agentrl.learner.parallel.collectives import Ledger, Standing
+from agentrl.learner.parallel.collectives import Ledger, RankProgress
 from agentrl.learner.parallel.fsdp import shard, spread
 from agentrl.learner.parallel.meshes import Meshes, Teams, table, teams
-from agentrl.learner.parallel.messages import Reply, receive, send
+from agentrl.learner.parallel.messages import RankReply, receive, send
 from agentrl.learner.parallel.pass_shards import Portion, Span, portion
 
 _LOOK_S = 0.5
@@ -138,7 +138,7 @@ ALONE = Alone()
 
 
 @dataclass(slots=True)
-class Member:
+class RankMember:
     """A rank's own end of the process group."""
 
     rank: int
@@ -209,7 +209,7 @@ class Member:
         raise RuntimeError("only rank 0 gives orders")
 
 
-def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
+def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.device, deadline_s: float) -> RankMember:
     """Become rank `rank` of the process group whose store is the file `meeting`, which only this user can open: a store
     of torch's that listens on a port takes orders from everybody."""
     collectives.keep(ledger)
@@ -224,7 +224,7 @@ def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.d
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     with collectives.named("meeting"):
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return Member(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
+        return RankMember(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class _Other:
 
     process: subprocess.Popen[bytes]
     line: Connection[Any, Any]
-    failed: Reply | None = None
+    failed: RankReply | None = None
 
 
 class Leader:
@@ -412,7 +412,7 @@ class Leader:
 
     def _read(self, other: _Other) -> object:
         """Raises RuntimeError for an error of that rank."""
-        answer: Reply = receive(other.line)
+        answer: RankReply = receive(other.line)
         if answer.error is not None:
             other.failed = answer
             raise RuntimeError(answer.error)
@@ -478,7 +478,7 @@ class Leader:
         standing = self.ledger.standings()[rank]
         return f"rank {rank} of {self.size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
 
-    def _where(self, rank: int, standing: Standing) -> str:
+    def _where(self, rank: int, standing: RankProgress) -> str:
         pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
         how = " is stopped" if _stopped(pid) else ""
         return (

@@ -67,7 +67,7 @@ class Weights:
     adapter: Path | None = None
     canary: Canary | None = None
     past: Mapping[int, Path] = field(default_factory=dict[int, Path])  # adapters of past selves that play, by version
-    store: object_store.Folder | None = None
+    store: object_store.ObjectFolder | None = None
 
 
 class WrongWeights(RunFailed):

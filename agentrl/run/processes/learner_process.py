@@ -29,7 +29,7 @@ from agentrl.config import RunConfig, Train
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
-from agentrl.engine.weight_sync.weight_lock import Held
+from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
 from agentrl.host.disk_space import once_there_is_space, with_space
 from agentrl.host.lifeline import watch_lifeline
@@ -414,7 +414,7 @@ class _Learning:
         version: WeightVersion,
         parcels: Mapping[str | None, Parcel | MemoryParcel],
         row: dict[str, Any],
-        held: Held | None = None,
+        held: WeightLock | None = None,
     ) -> None:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
         try:

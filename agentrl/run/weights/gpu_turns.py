@@ -24,7 +24,7 @@ from agentrl.config import EngineSettings
 from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.sleep import Level
-from agentrl.engine.weight_sync.weight_lock import Held, hold, name_of
+from agentrl.engine.weight_sync.weight_lock import WeightLock, hold, name_of
 from agentrl.errors import EngineError
 from agentrl.learner.optimizers.offload import Parking
 from agentrl.run.weights.publisher import NotDelivered
@@ -44,7 +44,7 @@ class Turns:
     def __init__(self, engine: EngineSettings, locks: Path, waits: Callable[[], None], *, level: Level = 2) -> None:
         self._settings, self._locks, self._waits = engine, locks, waits
         self._level: Level = level
-        self._held: Held | None = None
+        self._held: WeightLock | None = None
         self._began = 0.0
         self._cost: dict[str, float] = {}
         self.parking: Parking | None = None
@@ -74,7 +74,7 @@ class Turns:
         self._cost = {"turn_wait_s": self._began - started, "sleep_s": slept - self._began}
         self._cost["restore_s"] = time.monotonic() - slept
 
-    def end(self) -> Held:
+    def end(self) -> WeightLock:
         """Have the learner leave. Whoever has the lock that is returned may wake the engines."""
         assert self._held is not None and self.parking is not None
         started = time.monotonic()
@@ -102,7 +102,7 @@ class Turns:
         if self.parking is not None:
             self.parking.leave()
 
-    def _hold(self) -> Held:
+    def _hold(self) -> WeightLock:
         settings = self._settings
         deadline_s = settings.start_deadline_s + settings.admin_deadline_s  # of an engine that starts, or is fitted
         return hold(self._locks, name_of("", colocated=True), deadline_s=deadline_s, waits=self._waits)

@@ -24,7 +24,7 @@ from agentrl.config.weight_sync import transport_of
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
-from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.engine.weight_sync.transport import (
     MemoryParcel,
     Parcel,
@@ -33,7 +33,7 @@ from agentrl.engine.weight_sync.transport import (
     Sender,
     WeightTransport,
 )
-from agentrl.engine.weight_sync.weight_lock import Held, exclusive, name_of
+from agentrl.engine.weight_sync.weight_lock import WeightLock, exclusive, name_of
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
@@ -52,7 +52,7 @@ class _Delivery:
 
     rows: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     failures: dict[str, str] = field(default_factory=dict[str, str])
-    held: Held | None = None
+    held: WeightLock | None = None
 
 
 class WeightPublisher:
@@ -67,12 +67,12 @@ class WeightPublisher:
         sender: Sender | None = None,
         *,
         locks: Path | None = None,
-        store: Folder | None = None,
+        store: ObjectFolder | None = None,
     ) -> None:
         self._settings, self._locks = engine, locks
         transport = cast("type[WeightTransport]", transport_of(sync))
         self._transport = transport(Place(engine=engine, store=store, sender=sender))
-        self._seen: dict[str, canary.Seen] = {}  # the engines' answers to canaries, by URL
+        self._seen: dict[str, canary.CanaryResult] = {}  # the engines' answers to canaries, by URL
         self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
         self._took: dict[str, int] = {}  # the last version that each engine took
 
@@ -80,7 +80,7 @@ class WeightPublisher:
         self,
         urls: Sequence[str] | Callable[[], Sequence[str]],
         parcel: Parcel | MemoryParcel,
-        held: Held | None = None,
+        held: WeightLock | None = None,
     ) -> dict[str, float]:
         """Have the engines serve the parcel, and prove it. Returns the cost as metrics. Engines that do not take it are
         left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries:
@@ -167,7 +167,7 @@ class WeightPublisher:
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
         return [EngineClient(url, api_key=self._settings.key_of(url)) for url in urls]
 
-    def _alone_with(self, engine: EngineClient, held: Held | None) -> AbstractAsyncContextManager[None]:
+    def _alone_with(self, engine: EngineClient, held: WeightLock | None) -> AbstractAsyncContextManager[None]:
         if held is not None and held.held:
             return held.last()
         if self._locks is None:

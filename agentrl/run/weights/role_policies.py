@@ -12,9 +12,9 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings
-from agentrl.engine.weight_sync.object_store import Folder
+from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, Sender
-from agentrl.engine.weight_sync.weight_lock import Held
+from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import matters
 from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.store.run_values import CREATED_S, ENGINE_URLS, ROLE_URLS
@@ -34,13 +34,15 @@ def file_of(path: Path, role: str | None) -> Path:
     return path if role is None else path.parent.with_name(f"{path.parent.name}-{role}") / path.name
 
 
-def objects_of(engine: EngineSettings, name: str, meta: Callable[[str], str | None], role: str | None) -> Folder | None:
+def objects_of(
+    engine: EngineSettings, name: str, meta: Callable[[str], str | None], role: str | None
+) -> ObjectFolder | None:
     """Where in the object store the weights of a policy of the run `name` go; None if they go by files."""
     if engine.weights_url is None:
         return None
     own = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
     url = "/".join(filter(None, [engine.weights_url.rstrip("/"), own, role]))
-    return Folder(url, deadline_s=engine.admin_deadline_s)
+    return ObjectFolder(url, deadline_s=engine.admin_deadline_s)
 
 
 class Publishers:
@@ -75,7 +77,7 @@ class Publishers:
         return any([await publisher.behind(self.urls(role), version) for role, publisher in self._of.items()])
 
     async def deliver(
-        self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: Held | None = None
+        self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: WeightLock | None = None
     ) -> dict[str, float]:
         """Have the engines of each policy serve its parcel, all at once. Returns the cost as metrics. `held`, and what
         is raised, are as for `WeightPublisher.deliver`."""
