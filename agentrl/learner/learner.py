@@ -272,7 +272,7 @@ class Learner:
         """The passes of each update, without rows that cannot move the weights; if their algorithm looks ahead, without
         episodes that cannot."""
 
-        def kept(rows: Sequence[Row]) -> list[Row]:
+        def computed(rows: Sequence[Row]) -> list[Row]:
             matter = {id(row): row.episode_id for row in rows if row.algo.matters(row.columns)}
             episodes = set(matter.values())
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
@@ -288,10 +288,10 @@ class Learner:
 
         budget, size = self.settings.train.tokens_per_batch, self._at_once
         shared = not any(model.obstacle for model in self.models.policies())
-        kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
+        computed_rows = [[computed(group) for group in part] for part in weigh(parts)]
         return [
             laid(rows, budget, size, self._place, cost=cost, shared=shared, stems=self.models.prompt_once)
-            for rows in kept_rows
+            for rows in computed_rows
         ]
 
     def _with_proximal(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:

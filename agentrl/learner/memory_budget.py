@@ -219,10 +219,10 @@ def _traced(
                 activations, lent = tracker.now - static, models.lent_bytes
                 if not settings.train.gradient_checkpointing:
                     along = along or sum(Counted.heard)  # in the first the stem's are among them
-                said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
-                loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
+                results = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
+                loss = torch.stack([part.sum() for part in results if part is not None and part.requires_grad]).sum()
                 loss.backward()
-                del outputs, loss, said
+                del outputs, loss, results
         _update(optimizers, on_gpu)
     return MemoryBudget(
         weights=weights,

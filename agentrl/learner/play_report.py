@@ -34,14 +34,14 @@ def group_spread(group: GroupRows) -> float | None:
 def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     """By k = 1, 2, 4 and so on: the mean of `pass_at_k` over the groups that have as many members told of. Groups of
     which only late members are here are left out."""
-    told = [
+    successes = [
         [one.success for one in group.members if one.scored and one.success is not None]
         for group in groups
         if group.members and not group.taken_before
     ]
     found: dict[str, float] = {}
     k = 1
-    while chosen := [group for group in told if len(group) >= k]:
+    while chosen := [group for group in successes if len(group) >= k]:
         found[str(k)] = fmean(pass_at_k(len(group), sum(group), k) for group in chosen)
         k *= 2
     return found

@@ -128,14 +128,14 @@ class PassResult:
 def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: RouterRecord | None) -> PassResult:
     """The numbers of a pass with these columns, outputs and loss, and the choices of its routers, if it has some."""
     cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
-    kept = {name: tokens[name] for name in _MEASURED if name in tokens}
-    kept["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
-    kept["entropy"] = outputs.entropy_K.detach()
+    columns = {name: tokens[name] for name in _MEASURED if name in tokens}
+    columns["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
+    columns["entropy"] = outputs.entropy_K.detach()
     if "reference" in tokens:
-        kept["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
+        columns["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
     return PassResult(
         loss=float(loss.total.detach()),
-        tokens=kept,
+        tokens=columns,
         clipped=cut_K,
         importance=None if loss.importance_K is None else loss.importance_K.detach(),
         gauges={name: float(value.detach()) for name, value in loss.gauges.items()},

@@ -36,7 +36,7 @@ def settled(
         store,
         "key",
         [1],
-        said=lambda _: None,
+        why_ended=lambda _: None,
         where=lambda rank: f"rank {rank} is here",
         deadline_s=3,
         progress=lambda: seen.append(None),

@@ -121,11 +121,11 @@ class Chat:
 
     def _render(self, messages: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[int]:
         if tools and self._parser is not None and not self._parser.native:
-            said = self._parser.instructions(tools)
+            instructions = self._parser.instructions(tools)
             if messages[0]["role"] == "system":
-                messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{said}"}
+                messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}
             else:
-                messages.insert(0, {"role": "system", "content": said})
+                messages.insert(0, {"role": "system", "content": instructions})
             messages, tools = list(self._parser.answer(messages)), ()
         try:
             return list(self._renderer.start(messages, tools))
@@ -170,13 +170,13 @@ class Chat:
             choice["logprobs"] = self.logprobs(part)
         return _event({**_head(asked, "chat.completion.chunk"), "choices": [choice]})
 
-    def last(self, asked: ChatRequest, whole: Emission, prompt: int, said: str) -> bytes:
-        """The events that end a stream, of whose text `said` was sent."""
+    def last(self, asked: ChatRequest, whole: Emission, prompt: int, sent: str) -> bytes:
+        """The events that end a stream, of whose text `sent` is on its way already."""
         message, reason = self._message(asked, whole)
         delta: dict[str, Json] = {}
         if calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
-        if rest := str(message["content"] or "")[len(said) :]:
+        if rest := str(message["content"] or "")[len(sent) :]:
             delta["content"] = rest
         none = Emission([], [], [], None)
         events = self.event(asked, delta, none, None) if delta else b""
@@ -186,9 +186,9 @@ class Chat:
         return events + b"data: [DONE]\n\n"
 
 
-def fresh(text: str, said: str) -> str:
+def fresh(text: str, sent: str) -> str:
     """What of a growing text can be sent: a character whose bytes are not all there waits."""
-    return "" if text.endswith(_NOT_WHOLE) else text[len(said) :]
+    return "" if text.endswith(_NOT_WHOLE) else text[len(sent) :]
 
 
 def _head(asked: ChatRequest, kind: str) -> dict[str, Json]:

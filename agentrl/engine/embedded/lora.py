@@ -95,9 +95,9 @@ def read(
     ModelError, in one line, if it is not one of a model of this architecture."""
     file = file or (lambda name: (folder / name).read_bytes())
     try:
-        told = cast("dict[str, Any]", json.loads(file("adapter_config.json")))
+        settings = cast("dict[str, Any]", json.loads(file("adapter_config.json")))
         tensors = {_short(name): tensor.float() for name, tensor in load(file("adapter_model.safetensors")).items()}
-        scale = float(told["lora_alpha"]) / float(told["r"])
+        scale = float(settings["lora_alpha"]) / float(settings["r"])
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error

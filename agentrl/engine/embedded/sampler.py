@@ -29,10 +29,10 @@ def sample(
     greedy = [row for row, sampling in enumerate(rows) if sampling.temperature == 0]
     if greedy:
         tokens_B[greedy] = logits_BV[greedy].argmax(-1, keepdim=True)
-    kept: dict[int, list[int]] = {
+    sets: dict[int, list[int]] = {
         row: logprobs_BV[row].isfinite().nonzero()[:, 0].tolist() for row, sampling in enumerate(rows) if sampling.cuts
     }
-    return tokens_B.squeeze(-1), logprobs_BV.gather(-1, tokens_B).squeeze(-1), kept
+    return tokens_B.squeeze(-1), logprobs_BV.gather(-1, tokens_B).squeeze(-1), sets
 
 
 def distribution(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tensor:

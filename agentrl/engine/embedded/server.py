@@ -167,17 +167,17 @@ class EngineServer:
     ) -> None:
         """Text as it comes; an answer that may have calls of tools at its end, when it can be read."""
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-        parts, said, first = list[Emission](), "", True
+        parts, sent, first = list[Emission](), "", True
         while not parts or parts[-1].finish is None:
             parts.append(await emissions.get())
             text = "" if chat.tools else chats.text([token for part in parts for token in part.token_ids])
-            new = fresh(text, said)
+            new = fresh(text, sent)
             delta: dict[str, Any] = {"role": "assistant"} if first else {}
             if new or first or (chat.logprobs and parts[-1].token_ids):
                 body = chats.event(chat, delta | ({"content": new} if new else {}), parts[-1])
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-            said, first = said + new, False
-        body = chats.last(chat, _joined(request, parts), request.prompt_length, said)
+            sent, first = sent + new, False
+        body = chats.last(chat, _joined(request, parts), request.prompt_length, sent)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _all(self, request: BatchRequest, emissions: asyncio.Queue[Emission]) -> Emission:

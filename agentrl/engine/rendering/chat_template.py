@@ -148,9 +148,9 @@ class ChatTemplate:
 
     @cached_property
     def writes_calls(self) -> bool:
-        said: list[dict[str, Any]] = [_user("a"), {"role": "assistant", "content": "a"}]
+        conversation: list[dict[str, Any]] = [_user("a"), {"role": "assistant", "content": "a"}]
         written = self._with_call()
-        return MARK in written and written.count(PROBE_NAME) > self._tried(said, [PROBE]).count(PROBE_NAME)
+        return MARK in written and written.count(PROBE_NAME) > self._tried(conversation, [PROBE]).count(PROBE_NAME)
 
     @cached_property
     def writes_results(self) -> bool:
@@ -159,9 +159,9 @@ class ChatTemplate:
     @cached_property
     def writes_several(self) -> bool:
         """Whether it writes several calls of one message."""
-        asked, said = probe_call("x")
-        calls = [*said["tool_calls"], {**probe_call()[1]["tool_calls"][0], "id": "call00001"}]
-        return not self.writes_calls or MARK in self._tried([asked, {**said, "tool_calls": calls}], [PROBE])
+        question, answer = probe_call("x")
+        calls = [*answer["tool_calls"], {**probe_call()[1]["tool_calls"][0], "id": "call00001"}]
+        return not self.writes_calls or MARK in self._tried([question, {**answer, "tool_calls": calls}], [PROBE])
 
     @cached_property
     def written_call(self) -> str:

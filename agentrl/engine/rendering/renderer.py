@@ -126,10 +126,10 @@ class Renderer:
                     f"speaks{self._thinking_hint(plain[at], before)}"
                 )
             self._check_whole(at, plain[at], whole[len(before) :])
-            said = self._encode(whole[len(before) :])
-            ends = [place for place, token in enumerate(said) if token in self._ends]
-            said = said[: ends[-1] + 1] if ends else self._ended(said, plain[at], tools)
-            found.append((self._encode(before), said))
+            turn_ids = self._encode(whole[len(before) :])
+            ends = [place for place, token in enumerate(turn_ids) if token in self._ends]
+            turn_ids = turn_ids[: ends[-1] + 1] if ends else self._ended(turn_ids, plain[at], tools)
+            found.append((self._encode(before), turn_ids))
         return found
 
     def tokens(self, text: str) -> tuple[int, ...]:
@@ -138,10 +138,10 @@ class Renderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones written out, without the one that ends the turn."""
-        kept = list(ids)
-        if kept and kept[-1] in self.stop_token_ids:
-            kept.pop()
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        text_ids = list(ids)
+        if text_ids and text_ids[-1] in self.stop_token_ids:
+            text_ids.pop()
+        return self._tokenizer.decode(text_ids, skip_special_tokens=False)
 
     # --- conversations as the template takes them ----------------------------------------------------------------
 
@@ -164,11 +164,12 @@ class Renderer:
         readable = self._readable(template, messages)
         if not tools or template.writes_tools:
             return template.render(readable, tools, asks=asks)
-        told = cast("str", self._guard_value(self._text_format.instructions(tools)))
+        instructions = cast("str", self._guard_value(self._text_format.instructions(tools)))
         try:
-            return template.render(_told(readable, told, "system"), asks=asks)
+            return template.render(_with_instructions(readable, instructions, "system"), asks=asks)
         except ModelError:
-            return template.render(_told(readable, told, "user"), asks=asks)  # it knows no system messages either
+            # it knows no system messages either
+            return template.render(_with_instructions(readable, instructions, "user"), asks=asks)
 
     def _readable(self, template: ChatTemplate, messages: Sequence[Message]) -> list[Message]:
         """The messages with calls and their answers as text if the template leaves these out."""
@@ -246,13 +247,13 @@ class Renderer:
         text = self._tokenizer.id_to_token(token) or ""
         return text.startswith("<|") and not text.endswith("|>")
 
-    def _ended(self, said: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
+    def _ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
         """A message that the template ends only where another one follows, with the token that a model ends it with."""
         news = _ANSWER if message.get("tool_calls") else _ASKED
         template = self._template(tools=bool(tools))
         behind, alone, _ = self._continued(template, self._readable(template, [news]), tools)
         end, _ = self._end_of_turn(behind, alone)
-        return (*said, behind[end])
+        return (*turn_ids, behind[end])
 
     def _thinking_hint(self, message: Message, before: str) -> str:
         """What to give for a template that opens a block of reasoning where the assistant speaks."""
@@ -447,12 +448,12 @@ def _joined(first: Message, second: Message) -> Message:
     return cast("Message", {**first, "content": f"{first['content']}\n{second['content']}"})
 
 
-def _told(messages: Sequence[Message], told: str, role: str) -> list[Message]:
+def _with_instructions(messages: Sequence[Message], instructions: str, role: str) -> list[Message]:
     """The messages with a text in front, in the first message if that has the `role`."""
     if messages and messages[0]["role"] == role:
-        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"})
+        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"})
         return [first, *messages[1:]]
-    return [{"role": role, "content": told}, *messages]
+    return [{"role": role, "content": instructions}, *messages]
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

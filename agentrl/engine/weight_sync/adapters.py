@@ -183,7 +183,7 @@ def _unread(error: EngineError) -> bool:
 async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float) -> str | None:
     """Send the files of an adapter; returns where the engine has them, None if it takes none: it is no vLLM with our
     plugin. Raises WeightSyncError if they do not arrive whole."""
-    said: dict[str, Any] = {}
+    receipt: dict[str, Any] = {}
     messages = uploads.messages(folder, f"{name}-{_SENDER}")
     while (message := await trio.to_thread.run_sync(next, messages, None)) is not None:
         asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
@@ -193,10 +193,10 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
             raise
         except EngineError:
             return None
-        for said in results(answer):
-            if "error" in said:
-                raise WeightSyncError(f"it did not take the files of {name}: {said['error']}")
-    if not isinstance(place := said.get("path"), str):
+        for receipt in results(answer):
+            if "error" in receipt:
+                raise WeightSyncError(f"it did not take the files of {name}: {receipt['error']}")
+    if not isinstance(place := receipt.get("path"), str):
         raise WeightSyncError(f"it took the files of {name} and names no folder")
     return place
 

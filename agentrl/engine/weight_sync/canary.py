@@ -85,10 +85,10 @@ class Canary:
     @classmethod
     def read(cls, path: Path) -> Canary:
         """Read what `write` wrote. Raises OSError."""
-        kept: dict[str, Any] = json.loads(path.read_text())
-        kept["token_ids"], kept["logprobs"] = tuple(kept["token_ids"]), tuple(kept["logprobs"])
-        kept["by_role"] = {role: tuple(logprobs) for role, logprobs in kept.get("by_role", {}).items()}
-        return cls(**kept)
+        document: dict[str, Any] = json.loads(path.read_text())
+        document["token_ids"], document["logprobs"] = tuple(document["token_ids"]), tuple(document["logprobs"])
+        document["by_role"] = {role: tuple(logprobs) for role, logprobs in document.get("by_role", {}).items()}
+        return cls(**document)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,10 @@ async def push(
 
     async def update(client: EngineClient) -> float:
         init: dict[str, Json] = {} if keep_base is None else {"keep_base": keep_base}
-        said = await client.call(
+        answer = await client.call(
             "POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s
         )
-        ahead = bool(parse_json(said).get("reads_ahead"))
+        ahead = bool(parse_json(answer).get("reads_ahead"))
         paused = None
         if stage and not asleep and await _stage(client, infos[0], second and len(infos) == 1, deadline_s):
             paused = await _swap(client, infos[0], version, deadline_s, clear_cache)

@@ -130,9 +130,9 @@ class ObjectFolder:
         """The bytes that an entry names, checked."""
         data = self.read(entry.object)
         if (found := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
-            said = f"{len(data)} bytes with SHA-256 {found[:12]}…"
+            received = f"{len(data)} bytes with SHA-256 {found[:12]}…"
             wanted = f"{entry.object_bytes} with {entry.object_sha256[:12]}…"
-            raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {said}, expected {wanted}")
+            raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {received}, expected {wanted}")
         return data
 
     def _call(self, doing: str, call: Callable[[Any, str], _T]) -> _T:

@@ -174,7 +174,7 @@ def group_rows(
 
     record = group.record
     trained = [member for member in group.trajectories if member.scored]
-    told = trained + [member for member in group.left_out if member.scored]
+    counted = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
     stale: Counter[int] = Counter()
 
@@ -195,30 +195,30 @@ def group_rows(
         group_id=group.id,
         env=group.task.env,
         rows=tuple(rows),
-        outcomes=tuple(member.outcome or 0.0 for member in told),
-        process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in told),
-        successes=tuple(member.success for member in told if member.success is not None),
-        left_out=len(group.trajectories) + len(group.left_out) - len(told),
+        outcomes=tuple(member.outcome or 0.0 for member in counted),
+        process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in counted),
+        successes=tuple(member.success for member in counted if member.success is not None),
+        left_out=len(group.trajectories) + len(group.left_out) - len(counted),
         stale=stale,
-        members_stale=0 if group.skipped else len(told) - len(trained),
+        members_stale=0 if group.skipped else len(counted) - len(trained),
         late=0 if record is None else sum(member.member not in record for member in trained),
         taken_before=group.state is GroupState.EXPIRED or (group.taken_step or math.inf) <= step_now,
-        cut=tuple(turn.finish == "length" for member in told for turn in member.turns if turn.learns),
+        cut=tuple(turn.finish == "length" for member in counted for turn in member.turns if turn.learns),
         members=_played(group, rows),
         skipped=group.skipped,
         weight=group.weight,
-        scores=_scores(told),
+        scores=_scores(counted),
     )
 
 
-def _scores(told: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
+def _scores(counted: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
     """By reward function: its sum over the turns of each episode in which it spoke. What is no number is left out."""
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for member in told:
+    for member in counted:
         own: defaultdict[str, float] = defaultdict(float)
         for turn in member.turns:
-            said: object = None if turn.step is None else turn.step.info.get("scores")
-            for name, value in cast("Mapping[str, object]", said).items() if isinstance(said, Mapping) else ():
+            scores: object = None if turn.step is None else turn.step.info.get("scores")
+            for name, value in cast("Mapping[str, object]", scores).items() if isinstance(scores, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
                     own[name] += value
         for name, value in own.items():

@@ -233,8 +233,8 @@ def grown(trees: Sequence[Tree], device: torch.device | str, ranks: int = 1) -> 
     if len(found) + sum(rounds) - len(rounds) * len(found) > (1 - _SAVED) * without:
         return []
     size = len(found)
-    told = [None if row.chosen is None else row.chosen[:size] for row in rows]
-    one = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in told], size)
+    prefix_experts = [None if row.chosen is None else row.chosen[:size] for row in rows]
+    one = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in prefix_experts], size)
     if one.chosen_NLK is not None:
         found = replace(found, experts=blake2b(one.chosen_NLK.numpy().tobytes(), digest_size=16).digest())
     made = [replace(_pack([tree], device, one.chosen_NLK), stem=found) for tree in trees]

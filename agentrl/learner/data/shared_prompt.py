@@ -43,7 +43,7 @@ class Roots:
     def __init__(self) -> None:
         self.heard = RouterRecord()
         self._lent: dict[str, tuple[_Lent, _Lent]] = {}
-        self._said: list[_Lent] = []
+        self._masses: list[_Lent] = []
         self._end: Tensor | None = None
 
     def keep(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -59,14 +59,14 @@ class Roots:
 
     def hear(self, heard: RouterRecord) -> None:
         """What was heard in the stem's own pass."""
-        said = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
-        self._said = list(said.values())
-        self.heard = replace(heard, mass={at: one.leaf for at, one in said.items()})
+        masses = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
+        self._masses = list(masses.values())
+        self.heard = replace(heard, mass={at: one.leaf for at, one in masses.items()})
 
     @property
     def size_bytes(self) -> int:
         """Of what is lent, and of the sums of its gradients."""
-        lent = [*chain(*self._lent.values()), *self._said]
+        lent = [*chain(*self._lent.values()), *self._masses]
         return sum(one.made.nbytes + sum(of.nbytes for of in one.sums) for one in lent)
 
     def end(self, output: Tensor) -> None:
@@ -76,7 +76,7 @@ class Roots:
 
     def backward(self) -> None:
         """Add the gradients of all passes to those of the stem's parameters; once."""
-        lent = [one for one in (*chain(*self._lent.values()), *self._said) if one.sums]
+        lent = [one for one in (*chain(*self._lent.values()), *self._masses) if one.sums]
         if not lent:
             return  # nothing is trained
         tensors = [one.made for one in lent]

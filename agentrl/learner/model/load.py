@@ -120,12 +120,12 @@ def _check_tokens(module: Any, folder: Path) -> None:
     texts += [json.dumps(facts.get(key, ""), ensure_ascii=False) for key in ("chat_template", "eos_token")]
     needed = next(((at, token) for at, token in beyond if any(token in text for text in texts)), None)
     at, token = needed or beyond[0]
-    said = (
+    problem = (
         f"the tokenizer in {str(folder)!r} has {len(beyond)} tokens beyond the model's {rows}, such as {token!r} ({at})"
     )
     if needed:
-        raise ModelError(f"{said}, which its conversations need: resize the model's embeddings to the tokenizer")
-    warnings.warn(f"{said}: a prompt that holds one cannot be computed", stacklevel=2)
+        raise ModelError(f"{problem}, which its conversations need: resize the model's embeddings to the tokenizer")
+    warnings.warn(f"{problem}: a prompt that holds one cannot be computed", stacklevel=2)
 
 
 @contextmanager

@@ -66,16 +66,16 @@ def overheard(layer: Any, instead: Callable[[Tensor], Tensor] | None = None) -> 
 
 
 @torch.no_grad()
-def head_of(module: Any, run: Callable[[], Tensor], kept: int) -> OutputHead | None:
+def head_of(module: Any, run: Callable[[], Tensor], positions: int) -> OutputHead | None:
     """How a transformers model gets from its last hidden states to its logits; None if it does anything else than to
-    multiply and cap what a plain linear layer says of the `kept` positions. `run` makes a pass and gives its logits."""
+    multiply and cap what a plain linear layer says of so many `positions`. `run` makes a pass and gives its logits."""
     layer, config = module.get_output_embeddings(), module.config.get_text_config()
     if type(layer) is not nn.Linear:
         return None
-    probe_1PV = torch.linspace(-_PROBE, _PROBE, layer.out_features, device=layer.weight.device).expand(1, kept, -1)
+    probe_1PV = torch.linspace(-_PROBE, _PROBE, layer.out_features, device=layer.weight.device).expand(1, positions, -1)
     with overheard(layer, lambda _: probe_1PV) as heard:
         shaped_PV = run()
-    if [hidden.shape[:2] for hidden in heard] != [(1, kept)]:
+    if [hidden.shape[:2] for hidden in heard] != [(1, positions)]:
         return None
     cap = getattr(config, "final_logit_softcapping", None)
     divided = getattr(config, "logits_scaling", None)

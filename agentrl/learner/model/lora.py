@@ -345,16 +345,16 @@ def _is_stack(layer: Any) -> bool:
 
 def _description(module: Any, views: dict[str, Tensor]) -> Any:
     """PEFT's configuration of the adapter, with the names of the file."""
-    told = copy.copy(module.peft_config[_NAME])
-    kept = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}
-    owners = {name.partition(".lora_")[0] for name in views} - kept.keys()
-    told.target_modules = {owner.rpartition(".")[2] for owner in owners}
-    ends = {f"{_below(name).rpartition('.')[2]}.{layer.parameter_name}" for name, layer in kept.items()}
-    told.target_parameters = sorted(ends | _divided(module, told, owners)) or None
-    return told
+    adapter_config = copy.copy(module.peft_config[_NAME])
+    stacks = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}
+    owners = {name.partition(".lora_")[0] for name in views} - stacks.keys()
+    adapter_config.target_modules = {owner.rpartition(".")[2] for owner in owners}
+    ends = {f"{_below(name).rpartition('.')[2]}.{layer.parameter_name}" for name, layer in stacks.items()}
+    adapter_config.target_parameters = sorted(ends | _divided(module, adapter_config, owners)) or None
+    return adapter_config
 
 
-def _divided(module: Any, told: Any, owners: set[str]) -> set[str]:
+def _divided(module: Any, adapter_config: Any, owners: set[str]) -> set[str]:
     """What a configuration names as parameters, for PEFT to read experts of a name each, and layers called as they are.
 
     Of some families PEFT takes these names for experts alone: the other layers are named as parameters, since modules
@@ -364,10 +364,10 @@ def _divided(module: Any, told: Any, owners: set[str]) -> set[str]:
     modules = {_below(name) for name, layer in _layers(module) if not _is_stack(layer)}
     if not owners - modules:
         return set()
-    read = copy.deepcopy(told)
+    read = copy.deepcopy(adapter_config)
     convert_peft_config_for_transformers(read, module, None)
-    if read.target_modules != told.target_modules:
-        taken = told.target_modules - read.target_modules
+    if read.target_modules != adapter_config.target_modules:
+        taken = adapter_config.target_modules - read.target_modules
         return {f"{owner}.weight" for owner in owners & modules if owner.rpartition(".")[2] in taken}
     stacks = {f"{_below(name)}.{_parameter(layer)}": layer for name, layer in _layers(module) if _is_stack(layer)}
     found: set[str] = set()
@@ -377,7 +377,10 @@ def _divided(module: Any, told: Any, owners: set[str]) -> set[str]:
             pattern, parameter = rf".*\.{name.rpartition('.')[2]}", ".".join(name.split(".")[-2:])
             found.add(parameter)
             if parts > 1:
-                told.rank_pattern = {**told.rank_pattern, pattern: told.r * parts}
-                told.alpha_pattern = {**told.alpha_pattern, pattern: told.lora_alpha * parts}
-    told.target_modules = {owner.rpartition(".")[2] for owner in owners & modules}
+                adapter_config.rank_pattern = {**adapter_config.rank_pattern, pattern: adapter_config.r * parts}
+                adapter_config.alpha_pattern = {
+                    **adapter_config.alpha_pattern,
+                    pattern: adapter_config.lora_alpha * parts,
+                }
+    adapter_config.target_modules = {owner.rpartition(".")[2] for owner in owners & modules}
     return found

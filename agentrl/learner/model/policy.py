@@ -209,8 +209,8 @@ class PolicyModel:
         """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
         the output layer [P, H], of those `predictors_P` that this rank has."""
         assert roots is not None or pack.stem is None, "its nodes are not computed here"
-        portion, kept = self._portion(pack), pack.ragged.get(KEPT)
-        of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
+        portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
+        of_M, ids_M = (pack.target_K[:0],) * 2 if sampled_sets is None else sampled_sets.sets()
         own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
         plain = Places(pack.observer_O, pack.observed_O)
         with settled(self.module):
@@ -221,12 +221,12 @@ class PolicyModel:
         own_KM, observed_O, entropy_P = found
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
-        if kept is None or not len(ids_M):
+        if sampled_sets is None or not len(ids_M):
             return logprobs_K, entropy_K, observed_O, hidden_PH
         restricted_M, mass_K = normalised(logprobs_M, of_M, len(logprobs_K))
         with nullcontext() if entropy_grad else torch.no_grad():
             own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
-        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
+        return logprobs_K - mass_K, torch.where(sampled_sets.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
@@ -581,17 +581,17 @@ def _tightened(module: Any) -> Generator[None]:
     """Inside, every window of attention is `_SHORT` tokens long, and every cap of its scores `_LOW`, in the layers and
     in their configurations: so a few tokens show whether they are computed."""
     owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
-    kept = [
+    changed = [
         (owner, name, value, tight)
         for owner in owners.values()
         for names, kinds, tight in ((_WINDOWS, (int,), _SHORT), (_CAPS, (int, float), _LOW))
         for name in names
         if type(value := getattr(owner, name, None)) in kinds and cast(float, value) > 0
     ]
-    for owner, name, _, tight in kept:
+    for owner, name, _, tight in changed:
         setattr(owner, name, tight)
     try:
         yield
     finally:
-        for owner, name, value, _ in kept:
+        for owner, name, value, _ in changed:
             setattr(owner, name, value)

@@ -63,9 +63,9 @@ class Follower:
                 continue
             if is_sharded(leader):
                 its, ours = local(leader), local(own)
-                kept = its.clone()
+                saved = its.clone()
                 its.copy_(ours)
-                ours.copy_(kept)
+                ours.copy_(saved)
             else:
                 self._tensors[name], leader.data = leader.data, own
 

@@ -107,12 +107,12 @@ def pulled(
         routed = [
             (at, routers, routes) for at in own if (routers := routers_of(part[at])) and (routes := part[at].routes)
         ]
-        told = {at: load(routes, routers.shape) for at, routers, routes in routed if _all_known(routes)}
-        left = [at for at, *_ in routed if at not in told]
+        loads = {at: load(routes, routers.shape) for at, routers, routes in routed if _all_known(routes)}
+        left = [at for at, *_ in routed if at not in loads]
         if left:
-            told |= {at: one.load_ME for at, one in zip(left, heard_in([part[at] for at in left]), strict=True)}
+            loads |= {at: one.load_ME for at, one in zip(left, heard_in([part[at] for at in left]), strict=True)}
         for at, routers, routes in routed:
-            load_ME = torch.stack([one.to(routes.rows_N.device) for one in told.values()]).sum(0)
+            load_ME = torch.stack([one.to(routes.rows_N.device) for one in loads.values()]).sum(0)
             tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
             scale = weight * routers.shape.experts / len(load_ME) / tokens**2
             found[at] = replace(part[at], routes=replace(routes, pull_ME=(scale * load_ME).float()))

@@ -68,11 +68,11 @@ class Parking:
     @torch.no_grad()
     def back(self) -> None:
         """Come back: weights are there at once, for what comes next on the device, and the rest before an update."""
-        kept = {id(tensor) for tensor in (*self._of_models(), *self._models.masters())}
-        ordered = sorted(self._away, key=lambda tensor: id(tensor) not in kept)
+        weight_ids = {id(tensor) for tensor in (*self._of_models(), *self._models.masters())}
+        ordered = sorted(self._away, key=lambda tensor: id(tensor) not in weight_ids)
         here = [torch.empty_like(tensor, device=self._device) for tensor in ordered]
         self._follow()
-        weights = sum(id(tensor) in kept for tensor in ordered)
+        weights = sum(id(tensor) in weight_ids for tensor in ordered)
         for part in (slice(0, weights), slice(weights, None)):
             with self._on_the_side():
                 for tensor, place in zip(ordered[part], here[part], strict=True):

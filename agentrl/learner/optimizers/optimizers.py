@@ -197,15 +197,15 @@ class ParameterwiseOptimizer(CombinedOptimizer):
 
     def _near(self, whole: Tensor, device: torch.device) -> dict[str, Any]:
         """What is remembered of a parameter, beside it."""
-        kept = self.state.get(whole, {})
-        away = {name: value for name, value in kept.items() if self.offload and _is_moved(value)}
-        return kept | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}
+        before = self.state.get(whole, {})
+        away = {name: value for name, value in before.items() if self.offload and _is_moved(value)}
+        return before | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}
 
     def _keep(self, whole: Tensor, state: dict[str, Any], device: torch.device) -> None:
         """Remember this of a parameter on `device`: in host memory where it was before, if it was there."""
         if self.offload:
-            kept, pinned = self.state.get(whole, {}), device.type == "cuda"
-            state = {name: _home(value, kept.get(name), pinned=pinned) for name, value in state.items()}
+            before, pinned = self.state.get(whole, {}), device.type == "cuda"
+            state = {name: _home(value, before.get(name), pinned=pinned) for name, value in state.items()}
         self.state[whole] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -229,14 +229,14 @@ def _is_moved(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _home(value: Any, kept: Tensor | None, *, pinned: bool) -> Any:
+def _home(value: Any, before: Tensor | None, *, pinned: bool) -> Any:
     """A tensor in host memory: where it was before, if it was there."""
     if not _is_moved(value):
         return value
-    if kept is None:
-        kept = with_shard(value, torch.empty_like(local(value), device="cpu", pin_memory=pinned))
-    local(kept).copy_(local(value))
-    return kept
+    if before is None:
+        before = with_shard(value, torch.empty_like(local(value), device="cpu", pin_memory=pinned))
+    local(before).copy_(local(value))
+    return before
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Tensor:

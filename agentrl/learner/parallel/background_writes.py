@@ -27,12 +27,12 @@ def begin(store: distributed.Store, key: str, rank: int, work: Callable[[Callabl
 
 
 def _work(store: distributed.Store, key: str, rank: int, work: Callable[[Callable[[], object]], None]) -> None:
-    said: tuple[int | None, str] | None = None
+    failure: tuple[int | None, str] | None = None
     try:
         work(lambda: store.add(_progress(key, rank), 1))
     except Exception as error:  # whatever it is, rank 0 must know
-        said = getattr(error, "errno", None), f"{type(error).__name__}: {error}"
-    store.set(_end(key, rank), json.dumps(said))
+        failure = getattr(error, "errno", None), f"{type(error).__name__}: {error}"
+    store.set(_end(key, rank), json.dumps(failure))
 
 
 def settle(
@@ -40,18 +40,18 @@ def settle(
     key: str,
     ranks: Iterable[int],
     *,
-    said: Callable[[int], str | None],
+    why_ended: Callable[[int], str | None],
     where: Callable[[int], str],
     deadline_s: float,
     progress: Callable[[], None],
 ) -> None:
-    """On rank 0: wait until the work of each rank has ended well. `said` tells why a rank has ended, if it has; `where`
-    it stands, if it has not got on for `deadline_s`. `progress` is called whenever one gets on. Raises RankLost;
-    OSError for one that a rank had; RunFailed for another error."""
+    """On rank 0: wait until the work of each rank has ended well. `why_ended` tells why a rank has ended, if it has;
+    `where` it stands, if it has not got on for `deadline_s`. `progress` is called whenever one gets on. Raises
+    RankLost; OSError for one that a rank had; RunFailed for another error."""
     for rank in ranks:
         seen, since = 0, time.monotonic()
         while not store.check([_end(key, rank)]):
-            if ended := said(rank):
+            if ended := why_ended(rank):
                 raise RankLost(f"{ended}. It had not written its part of a checkpoint")
             if (now := _count(store, _progress(key, rank))) != seen:
                 seen, since = now, time.monotonic()
@@ -67,8 +67,8 @@ def settle(
             store.delete_key(used)
         if error is not None:
             number, text = error
-            told = f"rank {rank} could not write its part of a checkpoint: {text}"
-            raise RunFailed(told) if number is None else OSError(number, told)
+            message = f"rank {rank} could not write its part of a checkpoint: {text}"
+            raise RunFailed(message) if number is None else OSError(number, message)
 
 
 def _count(store: distributed.Store, key: str) -> int:

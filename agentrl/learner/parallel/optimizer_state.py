@@ -52,11 +52,11 @@ def divided(
         if is_sharded(value)
     }
     for name, state in states.items():
-        kept = {
+        moments = {
             at: {key: value for key, value in own.items() if f"{name}.{at}.{key}" not in apart}
             for at, own in state["state"].items()
         }
-        states[name] = {**state, "state": kept}
+        states[name] = {**state, "state": moments}
     groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
     cut = any(is_sharded(parameter) for group in groups for parameter in group["params"])
     return states, apart if cut else None

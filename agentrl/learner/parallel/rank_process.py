@@ -68,8 +68,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log
-    kept = Ledger(int(ledger), int(rank), int(size))
-    serve(Connection(int(line)), kept, int(rank), int(size), Path(meeting), device, float(wait_s))
+    own_ledger = Ledger(int(ledger), int(rank), int(size))
+    serve(Connection(int(line)), own_ledger, int(rank), int(size), Path(meeting), device, float(wait_s))
 
 
 if __name__ == "__main__":

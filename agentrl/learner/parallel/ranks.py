@@ -277,11 +277,11 @@ class Leader:
             raise
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def _start(self, rank: int, ledger: int, told: tuple[Path, str]) -> _Other:
+    def _start(self, rank: int, ledger: int, arguments: tuple[Path, str]) -> _Other:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
-        argv = [rank, self.size, theirs.fileno(), ledger, *told, self._deadline_s]
+        argv = [rank, self.size, theirs.fileno(), ledger, *arguments, self._deadline_s]
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "agentrl.learner.parallel.rank_process", *map(str, argv)],
@@ -351,7 +351,7 @@ class Leader:
             self._member.store,
             key,
             range(1, self.size),
-            said=lambda rank: self._said(rank, self._others[rank - 1]),
+            why_ended=lambda rank: self._why_ended(rank, self._others[rank - 1]),
             where=lambda rank: self._where(rank, self.ledger.standings()[rank]),
             deadline_s=self._deadline_s,
             progress=progress,
@@ -449,10 +449,10 @@ class Leader:
                 with suppress(RuntimeError, OSError, EOFError):
                     while other.failed is None and other.line.poll():
                         self._read(other)
-            said = [self._said(rank, other) for rank, other in enumerate(self._others, 1)]
+            reasons = [self._why_ended(rank, other) for rank, other in enumerate(self._others, 1)]
             standings = self.ledger.standings()
             most = max(standing.count for standing in standings)
-            if ended := [line for line in said if line]:
+            if ended := [line for line in reasons if line]:
                 return RankLost("; ".join(ended))
             if time.monotonic() > until:
                 break
@@ -467,7 +467,7 @@ class Leader:
             f"(train.parallel.deadline_s): {_first_line(error)}"
         )
 
-    def _said(self, rank: int, other: _Other) -> str | None:
+    def _why_ended(self, rank: int, other: _Other) -> str | None:
         """Why a rank ended, if it did by itself."""
         if other.failed is not None:
             return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
