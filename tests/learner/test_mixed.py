@@ -57,7 +57,7 @@ def gradients(
         def keep(names: Any, **_: Any) -> float:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in of(learner)]
             seen.append(torch.cat([grad.flatten().double() for grad in grads]).clone())
-            learner.models._zero_grad()
+            learner.models.zero_grad()
             return 0.0
 
         patch.setattr(torch.Tensor, "to", wide)
