@@ -113,7 +113,7 @@ def test_a_run_from_python_shows_what_the_command_line_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, bool], kind: type
 ) -> None:
     shown: list[object] = []
-    monkeypatch.setattr("agentrl.run.trainer.finish_training", lambda run, view: shown.append(view) or {})
+    monkeypatch.setattr("agentrl.run.trainer.finish_training", lambda run, view, callbacks: shown.append(view) or {})
     monkeypatch.setattr("agentrl.run.trainer.resume_overrides.change", lambda run, settings: None)
     RunDir.create(tmp_path / "run", CONFIG)
     Trainer.resume(tmp_path / "run", **arguments)
