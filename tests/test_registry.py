@@ -21,7 +21,7 @@ def test_an_unknown_id_names_the_nearest_known_one() -> None:
 
 
 def test_a_registered_reference_is_imported_when_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     registry.register("environments", "test/Later-v0", "no_such_module_of_ours:Env")
     assert "test/Later-v0" in registry.ids("environments")
     with pytest.raises(UsageError, match="no_such_module_of_ours"):

@@ -115,7 +115,7 @@ def turn_with(**named: tuple[float, ...]) -> Turn:
 
 def test_a_store_is_read_where_its_columns_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = pack_tokens(turn_with(odds=(0.1, 0.2), kept=(2, 5, 9, -1, 64), pair=(1, 2, 3, 4)))
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     assert unpack_tokens(blob)[3] == {"odds": (0.1, 0.2), "kept": (2, 5, 9, -1, 64), "pair": (1, 2, 3, 4)}
 
 

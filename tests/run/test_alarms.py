@@ -22,6 +22,7 @@ from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, raised
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.store import Patience
 from tests.learner.making import episode, group_of, run_config, tiny_qwen3, turn
 
 TURNS = [(3, 4, 5), (6, 7), (8, 9, 10, 11), (12,)]
@@ -68,6 +69,7 @@ class Run:
             _learner=self.learner,
             _heartbeat=Heartbeat(),
             _saved_at=math.inf,
+            _held=Patience(math.inf),
             _bound=LagBound(full=4, calm_steps=self.config.alarms.calm_steps, now=4),
             _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(

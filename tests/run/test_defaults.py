@@ -93,7 +93,7 @@ def test_a_run_writes_what_was_chosen_and_says_it_first(
     monkeypatch.setattr(machine_defaults, "parameters_of", lambda folder: BILLION)
     written: list[RunConfig] = []
 
-    def stop(run: RunDir, view: object) -> dict[str, Any]:
+    def stop(run: RunDir, view: object, callbacks: object) -> dict[str, Any]:
         written.append(RunDir.open(run.path).config())
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from agentrl.run.processes import engine_process, learner_process
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, evaluate
-from agentrl.store import RunStore
+from agentrl.store import Patience, RunStore
 
 URLS = ["http://a:1", "http://b:1"]
 START = StartPoint(model=Path("/model"), checkpoint=None, version=WeightVersion(version=1, step=0))
@@ -75,6 +76,7 @@ class Scene:
         self.learning: Any = object.__new__(learner_process._Learning)
         self.learning.__dict__.update(
             _heartbeat=Heartbeat(),
+            _held=Patience(math.inf),
             _config=run_config(),
             _bound=LagBound(4, 10, now=4),
             _store=self.store,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.reporting import report
-from agentrl.store import Freshest, Oldest, Prioritised, RunStore, Windowed
+from agentrl.store import Freshest, Oldest, Patience, Prioritised, RunStore, Windowed
 
 
 class Mine(Oldest):
@@ -33,7 +34,7 @@ def run_config(**buffer: Any) -> RunConfig:
 
 
 def test_an_order_is_found_by_its_name_or_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     assert take_order(run_config()) == Oldest()
     assert take_order(run_config(order="windowed", window=0.5)) == Windowed(0.5)
     assert take_order(run_config(order="freshest")) == Freshest()
@@ -189,6 +190,7 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(
             _store=store,
             _learner=SimpleNamespace(step_index=0),
             _heartbeat=Heartbeat(),
+            _held=Patience(math.inf),
             _order=take_order(config),
             _returns=returns_of(config),
         )

@@ -325,11 +325,9 @@ def test_a_run_that_never_began_leaves_logs_or_nothing_and_is_no_obstacle(tmp_pa
     RunDir.create(tmp_path / "run", CONFIG)
 
 
-@pytest.mark.parametrize(
-    "store", ["postgresql://u:secret@h/a", "postgresql:///a?host=/nowhere", ["postgresql:///a?host=/nowhere"] * 2]
-)
+@pytest.mark.parametrize("store", ["postgresql://u:secret@h/a", "postgresql:///a?host=/nowhere"])
 def test_a_store_that_cannot_be_made_leaves_no_folder_in_the_way_of_the_mended_command(
-    tmp_path: Path, store: str | list[str]
+    tmp_path: Path, store: str
 ) -> None:
     wrong = parse({"model": "m", "env": {"id": "e"}, "cluster": {"store": store}})
     with pytest.raises((UsageError, StoreError)):
