@@ -63,7 +63,8 @@ def test_the_table_of_the_store_names_each_of_its_folders_and_files() -> None:
     table = re.findall(
         r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "store/__init__.py").read_text())) or "", re.M
     )
-    inside = [path.stem for path in (PACKAGE / "store").iterdir() if not path.name.startswith("__")]
+    files = [path.relative_to(PACKAGE / "store") for path in (PACKAGE / "store").rglob("*.py")]
+    inside = {Path(file.parts[0]).stem for file in files if file.name != "__init__.py" or len(file.parts) > 1}
     assert sorted(table) == sorted(inside)
 
 
