@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from agentrl.errors import ConfigError, RunFailed, UsageError
+from agentrl.host.with_block import Closing
 from agentrl.records import Group, Trajectory, WeightVersion
 from agentrl.store import MovedGroup, MovedMember, Returns, RunStore
 from agentrl.store.buffer.admission import Bounds
@@ -47,7 +46,7 @@ class Batch:
         return tuple(one for group in self.groups for one in group.trajectories)
 
 
-class Buffer:
+class Buffer(Closing):
     """A buffer in a folder. One process has it at a time: whoever opens it last. Calls are short and may be made in any
     thread; `take` waits (in a trio program: `await trio.to_thread.run_sync(buffer.take)`).
 
@@ -181,11 +180,3 @@ class Buffer:
         """Close the store; no call may follow."""
         self.reader.close()
         self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

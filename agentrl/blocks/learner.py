@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -26,6 +25,7 @@ from agentrl.config.sections import config_error
 from agentrl.engine.weight_sync.canary import Canary, Dtype, probe_tokens
 from agentrl.errors import ConfigError, UsageError
 from agentrl.host.janitor import OwnedFolder
+from agentrl.host.with_block import Closing
 from agentrl.learner.learner import Accumulated, OwnLoss
 from agentrl.learner.learner import Learner as Steps
 from agentrl.learner.step_report import StepReport
@@ -38,7 +38,7 @@ Rows = Batch | Sequence[Group] | Sequence[Sequence[Trajectory]]
 _PROBE = 128  # tokens by which an engine's weights are compared with the learner's
 
 
-class Learner:
+class Learner(Closing):
     """Trains one policy. Calls compute in the calling thread (in a trio program give them a thread of their own).
 
     learner = Learner("agentrl/tiny-coder", train={"lr": 1e-3})
@@ -165,14 +165,6 @@ class Learner:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _batch(self, rows: Rows) -> Batch:
         """Rows as a batch; those without one are of versions that this learner published."""

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import trio
@@ -27,6 +26,7 @@ from agentrl.config import EngineSettings, Rollout
 from agentrl.engine.weight_sync.canary import Dtype
 from agentrl.errors import UsageError, matters
 from agentrl.host.clocks import HostClock
+from agentrl.host.with_block import Closing
 from agentrl.protocols import Rewarder
 from agentrl.records import Json, Trajectory, WeightVersion
 
@@ -139,7 +139,7 @@ class _Held(Generic[_T]):
         _call(self._end)
 
 
-class EngineFleet:
+class EngineFleet(Closing):
     """`agentrl.blocks.EngineFleet`, closed by `with`, `close`, or the end of the process.
 
     with EngineFleet.start("agentrl/tiny-coder") as fleet:
@@ -191,16 +191,8 @@ class EngineFleet:
         """End the engines that it started, and the episodes that run on it."""
         self._held.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Rollouts:
+class Rollouts(Closing):
     """An iterator of trajectories, in the order in which their episodes end. `close` ends those that run."""
 
     def __init__(self, inner: Callable[[], Awaitable[rollouts.Rollouts]]) -> None:
@@ -225,14 +217,6 @@ class Rollouts:
     def close(self) -> None:
         """End the episodes that run; what was journaled in a buffer stays."""
         _call(self._inner.aclose)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def rollout(

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from agentrl.errors import DiskFull, StoreError
+from agentrl.host.with_block import Closing
 from agentrl.records import Json
 from agentrl.store.interfaces import Recorder
 from agentrl.store.metrics import finite
 
 
-class Telemetry:
+class Telemetry(Closing):
     """Writes values of one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
 
     def __init__(
@@ -64,14 +63,6 @@ class Telemetry:
     def close(self) -> None:
         """Close the file; the store stays open."""
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(slots=True)

@@ -30,10 +30,10 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
+from agentrl.host.with_block import Closing
 from agentrl.store.audit.selection_bias import Bias, Side, TrainingBias
 from agentrl.store.buffer.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.buffer.buffer import Buffer, Expired
@@ -139,6 +139,7 @@ class RunStore(
     Readers,
     ReplayCounts,
     Durations,
+    Closing,
 ):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
@@ -245,14 +246,6 @@ class RunStore(
         for signal in self._signals.values():
             signal.close()
         self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def path(self) -> Path:
