@@ -114,7 +114,8 @@ def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             several = "[]" if "list" in ast.unparse(node.annotation) else ""
             yield from _of(inner, f"{prefix}{name}{several}.")
         else:
-            meaning = comments.get(node.end_lineno or node.lineno, "")
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)  # of a value in brackets, several
+            meaning = next((comments[line] for line in lines if line in comments), "")
             yield Key(prefix + name, _kind(ast.unparse(node.annotation)), _default(field), meaning)
 
 

@@ -99,9 +99,7 @@ class Buffer(Section):
     close: Literal["auto", "full", "quorum"] = "auto"  # of groups: by the last member or a quorum; auto: full at lag 0
     quorum: Annotated[int, Field(ge=2)] | None = None  # scored members that close a group; default: three in four
     quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
-    wait_at_bound: Wait = (
-        "always"  # for episodes that a step makes too old; a number: times as long as the learner works
-    )
+    wait_at_bound: Wait = "always"  # for episodes that a step makes too old; or times as long as the learner works
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
