@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import trio
-from pydantic import ValidationError
 
 from agentrl.config import EngineSettings
-from agentrl.config.sections import config_error
+from agentrl.config.sections import read_section
 from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.router.router import Fleet
@@ -102,7 +101,7 @@ class EngineFleet:
 
         Raises ConfigError for a bad setting, ModelError for a model that is not there, UsageError, RunFailed or
         EngineUnavailable if an engine does not start."""
-        chosen, folder = _settings(settings), model_dir(str(model))
+        chosen, folder = read_section(EngineSettings, settings, "engine"), model_dir(str(model))
         if chosen.urls:
             raise ConfigError("engine.urls", chosen.urls, "these engines run already: EngineFleet.attach takes them")
         positions = _positions(folder)
@@ -141,7 +140,7 @@ class EngineFleet:
         given = (
             settings.model_dump(exclude_unset=True) if isinstance(settings, EngineSettings) else dict(settings or {})
         )
-        chosen = _settings({**given, "urls": named})
+        chosen = read_section(EngineSettings, {**given, "urls": named}, "engine")
         async with cls._over(model_dir(str(model)), chosen.urls, chosen, None) as fleet:
             yield fleet
 
@@ -256,15 +255,6 @@ class EngineFleet:
         if beyond:
             raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {(self.vocabulary or 0) - 1}")
         return token_ids
-
-
-def _settings(given: EngineSettings | Mapping[str, Any] | None) -> EngineSettings:
-    if isinstance(given, EngineSettings):
-        return given
-    try:
-        return EngineSettings.model_validate(dict(given or {}))
-    except ValidationError as error:
-        raise config_error(error, EngineSettings, ("engine",)) from None
 
 
 def _positions(folder: Path) -> int | None:

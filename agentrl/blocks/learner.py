@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import ValidationError
 
 from agentrl.algos.algorithm import Algorithm, Slots
 from agentrl.blocks.buffer import Batch
 from agentrl.blocks.publishing import Weights
 from agentrl.config import Train, algorithms
 from agentrl.config.learner_settings import LearnerSettings
-from agentrl.config.sections import config_error
+from agentrl.config.sections import read_section
 from agentrl.engine.weight_sync.canary import Canary, Dtype, probe_tokens
 from agentrl.errors import ConfigError, UsageError
 from agentrl.host.janitor import OwnedFolder
@@ -61,7 +60,7 @@ class Learner(Closing):
         is that of the sampling. `max_lag` is the lag bound for rows that come without one.
 
         Raises ConfigError for a bad setting, ModelError for a model that is not there."""
-        chosen = _train(train)
+        chosen = read_section(Train, train, "train")
         if chosen.parallel.ranks > 1:
             hint = "a loop of your own has one rank: leave it out, or use agentrl.Trainer"
             raise ConfigError("train.parallel.ranks", chosen.parallel.ranks, hint)
@@ -190,12 +189,3 @@ def _group(number: int, members: Iterable[Trajectory]) -> Group:
     return Group(
         id=number, task=found[0].task, state=GroupState.SCORED, size=len(found), trajectories=found, left_out=()
     )
-
-
-def _train(given: Train | Mapping[str, Any] | None) -> Train:
-    if isinstance(given, Train):
-        return given
-    try:
-        return Train.model_validate(dict(given or {}))
-    except ValidationError as error:
-        raise config_error(error, Train, ("train",)) from None

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any, Self, cast
 
 import trio
-from pydantic import ValidationError
 
 from agentrl import registry
 from agentrl.blocks.buffer import Buffer
 from agentrl.blocks.fleet import EngineFleet
 from agentrl.config import Rollout
-from agentrl.config.sections import config_error
+from agentrl.config.sections import read_section
 from agentrl.env import as_async
 from agentrl.env.tasks import Seeds, TaskSource
 from agentrl.errors import ConfigError, StoreError, UsageError, matters
@@ -249,10 +248,7 @@ def _settings(given: Rollout | Mapping[str, Any] | None, fleet: EngineFleet, gro
     table = given.model_dump(exclude_unset=True) if isinstance(given, Rollout) else dict(given or {})
     if fleet.max_context is not None:
         table.setdefault("max_context", fleet.max_context)
-    try:
-        chosen = Rollout.model_validate({**table, "group_size": group_size})
-    except ValidationError as error:
-        raise config_error(error, Rollout, ("rollout",)) from None
+    chosen = read_section(Rollout, {**table, "group_size": group_size}, "rollout")
     if fleet.max_context is not None and chosen.max_context > fleet.max_context:
         hint = f"the fleet was started with max_context = {fleet.max_context}: lower it, or raise that"
         raise ConfigError("rollout.max_context", chosen.max_context, hint)

@@ -8,17 +8,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.records import SamplingParams
+
+_Section = TypeVar("_Section", bound=BaseModel)
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -359,6 +361,17 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
     if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
         value = {name: given for name, given in cast("dict[str, Any]", value).items() if name in hint}
     return ConfigError(field, value, hint)
+
+
+def read_section(model: type[_Section], given: _Section | Mapping[str, Any] | None, name: str) -> _Section:
+    """A section of the run file from a table of its settings; one that is read already is returned as it is. Raises
+    ConfigError, which names the setting in the section `name`."""
+    if isinstance(given, model):
+        return given
+    try:
+        return model.model_validate({} if given is None else dict(cast("Mapping[str, Any]", given)))
+    except ValidationError as error:
+        raise config_error(error, model, (name,)) from None
 
 
 def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:
