@@ -157,8 +157,8 @@ def test_a_late_member_earns_at_most_what_it_would_in_time(kind: str, episodes: 
 @example(episodes=outcomes(0.5, 0.5 + 1e-6, 1.0), late=1)
 @example(episodes=[(0.0, [0.0], [0]), (0.1, [0.0], [0]), (-1.0, [1.0, 0.0], [0, 1])], late=1)
 def test_no_advantage_is_larger_than_groups_of_this_size_allow(kind: str, episodes: list[Episode], late: int) -> None:
-    """A value less the mean of n is at most (n - 1) / sqrt(n) of their deviations away from it, n / (n - 1) as much from
-    that of the others, twice that where a later turn's values are further apart than the divisor tells. Late it is at
+    """A value less the mean of n is at most (n - 1) / sqrt(n) of their deviations away from it, n / (n - 1) as much of
+    the mean of others, twice that where a later turn's values are further apart than the divisor tells. Late it is at
     most 2 n / (n - 1) times as much, by the test above."""
     algo, members, turns = SCALED[kind], len(episodes), sum(len(process) for _, process, _ in episodes)
     found = advantages(algo, siblings(episodes, late=late)).abs().max().item()
