@@ -64,7 +64,7 @@ test: setup $(VENV)/.dev ## the tests, save the slow ones
 test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: setup $(VENV)/.dev ## all tests at once, as continuous integration runs them: servers start once
+test-all: setup $(VENV)/.dev ## all tests at once, slow and long ones too: servers start once
 	$(PYTEST) $(ARGS)
 
 # The same numbers where sums have another order: without vector instructions, with other threads and libraries' paths.

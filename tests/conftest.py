@@ -190,8 +190,12 @@ def pytest_runtest_call() -> Generator[None]:
         pytest.fail("this test changed what SIGINT does, and left it so", pytrace=False)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: where several workers run tests, none is left with a long file at the end."""
+    """Begin with what takes longest: where several workers run tests, none is left with a long file at the end."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
     slow = Counter(worker_group(item.nodeid) for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (worker_group(item.nodeid) != "vllm", -slow[worker_group(item.nodeid)]))
 

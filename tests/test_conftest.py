@@ -146,6 +146,13 @@ def test_the_files_with_most_slow_tests_begin_first(pytester: pytest.Pytester) -
     ]
 
 
+def test_a_long_test_is_slow_too(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  long\n")
+    pytester.makepyfile("import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n\ndef test_other(): pass\n")
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=1, deselected=1)
+
+
 HANGING = """
 import os, subprocess, sys, time
 

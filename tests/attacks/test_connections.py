@@ -45,6 +45,7 @@ def server(tmp_path: Path) -> Generator[Server]:
     running.close()
 
 
+@pytest.mark.long
 def test_twenty_thousand_idle_connections_do_not_starve_an_engine(server: Server, other_user: OtherUser) -> None:
     with ExitStack() as stack:
         port = server.url.rpartition(":")[2]

@@ -36,7 +36,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES if name != "colocated"],
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long] if name in SLOW else ())
+        for name in CASES
+        if name != "colocated"
+    ],
 )
 def test_every_case_runs_at_tiny_size(name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in gpu.installed(bench.work / f"site-{name}").items():

@@ -16,11 +16,13 @@ def test_a_learner_that_is_slower_than_its_episodes_sets_the_pace() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_source_that_is_faster_than_the_bound_on_staleness_costs_nothing() -> None:
     assert seconds_per_step(slow=True, seed=1, max_lag=4, step_s=30.0, steps=13) == 30.0
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_source_that_is_slower_than_the_bound_on_staleness_is_waited_for() -> None:
     assert seconds_per_step(slow=True, seed=1, max_lag=0, step_s=0.1, steps=13) > 8.0
 

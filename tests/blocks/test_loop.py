@@ -39,6 +39,7 @@ def test_the_loop_steps_and_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_loop_learns_what_the_demo_learns(loop: ModuleType, tmp_path: Path) -> None:
     before, after = loop.main(str(tmp_path / "loop"))
     assert after - before >= 0.30 and after >= 0.85, (before, after)

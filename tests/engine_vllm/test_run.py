@@ -117,7 +117,7 @@ def kill_engine(run: RunDir) -> None:
     os.kill(engine, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("sync", ["full", "delta"])
+@pytest.mark.parametrize("sync", ["full", pytest.param("delta", marks=pytest.mark.long)])
 def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, sync: str) -> None:
     status, said = end(train(tmp_path / "run", f"engine.sync={sync}"))
     assert status == 0, said
@@ -134,6 +134,7 @@ def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, syn
 
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
+@pytest.mark.long
 def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_one(tmp_path: Path) -> None:
     gate = Gate(tmp_path, at=10)
     process, run = train(tmp_path / "run", *ADAPTERS, *gate.settings), RunDir(tmp_path / "run")
@@ -191,6 +192,7 @@ def served(port: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
+@pytest.mark.long
 def test_an_attached_server_is_killed_and_started_again_by_hand_and_the_run_goes_on(tmp_path: Path) -> None:
     port, gate = free_port(), Gate(tmp_path, at=12)
     run, attached = RunDir(tmp_path / "run"), (f'engine.urls=["http://127.0.0.1:{port}"]', "train.steps=8")

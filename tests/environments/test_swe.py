@@ -67,6 +67,7 @@ async def test_oracles_of_the_shipped_tasks_get_what_they_must(id: str, count: i
 
 @boxed
 @pytest.mark.parametrize("id", ["agentrl/SWE-v0", pytest.param("agentrl/Harbor-v0", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_they_keep_the_contract(id: str) -> None:
     assert agentrl.check_env(id).findings == ()
 

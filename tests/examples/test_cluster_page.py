@@ -53,6 +53,7 @@ def test_the_page_starts_two_nodes_and_the_run_that_is_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.postgres
 @pytest.mark.bubblewrap

@@ -22,6 +22,7 @@ SMALL = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.bubblewrap
 def test_the_example_of_distillation_trains_by_its_teacher_alone(tmp_path: Path) -> None:
     teacher = Path(shutil.copytree(model_dir("agentrl/tiny-coder"), tmp_path / "teacher"))

@@ -14,7 +14,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "steps"), [("grpo_one_file.py", 75), ("ppo_one_file.py", 100)])
+@pytest.mark.parametrize(
+    ("script", "steps"), [("grpo_one_file.py", 75), pytest.param("ppo_one_file.py", 100, marks=pytest.mark.long)]
+)
 def test_it_learns_to_sort(script: str, steps: int) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), "--steps", str(steps)],

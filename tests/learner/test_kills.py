@@ -67,6 +67,7 @@ class Killer:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)], ids=["two models", "adapters"])
+@pytest.mark.long
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(rank: int, qwen3_dir: Path, tmp_path: Path) -> None:
     algo = PPO(critic_warmup_steps=0, kl_weight=0.1)
     settings = run_config(algo=algo, train=Train(keep_checkpoints=1, lora_rank=rank), rollout=SHORT, seed=3)

@@ -65,6 +65,7 @@ def told(tmp_path: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.long
 def test_killed_and_resumed_a_run_has_told_everything_and_its_trackers_file_has_it_once(tmp_path: Path) -> None:
     process = script(tmp_path, 6)
     wait_until(lambda: "step:1:3" in told(tmp_path), process)

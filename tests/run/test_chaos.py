@@ -48,6 +48,7 @@ FAULTS = (
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_run_that_is_hurt_at_every_part_ends_well_and_breaks_no_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def test_law_2_a_place_moves_to_a_learner_that_is_busy_and_each_episode_is_train
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ray
 def test_law_2_a_place_moves_to_a_learner_on_ray_and_each_episode_is_trained_once(tmp_path: Path, cluster: Any) -> None:
     _moves(tmp_path, {"launcher": "ray", "address": cluster.address})

@@ -103,17 +103,23 @@ def test_broken_tasks_are_told_while_the_run_goes_on_and_in_a_table_at_its_end(t
     assert_nothing_remains(RunDir(tmp_path / "run"))
 
 
-FAILING: list[tuple[str, dict[str, Any], str]] = [
-    ("LaterResetRaises", {}, "reset raised FileNotFoundError: tasks/"),
+LONG = pytest.mark.long  # the others show the same lines
+FAILING = [
+    pytest.param("LaterResetRaises", {}, "reset raised FileNotFoundError: tasks/", marks=LONG),
     ("StepRaises", {}, "step raised KeyError: 'missing'"),
     ("HalfRaises", {"train": {"steps": 200}}, "by an exception (rollout.failure_budget = 0.2)"),
     ("StepHangs", {}, "step took over 3 s"),
-    ("AnswersNone", {}, "step of turn 0 returned a NoneType"),
-    ("OutcomeIsNan", {}, "info['outcome'] = nan: give a finite number"),
-    ("HostIsDown", {}, "the game server at 10.0.0.7 does not answer: start it"),
+    pytest.param("AnswersNone", {}, "step of turn 0 returned a NoneType", marks=LONG),
+    pytest.param("OutcomeIsNan", {}, "info['outcome'] = nan: give a finite number", marks=LONG),
+    pytest.param("HostIsDown", {}, "the game server at 10.0.0.7 does not answer: start it", marks=LONG),
     ("ToolRaises", {}, "KeyError: 'missing'"),
     ("Fine", {"reward": f"{ENVS}:raising_reward"}, "reward raised ZeroDivisionError"),
-    ("StepRaises", {"eval": {"sets": [{"name": "held_out", "n": 3}]}}, "all 3 episodes of the held-out set 'held_out'"),
+    pytest.param(
+        "StepRaises",
+        {"eval": {"sets": [{"name": "held_out", "n": 3}]}},
+        "all 3 episodes of the held-out set 'held_out'",
+        marks=LONG,
+    ),
 ]
 
 

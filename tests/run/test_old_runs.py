@@ -105,7 +105,15 @@ def test_a_store_in_several_databases_is_refused_and_gathered_by_what_the_refusa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [FILE, *SERVERS, pytest.param("several", marks=pytest.mark.postgres)], indirect=True)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(FILE, marks=pytest.mark.long),
+        *SERVERS,
+        pytest.param("several", marks=[pytest.mark.postgres, pytest.mark.long]),
+    ],
+    indirect=True,
+)
 def test_an_old_run_goes_on_and_ends_clean(run: RunDir) -> None:
     if (run.path / "store.1.address").exists():
         gathers = command("store", "copy", run.path, "--to", "sqlite")

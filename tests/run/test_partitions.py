@@ -89,6 +89,7 @@ def far_store(hosts: Network, near: RunStore, folder: Path) -> Generator[tuple[R
         there(store.close)
 
 
+@pytest.mark.long
 def test_law_2_who_comes_back_from_a_partition_writes_nothing_over_its_successor(
     hosts: Network, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_law_2_a_run_whose_own_node_is_lost_goes_on_when_it_is_there_again_and_stops(
     tmp_path: Path, one_node: Any
 ) -> None:

@@ -275,6 +275,7 @@ LOSES_ITS_NODE = """if True:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_law_4_a_run_whose_own_node_is_lost_is_told_so(tmp_path: Path) -> None:
     """The head lives and answers; Ray's calls for a new place would wait for ever."""
     variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": "/tmp"}

@@ -18,7 +18,13 @@ from agentrl.run.run_folder import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in (ROOT / "examples" / "recipes").glob("*/run.toml"))
-NEEDS = {"moe_lora": [pytest.mark.vllm], "coding_agent": [pytest.mark.bubblewrap]}
+LONG = [pytest.mark.long]  # what they do, the two others do as well
+NEEDS = {
+    "coding_agent": [pytest.mark.bubblewrap],
+    "moe_lora": [pytest.mark.vllm, *LONG],
+    "gsm8k": LONG,
+    "solver_verifier": LONG,
+}
 
 
 def test_every_recipe_says_what_it_needs_and_what_to_expect() -> None:

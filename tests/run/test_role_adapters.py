@@ -60,6 +60,7 @@ def worth(folder: Path, adapter: Path, role: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_roles_learn_what_one_policy_cannot(tmp_path: Path) -> None:
     """Both read the same: long texts pay for one, short ones for the other. Each learns its own, on one engine; with
     the adapters swapped both fail. The run is stopped half way, and goes on with both."""

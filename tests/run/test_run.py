@@ -213,6 +213,7 @@ def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_compute_passes_together_train_a_run(tmp_path: Path) -> None:
     """Losses and gradients are compared in `tests/learner/test_ranks.py`: here the run's own processes make two steps,
     and its engine takes the weights, which the canary compares."""
@@ -314,6 +315,7 @@ def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_named(tmp_path: Path) -> None:
     rollout = {"workers": 2, "lease_s": 16.0, "group_size": 2}
     file = run_file(tmp_path, f"{ENVS}:Blocking", rollout=rollout, train={"steps": 4}, eval={"sets": []})
@@ -363,6 +365,7 @@ def engines_of(run: RunDir) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_run_goes_on(tmp_path: Path) -> None:
     engine = {"replicas": 2, "liveness_deadline_s": 10.0, "admin_deadline_s": 5.0}
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 50}, engine=engine)

@@ -86,6 +86,7 @@ def test_law_1_a_run_grows_and_shrinks_and_its_resume_keeps_what_was_asked_for(t
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_on_ray_what_has_no_room_waits_for_a_node_and_a_smaller_run_gives_its_nodes_back(
     tmp_path: Path, cluster: Any
 ) -> None:

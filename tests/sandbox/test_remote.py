@@ -239,6 +239,7 @@ PROMISES = [each for each in CASES if not each.isolation]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", PROMISES, ids=str)
 async def test_a_box_behind_calls_keeps_promise(case: Case, here: HereBackend) -> None:
     await case.run(here)
@@ -283,6 +284,7 @@ class InContainer(Here):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.docker
 @pytest.mark.parametrize("case", [each for each in CASES if each.name not in PROVIDERS], ids=str)
 async def test_a_container_behind_calls_keeps_promise(case: Case, docker_engine: str) -> None:  # noqa: F811

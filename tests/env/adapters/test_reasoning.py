@@ -140,6 +140,7 @@ def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed()
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_data_set_said_to_be_replayable_is_so_whatever_the_order_of_sets():
     factory = pytest.importorskip("reasoning_gym.factory")
     from agentrl.env.adapters.reasoning_gym_tasks import UNORDERED
