@@ -292,12 +292,15 @@ def _place(error: BaseException) -> str:
 
 _OURS = f"{Path(__file__).resolve().parent}/"
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LOOPS = tuple(f"{root}{name}/" for root in _INSTALLED for name in ("trio", "outcome"))  # our code and theirs run in it
 
 
 def place_of(error: BaseException) -> str:
     """`file:line` of the last frame of the code that somebody wrote for a run: neither of agentrl nor of Python, nor of
-    an installed package if there is another one. "" for an error that was never raised."""
-    return _place_in(traceback.extract_tb(error.__traceback__))
+    an installed package if there is another one. "" for an error that was never raised, and for one of ours that no
+    such code led to: its text says what to change."""
+    place = _place_in(traceback.extract_tb(error.__traceback__))
+    return "" if isinstance(error, AgentRLError) and place.startswith(_OURS) else place
 
 
 def place_of_thread(thread: int | None, below: str) -> str:
@@ -310,7 +313,7 @@ def place_of_thread(thread: int | None, below: str) -> str:
 
 def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     frames = [one for one in stack if not one.filename.startswith("<frozen ")]
-    foreign = [one for one in frames if not one.filename.startswith(_OURS)]
+    foreign = [one for one in frames if not one.filename.startswith((_OURS, *_LOOPS))]
     own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
     chosen = own or foreign or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""

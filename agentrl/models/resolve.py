@@ -91,7 +91,7 @@ def _named(name: str) -> Path:
     known = registry.ids("models")
     if near := registry.nearest(name, known):
         raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
-    _refuse_missing_folder(name)
+    refuse_missing_folder(name)
     if hub.is_id(name):
         return hub.folder_of(name)
     raise ModelError(
@@ -100,7 +100,7 @@ def _named(name: str) -> Path:
     )
 
 
-def _refuse_missing_folder(name: str) -> None:
+def refuse_missing_folder(name: str) -> None:
     """Raise ModelError if `name` can only mean a folder: else it would be looked for on the hub."""
     if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
         parent = Path(name).expanduser().parent

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
-from agentrl.errors import Tracebacks, place_of, split_place
+from agentrl.errors import Tracebacks, UsageError, place_of, split_place
 from agentrl.protocols import Rewarder
 from agentrl.records import StopReason, Task
 from agentrl.registry import load_reference
@@ -67,6 +69,13 @@ def test_without_a_users_frame_the_place_is_that_of_the_library() -> None:
     error = raised_by(json.JSONDecoder().decode, "{")
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
     assert place_of(error).startswith(str(Path(json.__file__).parent / "decoder.py"))
+
+
+def test_an_error_of_ours_that_no_users_code_led_to_has_no_place() -> None:
+    """It was raised within a thread of trio's: a line of trio's would send the reader astray."""
+    error = raised_by(trio.run, partial(trio.to_thread.run_sync, load_reference, "no reference"))
+    error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
+    assert isinstance(error, UsageError) and place_of(error) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from agentrl.errors import ModelError
 from agentrl.models.resolve import model_dir
+from agentrl.run.evaluation.of_checkpoint import measured
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"other", "tokenizer.json": b"{}"}
@@ -141,3 +142,5 @@ def test_a_run_that_is_missing_is_named_without_its_folder(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"no folder 'runs/none' with a model or a run; nor is its parent"):
         model_dir("runs/none")
+    with pytest.raises(ModelError, match=r"no folder 'runs/none' with a model or a run; nor is its parent"):
+        measured("runs/none", None, None)

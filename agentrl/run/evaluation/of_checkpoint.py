@@ -20,6 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.env import dataset_env
 from agentrl.errors import UsageError
 from agentrl.learner.checkpoints.folders import STATE, newest, of_role, step_of
+from agentrl.models.resolve import refuse_missing_folder
 from agentrl.run import league
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
@@ -82,6 +83,8 @@ def measured(
                     table["model"] = str(of_role(checkpoint, table["name"]))
     else:
         if env is None:
+            if not path.is_dir():
+                refuse_missing_folder(str(what))
             raise UsageError(f"{what} is a model: name the environment with --env")
         document = {"model": str(what), "env": {"id": env}}
     if env is not None and env != document["env"]["id"]:
