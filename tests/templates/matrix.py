@@ -84,9 +84,9 @@ def oracle(real: Real, messages: Sequence[dict[str, Any]], tools: bool, asks: bo
     )
 
 
-def cells(real: Real, folder: Path) -> Iterator[Cell]:
+def cells(real: Real, folder: Path, renderer: Renderer | None = None) -> Iterator[Cell]:
     """Every way to end a turn, with every kind of next message. Raises ModelError for a folder that is refused."""
-    renderer = Renderer(folder)
+    renderer = renderer or Renderer(folder)
     encode = renderer._tokenizer.encode
     for next in NEXTS:
         family, called = real.family, next != "user"
