@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from attacks.sockets import listening
 from store.server import running
 
 from agentrl import config as configuration
@@ -269,6 +270,8 @@ def test_an_engine_at_a_nodes_address_answers_nobody_without_the_runs_key(tmp_pa
         assert url.startswith("http://") and "127.0.0.1" not in url
         for method, path in (("GET", "/health"), ("GET", "/metrics"), ("POST", "/sleep"), ("POST", "/update_weights")):
             assert httpx.request(method, url + path, timeout=60).status_code == 401, path
+        doors = [one for one in listening(lives(run).values()) if one.kind == "tcp"]
+        assert [f"http://{one.host}:{one.port}" for one in doors] == [url], "Ray's own ports are its nodes'"
         lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in lives(run).values())
         variables = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in lives(run).values()).split(b"\0")
         values = {one.partition(b"=")[2] for one in variables if one.startswith(b"AGENTRL_ENGINE_KEY=")} - {b""}
