@@ -86,6 +86,8 @@ def model_dir(name: str) -> Path:
 
 
 def _named(name: str) -> Path:
+    if "://" in name:
+        raise ModelError(f"{name!r} is a server, no model: agentrl eval --endpoint {name} measures what it serves")
     if ":" in name or name in registry.ids("models"):
         return Path(registry.resolve("models", name)())
     known = registry.ids("models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,17 @@ def test_what_it_leaves_lies_in_the_servers_own_folder_sockets_where_a_path_may_
     assert [server(plugin_folder=folder).env()["TMPDIR"] for folder in (Path("/p"), long)] == ["/p", str(long)]
     assert server(plugin_folder=Path("/p")).env()["VLLM_RPC_BASE_PATH"] == "/p"
     assert server(plugin_folder=long).env()["VLLM_RPC_BASE_PATH"] == tempfile.gettempdir()
+
+
+def test_a_server_runs_no_code_that_another_user_laid_into_torchs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / f"torchinductor_{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    assert server().env()["TORCHINDUCTOR_CACHE_DIR"] == "/p/compiled"
 
 
 def test_a_server_sees_its_own_gpus_only_and_splits_its_layers_over_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,8 @@ def test_what_is_meant_for_a_registered_id_is_not_looked_up_elsewhere() -> None:
         model_dir("agentrl/tiny-codr")
     with pytest.raises(ModelError, match="neither a folder, nor a registered id"):
         model_dir("no/such/folder")
+    with pytest.raises(ModelError, match=r"'http://h:1' is a server, .*: agentrl eval --endpoint http://h:1"):
+        model_dir("http://h:1")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from agentrl.engine.embedded_process import end_group
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
+from agentrl.host import compile_cache
 from agentrl.host.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
@@ -249,14 +250,13 @@ class VLLMServer:
             SOURCES_VARIABLE: json.dumps(self.weights_from or everyday()),
         }
         # Its temporary files and sockets lie with the plugin and go with it: vLLM does not remove them all. What torch
-        # compiled is for later servers as well.
+        # compiled is for later servers as well, if nobody else can write there.
         temporary = tempfile.gettempdir()
         short = len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{temporary}/torchinductor_{os.getuid()}")
         env |= {
             "TMPDIR": str(self.plugin_folder),
             "VLLM_RPC_BASE_PATH": str(self.plugin_folder) if short else temporary,
-            "TORCHINDUCTOR_CACHE_DIR": compiled,
+            compile_cache.VARIABLE: compile_cache.place(self.plugin_folder / "compiled"),
         }
         if self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus))

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentrl.errors import ConfigError
+from agentrl.host import compile_cache
 from agentrl.learner.data.prefix_trees import Branch
 
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
@@ -325,6 +326,7 @@ def _flex(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cpu":  # one graph for passes of any length
+        compile_cache.choose()
         return cast(Callable[..., Any], torch.compile(flex_attention, dynamic=True))
 
     def eager(*args: Any, **options: Any) -> Any:

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config.train import Train
 from agentrl.errors import ConfigError, ModelError
+from agentrl.host import compile_cache
 from agentrl.learner.checkpoints.checkpoint import ADAPTER
 from agentrl.learner.data.prefix_trees import Branch, Pack
 from agentrl.learner.data.ragged import normalised
@@ -415,6 +416,7 @@ def _compile(module: Any, device: torch.device) -> None:
         raise ConfigError(
             "train.compile", True, f"this machine has no C++ compiler {compiler!r}: install it, or give false"
         )
+    compile_cache.choose()
     AttentionInterface.register(ATTENTION, cast(Any, torch.compiler.disable(tree_attention)))
     for part in module.modules():
         if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from agentrl.config.train import Train
 from agentrl.errors import ConfigError
+from agentrl.host import compile_cache
 from agentrl.learner.optimizers.master_weights import master
 from agentrl.learner.parallel.fsdp import is_sharded, local, with_shard
 
@@ -108,6 +109,7 @@ def _eight_bit() -> Any:
     except ImportError as error:
         hint = "it needs torchao: pip install 'agentrl[adamw8bit]', or give adamw"
         raise ConfigError("train.optimizer", "adamw8bit", hint) from error
+    compile_cache.choose()
     return AdamW8bit
 
 
