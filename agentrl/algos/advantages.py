@@ -62,8 +62,8 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
     biased: easy and hard tasks weigh more (Dr. GRPO, Liu et al. 2025, section 3.1). `mean`: the mean of the judges'
     whole returns (MaxRL, see `agentrl.algos.grpo_variants`); judges whose mean is not above 0 say nothing.
 
-    Rewards of opposite sign cancel in a sum: the divisor is at least 1 / `SLACK` of the deviation of the returns from
-    any turn on, or of the mean of their absolute values. A member that does not judge is not seen by the divisor, which
+    Rewards of opposite sign cancel in a sum: the divisor is at least 1 / `SLACK` of the deviation, or of the mean
+    absolute value, of the returns from any turn on. A member that does not judge is not seen by the divisor, which
     does not depend on it: for it the divisor is at least 1 / `SLACK` of what it would be with the member among the
     judges. So its advantage is at most `SLACK` (n + 1) / n times that of the same member in time, n judges."""
     judges_G = scored_G if judges_G is None else judges_G
@@ -75,10 +75,10 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
         return torch.full_like(returns_GT[:, 0], torch.inf)
     judging_GT = returns_GT[judges_G]
     if kind == "mean":
-        returns_G, total, size = returns_GT[:, 0], judging_GT[:, 0].sum(), judging_GT[:, 0].abs().sum()
+        returns_G, total, size_T = returns_GT[:, 0], judging_GT[:, 0].sum(), judging_GT.abs().sum(0)
         known = total > ROUNDING * n
-        divisor = torch.maximum(total, size / SLACK) / n
-        with_G = torch.maximum(total + returns_G, (size + returns_G.abs()) / SLACK) / (n + 1)
+        divisor = torch.maximum(total, size_T.amax() / SLACK) / n
+        with_G = torch.maximum(total + returns_G, (size_T + returns_GT.abs()).amax(1) / SLACK) / (n + 1)
         with_G = torch.where(total + returns_G > ROUNDING * n, with_G, torch.inf)
     else:
         shifted_GT = returns_GT - judging_GT[0]  # equal returns are exactly 0, however their mean is rounded

@@ -106,6 +106,8 @@ def test_rewards_that_cancel_do_not_divide_by_what_is_left_of_them() -> None:
     group = siblings([(0.0, [5.0, -5.0], [0, 1]), (0.0, [1e-6, 0.0], [0, 1])])
     found = advantages(SCALED["process"], group)
     assert found[:, 1].tolist() == pytest.approx([-2 * 2**0.5, 2 * 2**0.5], rel=1e-3)
+    turns = advantages(MaxRL(), siblings([(0.0, [0.1], [0]), (1.0, [-1.0, 0.0], [0, 1])]))
+    assert turns[1].tolist() == pytest.approx([-0.2, 2.0]), "0.1 and 0, then 0 and 1: over half the mean of the latter"
     negative = advantages(MaxRL(), siblings(outcomes(-1.0, 1.0 + 1e-6)))
     assert negative.flatten().tolist() == pytest.approx([-2.0, 2.0], rel=1e-3)  # less their mean, over half mean size
 
