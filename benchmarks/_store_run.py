@@ -8,7 +8,7 @@ from collections.abc import Callable
 from _store_rows import GROUPS_PER_STEP, KEPT_STEPS, SIZE, TEXT, write_history
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import Bounds, Claim, Quorum, RunStore, Saved
+from agentrl.store import AdmissionBounds, Claim, Quorum, RunStore, Saved
 
 START: Messages = ({"role": "user", "content": "Mend the function so that its tests pass."},)
 ANSWER = Step(observation=({"role": "tool", "content": "3 passed, 1 failed: expected 12 but got 11 " * 4},))
@@ -54,7 +54,7 @@ class Run:
         return self.store.claim("worker", n, lease_s=1e9, ahead=1 << 20)
 
     def _admit(self, groups: int) -> None:
-        bounds = Bounds(
+        bounds = AdmissionBounds(
             group_size=SIZE,
             groups_per_step=1 << 30 if groups else 1,
             max_lag=0,

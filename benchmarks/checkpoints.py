@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import EnvSource, RunConfig, Train
-from agentrl.config.sections import Buffer
+from agentrl.config.sections import BufferSettings
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.ranks import ALONE, Leader
 
@@ -65,7 +65,9 @@ def forget_peak() -> int:
 def measure(root: Path, size: int) -> dict[str, float]:
     """One round: seconds and MiB by what they are of."""
     train = Train(threads=max(1, 2 // size), tokens_per_batch=2048, keep_checkpoints=2, lr=1e-6)
-    config = RunConfig(model="unused", env=EnvSource(id="test/none"), train=train, buffer=Buffer(groups_per_step=1))
+    config = RunConfig(
+        model="unused", env=EnvSource(id="test/none"), train=train, buffer=BufferSettings(groups_per_step=1)
+    )
     ranks = ALONE if size == 1 else Leader([torch.device("cpu")] * size, deadline_s=600, start_s=600)
     found: dict[str, float] = {}
 

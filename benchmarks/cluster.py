@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.testing import faults, store_rows
-from agentrl.testing.chaos_run import ChaosRun, Fault, Outcome
+from agentrl.testing.chaos_run import ChaosRun, Fault, FaultOutcome
 from agentrl.testing.faults import WallClock
 from agentrl.testing.outside_audit import OutsideAuditor
 
@@ -81,7 +81,7 @@ class OnCluster(ChaosRun):
     cluster: Any = None
     _lost: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by part: before a node was lost
 
-    def hurt(self) -> list[Outcome]:
+    def hurt(self) -> list[FaultOutcome]:
         """Start the run, have it hurt by every fault once, and end it in order."""
         self._auditor, self._clock = OutsideAuditor(store_rows.place(self.folder)), WallClock()
         self._chance = random.Random(self.seed)
@@ -234,7 +234,7 @@ def resumed(run: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def table(outcomes: list[Outcome], heads: list[Head]) -> str:
+def table(outcomes: list[FaultOutcome], heads: list[Head]) -> str:
     lines = ["| killed | works again after | sampled tokens left behind | at stake | audit |", "|---|---|---|---|---|"]
     for one in outcomes:
         what = {"database": "PostgreSQL", "node": f"a node {one.proof}"}.get(one.fault.part, one.fault.part)

@@ -32,7 +32,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.learner.data.prefix_trees import Branch, Tree, build_tree
+from agentrl.learner.data.prefix_trees import Branch, PrefixTree, build_tree
 from agentrl.learner.model.attention import AttentionShape, Layout, choose
 from agentrl.learner.model.policy import PolicyModel
 
@@ -44,7 +44,7 @@ VOCAB = 1000
 transformers.utils.logging.disable_progress_bar()
 
 
-def tree_of(prompt: int, turns: int, turn: int, forks: int) -> Tree:
+def tree_of(prompt: int, turns: int, turn: int, forks: int) -> PrefixTree:
     """A group: a prompt that all share, then members of so many turns; each forks so often, for two turns more."""
     rng = random.Random(0)
 
@@ -113,7 +113,7 @@ def failure(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def layers(trees: dict[str, Tree], device: torch.device, rounds: int) -> None:
+def layers(trees: dict[str, PrefixTree], device: torch.device, rounds: int) -> None:
     for model, (heads, kv_heads, dim) in HEADS.items():
         for name, tree in trees.items():
             torch.manual_seed(0)
@@ -141,7 +141,7 @@ def layers(trees: dict[str, Tree], device: torch.device, rounds: int) -> None:
                 told(**case, backend=backend, **line)
 
 
-def models(tree: Tree, device: torch.device, rounds: int, tiny: bool) -> None:
+def models(tree: PrefixTree, device: torch.device, rounds: int, tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         heads, kv_heads, dim = (4, 2, 16) if tiny else HEADS["0.6B"]

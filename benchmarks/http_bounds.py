@@ -73,9 +73,9 @@ def serve(bounded: bool, control: Connection) -> None:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
-    from agentrl.http.bounds import Bounds, Connections
+    from agentrl.http.bounds import Connections, ServerBounds
 
-    bounds = Bounds()
+    bounds = ServerBounds()
     protocol: Any = HttpToolsProtocol
     if bounded:
         protocol = partial(BoundedProtocol, connections=Connections(bounds), bounds=bounds)

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import trio
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import Bounds, Claim, RunStore
+from agentrl.store import AdmissionBounds, Claim, RunStore
 from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.asynchronous.wait_for_work import Waiting
 from agentrl.store.databases.change_signal import Role
 
 START: Messages = ({"role": "user", "content": "go"},)
-BOUNDS = Bounds(group_size=8, groups_per_step=8, max_lag=4, max_running=0, steps_total=100)
+BOUNDS = AdmissionBounds(group_size=8, groups_per_step=8, max_lag=4, max_running=0, steps_total=100)
 BEAT_S = 0.002
 IDLE_S = 2.0
 

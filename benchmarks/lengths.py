@@ -15,7 +15,7 @@ from random import Random
 
 from agentrl.planning.simulate.policies import Policy
 from agentrl.planning.simulate.service import Constant, Play
-from agentrl.planning.simulate.simulation import Simulation, World
+from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation
 from agentrl.store import FULL, ClosePolicy, Quorum
 
 SIZE, GROUPS, SLOTS = 8, 4, 96
@@ -57,7 +57,7 @@ def row(
     sigma: float, step_s: float, lag: int, rule: tuple[str, ClosePolicy, float | None], args: argparse.Namespace
 ) -> str:
     name, close, wait = rule
-    world = World(
+    world = SimulatedWorld(
         episodes=Waiting(sigma),
         learner=Constant(step_s),
         slots=SLOTS,

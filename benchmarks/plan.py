@@ -57,7 +57,7 @@ def planned(recipe: str, gpu: str, mfu: float) -> list[dict[str, Any]]:
     return [_row(recipe, n, found, one) for one in dict.fromkeys((own, found.best)) if one is not None]
 
 
-def _row(recipe: str, n: int, found: plan.Plan, split: plan.Split) -> dict[str, Any]:
+def _row(recipe: str, n: int, found: plan.Plan, split: plan.GpuSplit) -> dict[str, Any]:
     sizes = ("weights", "gradients", "optimizer", "activations", "temporary")
     return {
         "recipe": recipe,

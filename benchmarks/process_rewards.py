@@ -32,7 +32,7 @@ from agentrl.env.tasks import Seeds
 from agentrl.records import Messages, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.rewards.scorer import Scorer
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import Bounds, Claim, RunStore, Source
+from agentrl.store import AdmissionBounds, Claim, RunStore, Source
 from agentrl.store.asynchronous.store import AsyncStore
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Quorum
 
@@ -70,7 +70,7 @@ class Run:
     async def play(self, slow: bool) -> float:
         """Seconds per step after the warm-up."""
         self.numbers = random.Random(f"{self.seed}/calls")
-        bounds = Bounds(
+        bounds = AdmissionBounds(
             group_size=GROUP_SIZE,
             groups_per_step=GROUPS,
             max_lag=self.max_lag,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.records import StopReason, Task, VersionSpan
-from agentrl.store import Bounds, RunStore
+from agentrl.store import AdmissionBounds, RunStore
 from agentrl.store.databases.open_store import ADDRESS, remove
 from agentrl.store.episodes.endings import Ending
 
@@ -108,7 +108,7 @@ def measure(path: Path, url: str, relay: Relay, rounds: int, tokens: int) -> dic
 
     turn = turn_of(0, tokens)
     through = url.replace(str(relay_of(url)), str(relay_of(url).parent / "relay"))
-    bounds = Bounds(group_size=GROUP, groups_per_step=8, max_lag=4, max_running=10**6, steps_total=10**6)
+    bounds = AdmissionBounds(group_size=GROUP, groups_per_step=8, max_lag=4, max_running=10**6, steps_total=10**6)
     with RunStore.create(path, "{}", url=through) as store:
         store.confirm_version(store.mint_version(0))
 

@@ -14,15 +14,15 @@ import argparse
 
 from agentrl.planning.simulate.policies import Policy, ours, parse_close
 from agentrl.planning.simulate.service import Constant, parse_episodes
-from agentrl.planning.simulate.simulation import Found, World
-from agentrl.planning.simulate.sweep import Case, run_all
+from agentrl.planning.simulate.simulation import Found, SimulatedWorld
+from agentrl.planning.simulate.sweep import SweepCase, run_all
 
 SIZE = 8
 DEADLINE_S = 300.0
 
 
-def case(spec: str, slots: int, load: float, seed: int, policy: Policy, measured: int | None = None) -> Case:
-    world = World(
+def case(spec: str, slots: int, load: float, seed: int, policy: Policy, measured: int | None = None) -> SweepCase:
+    world = SimulatedWorld(
         episodes=parse_episodes(spec, deadline_s=DEADLINE_S),
         learner=Constant(load),
         slots=slots,
@@ -30,10 +30,10 @@ def case(spec: str, slots: int, load: float, seed: int, policy: Policy, measured
         groups_per_step=slots // SIZE,
         group_deadline_s=2 * DEADLINE_S,
     )
-    return Case(world=world, policy=policy, seed=seed, steps=measured)
+    return SweepCase(world=world, policy=policy, seed=seed, steps=measured)
 
 
-def row(name: str, cases: list[Case], lockstep: list[Found]) -> str:
+def row(name: str, cases: list[SweepCase], lockstep: list[Found]) -> str:
     """The worst of several runs, each beside the synchronous one of the same times."""
     found = [one.found for one in run_all(cases)]
     bound, best = min(one.of_bound for one in found), min(case.best_of_bound() for case in cases)

@@ -17,21 +17,41 @@ ONE_IDEA = {
     "buffer.py": "the buffer: what a store does for it, and its public face",
     "chaos.py": "faults on purpose: the command, the run, the kit",
     "learner.py": "the learner, and its public face",
+    "demonstrations.py": "demonstrations: the run that trains on them, and those of an environment",
+    "environment.py": "the environment of a package of environments",
+    "judge.py": "judges: a model that scores, and the box that holds the tests",
     "league.py": "a league's settings, and its work in a run",
     "lora.py": "adapters as an engine and as the learner compute them",
     "plan.py": "the command `plan`, and its computation",
     "reads.py": "the reads of a store: plain, awaited",
+    "rewards.py": "rewards: the command, and those that environments share",
     "server.py": "an engine's HTTP server: the embedded one's, vLLM's",
     "sft.py": "supervised training: the command, its loss, its run",
     "shared_engines.py": "engines that runs share: settings, command, service",
     "store.py": "the store: the command, its awaited face",
     "submit.py": "the command `submit`, and its call",
+    "tasks.py": "where tasks come from: any source, and those of an environment",
+    "texts.py": "the texts that an environment shows to the policy",
 }
 """File names that stand in more than one room, each for one idea."""
+ONE_CLASS = {
+    "Calculator": "the environment, and the tool of its name; entry points and users name both",
+    "EngineFleet": "the block, and the same for programs without a loop (`agentrl.blocks.sync`)",
+    "Learner": "what trains a policy, and its public face",
+    "Rollouts": "the block, and the same for programs without a loop (`agentrl.blocks.sync`)",
+}
+"""Public class names that stand in more than one module, each for one idea."""
+DATA = {"repositories", "harbor_tasks"}  # code of made-up projects, which agents change
 
 
 def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "env" or "scaffold" not in path.parts)
+
+
+def shipped() -> list[Path]:
+    """The modules of the wheel, but for projects that are the data of environments."""
+    beside = [path for top in ("environments", "tools") for path in sorted((ROOT / top).rglob("*.py"))]
+    return modules() + [path for path in beside if not DATA & {*path.parts}]
 
 
 def test_no_folder_holds_more_than_a_reader_takes_in_at_a_look() -> None:
@@ -47,11 +67,20 @@ def test_nothing_lies_loose() -> None:
 
 def test_a_file_name_stands_for_one_idea() -> None:
     rooms: defaultdict[str, list[str]] = defaultdict(list)
-    for path in modules():
+    for path in shipped():
         if path.name not in ("__init__.py", "__main__.py"):
-            rooms[path.name].append(str(path.relative_to(PACKAGE)))
+            rooms[path.name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in rooms.items() if len(found) > 1 and name not in ONE_IDEA} == {}
     assert [name for name in ONE_IDEA if len(rooms[name]) < 2] == []
+
+
+def test_a_public_class_name_stands_for_one_idea() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in shipped():
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.M):
+            places[name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in ONE_CLASS} == {}
+    assert [name for name in ONE_CLASS if len(places[name]) < 2] == []
 
 
 def test_every_room_says_what_it_is() -> None:

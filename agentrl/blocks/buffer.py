@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.host.with_block import Closing
 from agentrl.records import Group, Trajectory, WeightVersion
 from agentrl.store import MovedGroup, MovedMember, Returns, RunStore
-from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.databases.open_store import STORE
 from agentrl.store.episodes.endings import Ending
 
@@ -85,9 +85,9 @@ class Buffer(Closing):
         """How many groups may be played or wait within the lag bound."""
         return (self.max_lag + 1) * self.groups_per_step
 
-    def bounds(self, group_size: int, max_running: int) -> Bounds:
+    def bounds(self, group_size: int, max_running: int) -> AdmissionBounds:
         """How far a rollout may run ahead of the learner."""
-        return Bounds(
+        return AdmissionBounds(
             group_size=group_size,
             groups_per_step=self.groups_per_step,
             max_lag=self.max_lag,

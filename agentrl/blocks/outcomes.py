@@ -10,7 +10,7 @@ import trio
 from agentrl.errors import ConfigError, InfrastructureError, Tracebacks
 from agentrl.protocols import Rewarder
 from agentrl.records import Trajectory
-from agentrl.rollout.env_calls import Guard, TimeUp, reason_of, rewarded
+from agentrl.rollout.env_calls import EnvCalls, TimeUp, reason_of, rewarded
 
 
 async def score(
@@ -31,7 +31,7 @@ async def score(
     async def one(at: int, trajectory: Trajectory) -> None:
         async with places:
             try:
-                outcome = await rewarded(reward, trajectory, Guard(trajectory.task.env, deadline_s))
+                outcome = await rewarded(reward, trajectory, EnvCalls(trajectory.task.env, deadline_s))
             except TimeUp:
                 outcome = 0.0
             except InfrastructureError as error:

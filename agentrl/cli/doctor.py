@@ -23,7 +23,7 @@ _INSTALL = "run make setup" if _CHECKOUT else "pip install 'agentrl[train]'"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PartCheck:
     """One part: whether it works, what was seen, a hint if it does not. `make demo` stops without a `needed` part."""
 
     part: str
@@ -33,67 +33,69 @@ class Finding:
     needed: bool = False
 
 
-def examine() -> list[Finding]:
+def examine() -> list[PartCheck]:
     """Look at every part; each check has a deadline."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bytecode, _bubblewrap, _docker, _vllm)
+    checks: tuple[Callable[[], PartCheck], ...] = (_python, _cpu, _gpu, _torch, _bytecode, _bubblewrap, _docker, _vllm)
     return [check() for check in checks]
 
 
-def _python() -> Finding:
+def _python() -> PartCheck:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True)
+    return PartCheck("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True)
 
 
-def _cpu() -> Finding:
+def _cpu() -> PartCheck:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("cpu", cores >= 2, f"{cores} cores", "the engine and the learner want a core each")
+    return PartCheck("cpu", cores >= 2, f"{cores} cores", "the engine and the learner want a core each")
 
 
-def _gpu() -> Finding:
+def _gpu() -> PartCheck:
     seen = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     hint = "none is needed: engine.kind = 'embedded' runs on the CPU"
-    return Finding("gpu", bool(seen), seen or "none", "" if seen else hint)
+    return PartCheck("gpu", bool(seen), seen or "none", "" if seen else hint)
 
 
-def _torch() -> Finding:
+def _torch() -> PartCheck:
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", False, "not installed", _INSTALL, needed=True)
+        return PartCheck("torch", False, "not installed", _INSTALL, needed=True)
     from importlib.metadata import version
 
-    return Finding("torch", True, version("torch"), needed=True)
+    return PartCheck("torch", True, version("torch"), needed=True)
 
 
-def _bytecode() -> Finding:
+def _bytecode() -> PartCheck:
     spec = importlib.util.find_spec("torch")
     kept = spec is not None and spec.origin is not None and Path(cache_from_source(spec.origin)).exists()
     if kept or spec is None or not sys.dont_write_bytecode:
-        return Finding("bytecode", True, "kept" if kept else "is kept from the first start on")
+        return PartCheck("bytecode", True, "kept" if kept else "is kept from the first start on")
     hint = "each process of a run compiles torch anew when it starts: unset PYTHONDONTWRITEBYTECODE"
-    return Finding("bytecode", False, "is thrown away", hint)
+    return PartCheck("bytecode", False, "is thrown away", hint)
 
 
-def _bubblewrap() -> Finding:
+def _bubblewrap() -> PartCheck:
     hint = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
     if shutil.which("bwrap") is None:
-        return Finding("bubblewrap", False, "not installed", hint, needed=True)
+        return PartCheck("bubblewrap", False, "not installed", hint, needed=True)
     works = _output(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "echo", "ok"]) == "ok"
     seen = _output(["bwrap", "--version"]) or "?"
-    return Finding("bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", hint, needed=True)
+    return PartCheck(
+        "bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", hint, needed=True
+    )
 
 
-def _docker() -> Finding:
+def _docker() -> PartCheck:
     seen = _output(["docker", "version", "--format", "{{.Server.Version}}"])
     hint = "optional: start a docker engine and install agentrl[docker] for sandbox = 'docker'"
-    return Finding("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else hint)
+    return PartCheck("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else hint)
 
 
-def _vllm() -> Finding:
+def _vllm() -> PartCheck:
     try:
         build = find_build()
     except UsageError as error:
-        return Finding("vllm", False, "not found", f"optional, for engine.kind = 'vllm': {error}")
+        return PartCheck("vllm", False, "not found", f"optional, for engine.kind = 'vllm': {error}")
     kind = "CPU build" if build.cpu else "CUDA build"
-    return Finding("vllm", True, f"{build.version} ({kind})")
+    return PartCheck("vllm", True, f"{build.version} ({kind})")
 
 
 def _output(argv: list[str]) -> str:

@@ -365,7 +365,7 @@ def list_ids(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """List the installed environments, tools, sandboxes, models, per-token columns and algorithms."""
-    from agentrl.cli.catalogue import KINDS, entries
+    from agentrl.cli.registered_ids import KINDS, entries
 
     kinds = KINDS if kind is None else (kind,)
     if as_json:
@@ -406,7 +406,7 @@ def show(
     id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
 ) -> None:
     """Show what an id stands for and which arguments it takes."""
-    from agentrl.cli.catalogue import find
+    from agentrl.cli.registered_ids import find
 
     entry = find(id)
     console = tables.console()

@@ -13,7 +13,7 @@ from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
-    from agentrl.planning.simulate.measured import Run
+    from agentrl.planning.simulate.measured import MeasuredRun
 
 
 def simulate(
@@ -89,7 +89,7 @@ def _config(file: Path | None, run: Path | None, settings: list[str]) -> RunConf
     return configuration.parse(document)
 
 
-def _measured(run: Path) -> Run:
+def _measured(run: Path) -> MeasuredRun:
     from agentrl.planning.simulate.measured import measure
     from agentrl.planning.simulate.sweep import START_UP
     from agentrl.run.order_by_name import returns_of

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from agentrl import registry
 from agentrl.algos.algorithm import Algorithm, Slots
-from agentrl.config.sections import Buffer, config_error, switched_off
+from agentrl.config.sections import BufferSettings, config_error, switched_off
 from agentrl.errors import ConfigError, UnknownIdError
 
 
@@ -99,7 +99,7 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
     )
 
 
-def check(algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: int, quorum: int | None) -> None:
+def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_size: int, quorum: int | None) -> None:
     """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
     slots(algorithms)
     if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):

@@ -61,7 +61,7 @@ class Split(NamedTuple):
         return f"{self.engines} + {self.ranks}"
 
 
-class Controller(Section):
+class ControllerSettings(Section):
     """Moves places between engines and the learner's ranks while the run goes on, if that trains more tokens a second.
     Left out, nothing moves."""
 
@@ -84,7 +84,7 @@ class Cluster(Section):
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
     workers: WorkerPlaces = WorkerPlaces()
-    controller: Controller | None = None
+    controller: ControllerSettings | None = None
     place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
     head_away_s: Positive = 2.0  # Ray's head refuses connections for so long: the run leaves, to join the next one
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
@@ -206,7 +206,7 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
 
 
 def _check_controller(
-    cluster: Cluster, controller: Controller, engine: _Engine, train: _Train, *, several: bool
+    cluster: Cluster, controller: ControllerSettings, engine: _Engine, train: _Train, *, several: bool
 ) -> None:
     key, (least, most) = "cluster.controller", controller.engines
     if not 1 <= least <= most:

@@ -28,13 +28,13 @@ from agentrl.config.sandbox import Sandboxes
 from agentrl.config.sections import (
     URL_SCHEMES,
     Alarms,
-    Buffer,
+    BufferSettings,
     Count,
     CurriculumSettings,
     EnvSource,
     Evaluation,
     Gpus,
-    Pivot,
+    PivotSettings,
     Positive,
     Resume,
     RewardSource,
@@ -126,7 +126,7 @@ class Rollout(_Section):
     template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
     roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names
-    pivot: Pivot | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
+    pivot: PivotSettings | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
 
     @field_validator("template")
     @classmethod
@@ -302,7 +302,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
     rollout: Rollout = Rollout()
     rewards: list[RewardSource] = Field(default_factory=list[RewardSource])
     engine: EngineSettings = EngineSettings()
-    buffer: Buffer = Buffer()
+    buffer: BufferSettings = BufferSettings()
     cluster: Cluster = Cluster()
     sandbox: Sandboxes = Sandboxes()
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`

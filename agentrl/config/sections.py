@@ -88,7 +88,7 @@ class CurriculumSettings(Section):
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
 
 
-class Buffer(Section):
+class BufferSettings(Section):
     """How far generation may run ahead, which groups the learner takes, and what the store keeps."""
 
     groups_per_step: Count = 16  # groups that one optimizer step learns from
@@ -148,7 +148,7 @@ def as_stored(document: Any) -> Any:
 PIVOT_RULES = ("uniform", "entropy", "low_reward")
 
 
-class Pivot(Section):
+class PivotSettings(Section):
     """Forks of played episodes: a group that plays one on from one of its turns, in the place of a new group."""
 
     share: Annotated[float, Field(gt=0, le=1)] = 0.25  # of the groups that closed, those that get a fork

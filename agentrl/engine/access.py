@@ -61,7 +61,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Refused(Exception):
+class AccessRefused(Exception):
     """A request that may not pass; its text says why."""
 
 
@@ -132,19 +132,19 @@ class Guard:
         try:
             body = await _whole(receive)
             await self._check(scope, headers, body)
-        except Refused as error:
+        except AccessRefused as error:
             await _refuse(scope, send, 403, str(error))
             return
         await self._app(scope, _again(body, receive), send)
 
     async def _check(self, scope: Scope, headers: MutableMapping[bytes, bytes], body: bytes) -> None:
-        """Raises Refused for a change that is not the key holder's, or not what it says."""
+        """Raises AccessRefused for a change that is not the key holder's, or not what it says."""
         assert self._key is not None
         path = str(scope["path"])
         query = cast("bytes", scope.get("query_string", b"")).decode("latin-1")
         expected = signature(self._key, scope["method"], f"{path}?{query}" if query else path, body)
         if not hmac.compare_digest(headers.get(SIGNATURE.encode(), b""), expected.encode()):
-            raise Refused(f"{path}: the change is not signed by the run that has this engine")
+            raise AccessRefused(f"{path}: the change is not signed by the run that has this engine")
         match path:
             case "/start_weight_update":
                 self._versions.clear()
@@ -170,17 +170,21 @@ class Guard:
     def _same_version(self, finished: object) -> None:
         named = self._versions - {None}
         if named and named != {str(finished)}:
-            raise Refused(f"weight_version = {finished!r}: the update was of version {', '.join(map(str, named))}")
+            raise AccessRefused(
+                f"weight_version = {finished!r}: the update was of version {', '.join(map(str, named))}"
+            )
 
 
 def _version_of(info: Any) -> object:
     """The version that an update names, with the digest of its content; None of one from memory to memory. Raises
-    Refused for a file without either."""
+    AccessRefused for a file without either."""
     given = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
     if "path" not in given:
         return None
     if not isinstance(given.get("sha256"), str) or given.get("version") is None:
-        raise Refused("update_info: version and sha256 are required of a file: an altered one would not be noticed")
+        raise AccessRefused(
+            "update_info: version and sha256 are required of a file: an altered one would not be noticed"
+        )
     return str(given["version"])
 
 
@@ -190,16 +194,16 @@ async def _check_adapter(body: dict[str, Any]) -> None:
     except (OSError, ValueError):
         return  # the engine says that it is not there
     if not hmac.compare_digest(found, str(body.get("sha256"))):
-        raise Refused(f"lora_path = {body.get('lora_path')!r}: its files are not those that were signed")
+        raise AccessRefused(f"lora_path = {body.get('lora_path')!r}: its files are not those that were signed")
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body or b"{}")
     except ValueError:
-        raise Refused("the body is no JSON") from None
+        raise AccessRefused("the body is no JSON") from None
     if not isinstance(document, dict):
-        raise Refused("the body is no JSON object")
+        raise AccessRefused("the body is no JSON object")
     return cast("dict[str, Any]", document)
 
 
@@ -209,11 +213,11 @@ async def _whole(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Refused("the connection was closed before the body ended")
+            raise AccessRefused("the connection was closed before the body ended")
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > _BODY_BYTES:
-            raise Refused(f"the body is larger than {_BODY_BYTES} bytes")
+            raise AccessRefused(f"the body is larger than {_BODY_BYTES} bytes")
         if not message.get("more_body", False):
             return b"".join(parts)
 

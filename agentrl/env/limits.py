@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Literal, TypeGuard, TypeVar
 
 from agentrl.errors import ConfigError
-from agentrl.host.clocks import Watch, watch
+from agentrl.host.clocks import CallDeadlines, watch
 from agentrl.records import StopReason
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Meter:
     def __init__(self, limits: EpisodeLimits) -> None:
         self._limits = limits
         self._before_s = 0.0
-        self._step: Watch | None = None
+        self._step: CallDeadlines | None = None
         self.turns = 0
         self.tokens = 0
         self.tool_seconds = 0.0

@@ -66,10 +66,10 @@ class Whose(IntEnum):
 
 
 _whose: ContextVar[Whose] = ContextVar("agentrl_whose", default=Whose.OWN)
-_watches: ContextVar[tuple[Watch, ...]] = ContextVar("agentrl_watches", default=())
+_watches: ContextVar[tuple[CallDeadlines, ...]] = ContextVar("agentrl_watches", default=())
 
 
-class Watch:
+class CallDeadlines:
     """The two deadlines of a call; at most one of them runs at a time. `over` says whose time ran out, None if no time
     did. A class of its own and no generator, since each call into an environment has one."""
 
@@ -80,9 +80,9 @@ class Watch:
         self._left = [own_s, policy_s, inf]  # by whose time it is, as the next one
         self._tasks = [0, 0, 0]
         self._tasks[_whose.get()] = 1
-        self._outer: tuple[Watch, ...] = ()
+        self._outer: tuple[CallDeadlines, ...] = ()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CallDeadlines:
         self._since, self._running = self._clock.current_time(), self._now()
         self._scope = trio.CancelScope(deadline=self._since + self._left[self._running])
         self._scope.__enter__()
@@ -146,10 +146,10 @@ class Watch:
         return Whose.POLICY if policy > 0 else Whose.HOST if host > 0 else Whose.OWN
 
 
-def watch(*, own_s: float = inf, policy_s: float = inf) -> Watch:
+def watch(*, own_s: float = inf, policy_s: float = inf) -> CallDeadlines:
     """Cancel the block when it has used `own_s` seconds for itself, or waited `policy_s` seconds for the policy;
-    `Watch.over` then says which. The host's time counts in neither."""
-    return Watch(own_s=own_s, policy_s=policy_s)
+    `CallDeadlines.over` then says which. The host's time counts in neither."""
+    return CallDeadlines(own_s=own_s, policy_s=policy_s)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Modules under the names that they had before, for code of users: `import agentrl.columns` works, and warns.
+"""Modules and classes under the names that they had before, for code of users: `import agentrl.columns` works, and
+warns.
 
 Owns the documented names only; `install` makes Python's import system know them. Never imports a module by itself.
 """
@@ -8,11 +9,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 RENAMED: Final = {
     "agentrl.clock": "agentrl.host.clocks",
@@ -59,3 +60,15 @@ def install() -> None:
     """Make the old names importable in this process; a second call changes nothing."""
     if not any(isinstance(finder, _Renamed) for finder in sys.meta_path):
         sys.meta_path.append(_Renamed())
+
+
+def renamed_names(module: str, new: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module some of whose names are renamed: `new` has today's by their earlier one."""
+
+    def find(name: str) -> Any:
+        if name not in new:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is named {new[name]} now: import that", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], new[name])
+
+    return find

@@ -1,7 +1,8 @@
 """What an HTTP client may cost the servers of ours: the gateway, the recording proxy, the embedded engine.
 
-`Bounds` has the numbers, `Connections` decides who is let in, `Reader` reads one request within the bounds. No sockets
-and no clock: `agentrl.http.http_server` has them under trio, `agentrl.engine.embedded.bounded_protocol` under asyncio.
+`ServerBounds` has the numbers, `Connections` decides who is let in, `Reader` reads one request within the bounds. No
+sockets and no clock: `agentrl.http.http_server` has them under trio, `agentrl.engine.embedded.bounded_protocol` under
+asyncio.
 
 When all places are taken, the connection that has longest owed a request makes room, of the peer that has most. So
 connections that stand idle, or send a request byte by byte, keep nobody out, however many they are.
@@ -22,7 +23,7 @@ _PEER_SHARE = 0.75  # of all connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ServerBounds:
     """`head_bytes` are those of the URL and the headers together. `head_s` begins with a request's first byte, `body_s`
     where its head ends; a connection without a request is closed after `idle_s`. One peer has three quarters of the
     `connections` at most."""
@@ -36,7 +37,7 @@ class Bounds:
     idle_s: float = 600.0
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not read to its end: the `status` of the answer, and why."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -45,7 +46,7 @@ class Refused(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ConnectionPlace:
     """A connection's place: `close` ends the connection at once. One that was `taken` is another's already."""
 
     peer: str
@@ -56,13 +57,15 @@ class Place:
 @dataclass(slots=True)
 class _Peer:
     count: int = 0
-    waiting: dict[Place, None] = field(default_factory=dict[Place, None])  # those without a whole request, oldest first
+    waiting: dict[ConnectionPlace, None] = field(
+        default_factory=dict[ConnectionPlace, None]
+    )  # those without a whole request, oldest first
 
 
 class Connections:
     """The connections of one server. Never more than the process may have open files."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ServerBounds) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = bounds.connections if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES)
         self._most = min(bounds.connections, room)
@@ -70,7 +73,7 @@ class Connections:
         self._peers: dict[str, _Peer] = {}
         self._count = 0
 
-    def enter(self, address: object, close: Callable[[], None]) -> Place | None:
+    def enter(self, address: object, close: Callable[[], None]) -> ConnectionPlace | None:
         """A place for a new connection, for which another may have been closed; None if all are at work."""
         name = _peer(address)
         own = self._peers.get(name)
@@ -80,24 +83,24 @@ class Connections:
             fullest = max((peer for peer in self._peers.values() if peer.waiting), key=_size, default=None)
             if fullest is None or not self._close_oldest(fullest):
                 return None
-        place = Place(name, close)
+        place = ConnectionPlace(name, close)
         own = self._peers.setdefault(name, _Peer())
         own.count += 1
         own.waiting[place] = None
         self._count += 1
         return place
 
-    def works(self, place: Place) -> None:
+    def works(self, place: ConnectionPlace) -> None:
         """Its request is whole, and is being answered."""
         if not place.taken:
             self._peers[place.peer].waiting.pop(place, None)
 
-    def waits(self, place: Place) -> None:
+    def waits(self, place: ConnectionPlace) -> None:
         """It has its answer, and may ask again."""
         if not place.taken:
             self._peers[place.peer].waiting[place] = None
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ConnectionPlace) -> None:
         """It is closed."""
         if place.taken:
             return
@@ -130,7 +133,7 @@ def _peer(address: object) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
-def raise_open_files(bounds: Bounds) -> None:
+def raise_open_files(bounds: ServerBounds) -> None:
     """Let this process have as many files open as its connections need, if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = bounds.connections + _OTHER_FILES
@@ -140,18 +143,18 @@ def raise_open_files(bounds: Bounds) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def refusal(error: httptools.HttpParserError) -> Refused:
+def refusal(error: httptools.HttpParserError) -> RequestRefused:
     """Why the parser gave up: one of our callbacks refused, or it is no HTTP."""
     why = error.__context__
-    return why if isinstance(why, Refused) else Refused(400, f"this is no HTTP request: {error}")
+    return why if isinstance(why, RequestRefused) else RequestRefused(400, f"this is no HTTP request: {error}")
 
 
 class Measure:
-    """Counts the bytes of one request as they come. Raises Refused where there are too many."""
+    """Counts the bytes of one request as they come. Raises RequestRefused where there are too many."""
 
     __slots__ = ("_bounds", "_headers", "_silent", "body")
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ServerBounds) -> None:
         self._bounds = bounds
         self._headers, self._silent, self.body = 0, 0, 0
 
@@ -167,7 +170,7 @@ class Measure:
 
     def url(self, length: int) -> None:
         if length > self._bounds.url_bytes:
-            raise Refused(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
+            raise RequestRefused(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def header(self, name: bytes, value: bytes) -> None:
         self._headers += len(name) + len(value) + 4
@@ -181,17 +184,17 @@ class Measure:
         if self.body > self._bounds.body_bytes:
             raise self._body()
 
-    def _head(self) -> Refused:
-        return Refused(431, f"the headers are longer than {self._bounds.head_bytes} bytes")
+    def _head(self) -> RequestRefused:
+        return RequestRefused(431, f"the headers are longer than {self._bounds.head_bytes} bytes")
 
-    def _body(self) -> Refused:
-        return Refused(413, f"the body is larger than {self._bounds.body_bytes} bytes")
+    def _body(self) -> RequestRefused:
+        return RequestRefused(413, f"the body is larger than {self._bounds.body_bytes} bytes")
 
 
 class Reader:
     """One request, from the bytes that `feed` is given; httptools calls `on_...`."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ServerBounds) -> None:
         self._parser: Any = httptools.HttpRequestParser(self)
         self._measure = Measure(bounds)
         self._begun = False
@@ -206,12 +209,12 @@ class Reader:
         return b"".join(self._body)
 
     def feed(self, data: bytes) -> None:
-        """Read on; `head` and `whole` say how far it is. Raises Refused."""
+        """Read on; `head` and `whole` say how far it is. Raises RequestRefused."""
         before = self._measure.body
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            raise Refused(400, "no other protocol is spoken here") from None
+            raise RequestRefused(400, "no other protocol is spoken here") from None
         except httptools.HttpParserError as error:
             raise refusal(error) from None
         if not self.whole:
@@ -219,7 +222,7 @@ class Reader:
 
     def on_message_begin(self) -> None:
         if self._begun:
-            raise Refused(400, "the next request has to wait for the answer")
+            raise RequestRefused(400, "the next request has to wait for the answer")
         self._begun = True
 
     def on_url(self, url: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import httptools
 import trio
 
-from agentrl.http.bounds import Bounds, Connections, Place, Reader, Refused
+from agentrl.http.bounds import ConnectionPlace, Connections, Reader, RequestRefused, ServerBounds
 
 _READ_BYTES = 65_536
 _WRITE_S = 60.0  # a client that takes nothing for so long has left
@@ -29,7 +29,7 @@ _GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 _log = logging.getLogger(__name__)
 
 
-class Parts(Protocol):
+class BodyParts(Protocol):
     """A body that comes in parts, and is closed once."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
@@ -44,7 +44,7 @@ class Typed:
     data: bytes
 
 
-Answer = tuple[int, bytes | Typed | Parts]
+Answer = tuple[int, bytes | Typed | BodyParts]
 
 
 class Cut(Exception):
@@ -67,7 +67,7 @@ async def listen(
     handler: Handler,
     listeners: list[trio.SocketListener],
     *,
-    bounds: Bounds = Bounds(),  # noqa: B008 - it is frozen
+    bounds: ServerBounds = ServerBounds(),  # noqa: B008 - it is frozen
     refuses: Refuses | None = None,
 ) -> None:
     """Serve for ever."""
@@ -78,7 +78,7 @@ async def listen(
 @dataclass(frozen=True, slots=True)
 class _Server:
     handler: Handler
-    bounds: Bounds
+    bounds: ServerBounds
     refuses: Refuses | None
     connections: Connections
 
@@ -110,7 +110,7 @@ async def _connected(server: _Server, stream: trio.SocketStream) -> None:
 class _Connection:
     """One socket and the request being read from it."""
 
-    def __init__(self, server: _Server, stream: trio.SocketStream, place: Place) -> None:
+    def __init__(self, server: _Server, stream: trio.SocketStream, place: ConnectionPlace) -> None:
         self._server, self._stream, self._place = server, stream, place
         self._ahead = b""  # bytes of the next request, received while this one was answered
         self._request = Reader(server.bounds)
@@ -135,7 +135,7 @@ class _Connection:
                     if not begun or request.head != head:
                         begun, now = True, trio.current_time()
                         scope.deadline = now + (bounds.body_s if request.head else bounds.head_s)
-        except Refused as refused:
+        except RequestRefused as refused:
             error = {"message": str(refused), "type": "Error", "code": refused.status}
             await self._refuse(refused.status, Typed("application/json", json.dumps({"error": error}).encode()))
         self._server.connections.works(self._place)

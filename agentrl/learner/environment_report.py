@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.learner.data.batch import GroupRows
 from agentrl.learner.data.prefix_trees import Pack
-from agentrl.learner.play_report import Lengths, lengths, pass_at
+from agentrl.learner.play_report import ReportedLengths, lengths, pass_at
 
 Computed = tuple[Pack, Tensor, Tensor, Tensor]
 """A pass, and of its tokens [K]: the proximal log-prob, the entropy, whether a clip cut the gradient."""
@@ -36,9 +36,9 @@ class EnvironmentReport:
     success_mean: float | None
     pass_at: Mapping[str, float]
     limited: float | None
-    played: Lengths
-    trained: Lengths
-    dropped: Lengths
+    played: ReportedLengths
+    trained: ReportedLengths
+    dropped: ReportedLengths
     groups_without_signal: int
     tokens_scored: int
     tokens_trained: int

@@ -1,8 +1,8 @@
 """The learner's end of vLLM's native weight transfer: join engines, send them a snapshot, leave.
 
-Owns the only use of vLLM in the learner's process: `Sender` loads it, nothing before it does. Raises vLLM's errors as
-ours. Never knows HTTP: a client makes the control calls. Never knows time: all calls but `leave` may block for as long
-as an engine does, so they belong on a thread whose owner has a deadline and then calls `leave`.
+Owns the only use of vLLM in the learner's process: `GpuSender` loads it, nothing before it does. Raises vLLM's errors
+as ours. Never knows HTTP: a client makes the control calls. Never knows time: all calls but `leave` may block for as
+long as an engine does, so they belong on a thread whose owner has a deadline and then calls `leave`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import distributed
 
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.host.ports import free_port
-from agentrl.learner.weight_snapshot import Snapshot
+from agentrl.learner.weight_snapshot import WeightSnapshot
 
 _PACKAGE = "vllm.distributed.weight_transfer"
 _IPC_BUFFER = 1 << 30  # bytes shared with the engine at a time, or a tensor's own size where that is larger
@@ -32,7 +32,7 @@ class Client(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-class Sender:
+class GpuSender:
     """Opens channels from `device` to engines: `nccl` broadcasts packed tensors to any number of other GPUs, `ipc`
     shares a buffer with engines on the same GPU."""
 
@@ -49,7 +49,7 @@ class Sender:
         if sync == "ipc" and ranks > 1:
             raise ConfigError("engine.sync", sync, f"a learner of {ranks} ranks sends from one of them: give 'nccl'")
 
-    def join(self, client: Client, snapshot: Snapshot, *, world: int, address: str) -> Channel:
+    def join(self, client: Client, snapshot: WeightSnapshot, *, world: int, address: str) -> GpuChannel:
         """Connect to engines that have `world` workers in total and reach us at `address`. Every later snapshot has the
         tensors of this one. Raises WeightSyncError."""
         with _named(f"joining {world} workers"), _on(self._device):
@@ -63,16 +63,16 @@ class Sender:
                 info = self._backend.IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
             engine = self._factory.trainer_init(info, client=client, source=snapshot)
         engine.client = engine.source = None
-        return Channel(engine, self._device)
+        return GpuChannel(engine, self._device)
 
 
-class Channel:
+class GpuChannel:
     """Joined engines. After an error call only `leave`: the engines may be anywhere in the protocol."""
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine, self._device = engine, device
 
-    def send(self, client: Client, snapshot: Snapshot) -> None:
+    def send(self, client: Client, snapshot: WeightSnapshot) -> None:
         """One update, from its start to its finish. Raises WeightSyncError."""
         engine = self._engine
         engine.client, engine.source = client, snapshot

@@ -41,7 +41,7 @@ from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
 from agentrl.learner.checkpoints.folders import newest, of_role
 from agentrl.learner.data.batch import GroupRows, Row, StepOf, Undone, group_rows, weigh
-from agentrl.learner.data.prefix_trees import Pack, Tree
+from agentrl.learner.data.prefix_trees import Pack, PrefixTree
 from agentrl.learner.flops import Prices, operations, prices, use
 from agentrl.learner.model import lora
 from agentrl.learner.model.models import Models, policy_of
@@ -55,7 +55,7 @@ from agentrl.learner.parallel.ranks import ALONE, Ranks
 from agentrl.learner.step_report import PassResult, StepReport, StepTally, Stopwatch, pass_result, summarise
 from agentrl.learner.weight_export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.learner.weight_hashes import hash_of
-from agentrl.learner.weight_snapshot import Snapshot, take
+from agentrl.learner.weight_snapshot import WeightSnapshot, take
 from agentrl.records import Group
 
 S = TypeVar("S")
@@ -281,7 +281,7 @@ class Learner:
         def priced(policy: str | None) -> Prices:
             return prices(self.models.of(policy).module)
 
-        def cost(tree: Tree) -> float:
+        def cost(tree: PrefixTree) -> float:
             """Of the nodes that predict, those that rows share count for each."""
             predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
             return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
@@ -468,7 +468,7 @@ class Learner:
         found = {name: whole(tensor.detach(), name) for name, tensor in self.models.tensors().items()}
         return {name: hash_of(tensor) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
 
-    def take_snapshot(self, dtype: torch.dtype) -> Snapshot | None:
+    def take_snapshot(self, dtype: torch.dtype) -> WeightSnapshot | None:
         return take(self.model.module, dtype)
 
     def save_part(self, given: tuple[Path, CheckpointState]) -> Path | None:
@@ -542,7 +542,7 @@ class Learner:
         """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""
         return lora.write(self.model.module, self._on_every_rank(self.gather_adapter, None), folder, read_back=False)
 
-    def snapshot(self, dtype: torch.dtype) -> Snapshot:
+    def snapshot(self, dtype: torch.dtype) -> WeightSnapshot:
         """A copy of the weights that a sender reads: see `agentrl.learner.weight_snapshot`."""
         found = self._on_every_rank(self.take_snapshot, dtype)
         assert found is not None, "rank 0 gets it"

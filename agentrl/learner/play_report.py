@@ -11,7 +11,7 @@ from agentrl.learner.data.batch import GroupRows, PlayedEpisode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class ReportedLengths:
     """Of `episodes` episodes: mean number of turns and of sampled tokens; None if there are none."""
 
     episodes: int
@@ -47,9 +47,9 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     return found
 
 
-def lengths(members: Sequence[PlayedEpisode]) -> Lengths:
+def lengths(members: Sequence[PlayedEpisode]) -> ReportedLengths:
     """Of these episodes."""
-    return Lengths(
+    return ReportedLengths(
         episodes=len(members),
         turns=fmean(one.turns for one in members) if members else None,
         tokens=fmean(one.tokens for one in members) if members else None,

@@ -33,7 +33,7 @@ class Described:
     shape: tuple[int, ...]
 
 
-class Snapshot:
+class WeightSnapshot:
     """Tensors under the names of the checkpoint format, in a fixed order; each pass over them gives (name, tensor) on
     `device`, wherever they are kept. It has the form of vLLM's `WeightSource`."""
 
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
+def take(module: Any, dtype: torch.dtype) -> WeightSnapshot | None:
     """The weights of a transformers model, cast to `dtype`; later steps do not change them.
 
     If the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and only rank 0 gets
@@ -80,7 +80,7 @@ def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
         if keeps:
             whole[name] = full.to("cpu", copy=True) if sharded else full
     _settle(device, sharded)
-    return Snapshot(checkpoint_names(module, whole), device) if keeps else None
+    return WeightSnapshot(checkpoint_names(module, whole), device) if keeps else None
 
 
 def _settle(device: torch.device, sharded: bool) -> None:

@@ -67,24 +67,27 @@ class Hurts:
             raise UsageError(f"--restart-database: {lack}, or leave it out")
 
     @property
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, TrainingRun]:
         """The runs to hurt, by what an interrupted episode goes on from."""
-        groups = Run(self, self.out, "group")
+        groups = TrainingRun(self, self.out, "group")
         if not self.restart_groups:
-            return {"as configured": Run(self, self.out)}
+            return {"as configured": TrainingRun(self, self.out)}
         if not self.compare:
             return {"from its group's start": groups}
         beside = self.out.with_name(f"{self.out.name}-groups")
-        return {"from its tokens": Run(self, self.out, "tokens"), "from its group's start": Run(self, beside, "group")}
+        return {
+            "from its tokens": TrainingRun(self, self.out, "tokens"),
+            "from its group's start": TrainingRun(self, beside, "group"),
+        }
 
     @property
-    def quiet(self) -> Run | None:
+    def quiet(self) -> TrainingRun | None:
         """The undisturbed run, to compare with."""
-        return Run(self, self.out.with_name(f"{self.out.name}-quiet")) if self.compare else None
+        return TrainingRun(self, self.out.with_name(f"{self.out.name}-quiet")) if self.compare else None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """One run of what was asked for, in its folder `out`."""
 
     what: Hurts
@@ -168,7 +171,7 @@ def hurt(what: Hurts, console: Console) -> bool:
     return all(report.ok for report in reports.values())
 
 
-def _hurt_one(run: Run, below: Path | None, console: Console) -> ChaosReport:
+def _hurt_one(run: TrainingRun, below: Path | None, console: Console) -> ChaosReport:
     """Hurt one run, and bring what it wrote out of its small disk into `below`."""
     what = run.what
     chaos = ChaosRun(run.words, run.out, faults=what.faults, seed=what.seed, every_s=what.every_s, among=what.among)

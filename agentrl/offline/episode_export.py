@@ -25,7 +25,7 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.models.resolve import model_dir, vocabulary
 from agentrl.records import RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.run.task_sources import first_tasks
-from agentrl.store import MovedGroup, MovedMember, Partial, Snapshot
+from agentrl.store import EnvSnapshot, MovedGroup, MovedMember, Partial
 from agentrl.store.codec import pack_answer, pack_messages, pack_task, unpack_answer, unpack_task
 from agentrl.store.episodes.endings import Ending
 from agentrl.store.interfaces import MovingStore
@@ -370,7 +370,7 @@ def _member(said: MemberLine, tokens: int | None, *, snapshots: bool) -> MovedMe
             raise ValueError(f"a token beyond the model's {tokens}")
     snapshot = None
     if kept is not None and snapshots:
-        snapshot = Snapshot(turn=kept.turn, seconds=kept.seconds, data=_bytes(kept.data))
+        snapshot = EnvSnapshot(turn=kept.turn, seconds=kept.seconds, data=_bytes(kept.data))
     return MovedMember(
         start=None if said.start is None else _messages(said.start),
         turns=tuple(_turn(at, line) for at, line in enumerate(said.turns)),

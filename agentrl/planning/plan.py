@@ -104,7 +104,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class GpuSplit:
     """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one, side by side or by turns.
     `at_once` episodes fit the engines' cache; `cache_room` bytes of each GPU are left for that. By turns, `host_bytes`
     wait in host memory, and a step spends `swap_s` on bringing one and the other to the GPU."""
@@ -141,13 +141,13 @@ class Plan:
     gpu: Gpu
     n: int
     held: MemoryBudget
-    splits: tuple[Split, ...]
+    splits: tuple[GpuSplit, ...]
     tokens_per_step: int  # sampled ones
     max_running: int
     cache_mb: int  # engine.kv_cache_mb
 
     @property
-    def best(self) -> Split | None:
+    def best(self) -> GpuSplit | None:
         """The quickest one that fits."""
         return min((one for one in self.splits if one.fits), key=lambda one: one.step_s, default=None)
 
@@ -211,7 +211,7 @@ def _passes(config: RunConfig, work: Work) -> int:
 
 def _split(
     config: RunConfig, folder: Path, bytes_: MemoryBudget, gpu: Gpu, work: Work, engines: int, learners: int
-) -> Split:
+) -> GpuSplit:
     described = _described(folder)
     layers, of_experts = described["num_hidden_layers"], _used(described)
     each = EnginePlan.of(config, described, _width(config, folder))
@@ -240,7 +240,7 @@ def _split(
     stems = min(groups * min(_passes(config, work), teams), passes)  # each team computes those of all groups
     once = (bytes_.operations - bytes_.again) * passes + bytes_.again * stems
     operations = once * (4 / 3 if config.train.gradient_checkpointing else 1.0) * config.train.epochs
-    return Split(
+    return GpuSplit(
         engines=engines,
         learners=learners,
         learner_bytes=learner,

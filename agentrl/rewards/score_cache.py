@@ -15,7 +15,7 @@ _MOST: Final = 4096  # contents that are remembered
 
 
 @dataclass(slots=True)
-class Known:
+class ScoreCache:
     """Values by the content of an episode so far: task, all that was said, whether it is over. The oldest ones go. With
     `apart`, turns that say the same are not the same: what is measured is not what was said."""
 

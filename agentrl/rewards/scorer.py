@@ -30,7 +30,7 @@ from agentrl.rewards.hidden_tests import ArtifactsOf, BoxTests
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.overlong import Overlong
 from agentrl.rewards.reward_model import RewardModel
-from agentrl.rewards.score_cache import Known
+from agentrl.rewards.score_cache import ScoreCache
 from agentrl.rewards.score_failures import KIND, FailureCount
 from agentrl.rewards.shaping import Shaping
 from agentrl.rewards.verdict import Verdict
@@ -71,7 +71,7 @@ def rewarder_of(
         if settings.kind != "shaping":
             return own
         threads = trio.CapacityLimiter(settings.concurrency)
-        known = Known(apart=settings.measure == "tests")
+        known = ScoreCache(apart=settings.measure == "tests")
 
         async def potential(state: Trajectory) -> float:
             return (await _called(own, state, threads)).value
@@ -121,7 +121,7 @@ class Scorer:
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
-    _known: Known = field(init=False)
+    _known: ScoreCache = field(init=False)
     _tracebacks: Tracebacks = field(default_factory=Tracebacks)
     _count: FailureCount = field(init=False)
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
@@ -129,7 +129,7 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
-        self._known = Known(apart=self.settings.measure == "tests")
+        self._known = ScoreCache(apart=self.settings.measure == "tests")
         self._count = FailureCount(self.settings.source, life=secrets.token_hex(4))
 
     @property

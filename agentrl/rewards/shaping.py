@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from agentrl.records import Trajectory
-from agentrl.rewards.score_cache import Known
+from agentrl.rewards.score_cache import ScoreCache
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Shaping:
 
     potential: Callable[[Trajectory], Awaitable[float]]
     gamma: float = 1.0
-    known: Known = field(default_factory=Known)
+    known: ScoreCache = field(default_factory=ScoreCache)
 
     async def __call__(self, seen: Trajectory) -> float:
         turns, role = seen.turns, seen.turns[-1].role

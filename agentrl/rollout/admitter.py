@@ -19,7 +19,7 @@ from agentrl.records import Task
 from agentrl.rollout.branching import Pivots
 from agentrl.store.asynchronous.threads import Aside
 from agentrl.store.asynchronous.wait_for_work import Waiting
-from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.interfaces import AdmissionStore
 from agentrl.tokens import staleness
 
@@ -27,9 +27,9 @@ _SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones,
 _LOOK_S = 1.0  # admission looks so often even if nothing changed
 
 
-def bounds_of(config: RunConfig) -> Bounds:
+def bounds_of(config: RunConfig) -> AdmissionBounds:
     """The bounds of admission in a run file."""
-    return Bounds(
+    return AdmissionBounds(
         group_size=config.rollout.group_size,
         groups_per_step=config.buffer.groups_per_step,
         max_lag=config.buffer.max_lag,
@@ -46,7 +46,7 @@ class Admitter:
 
     store: AdmissionStore
     tasks: TaskSource
-    bounds: Bounds
+    bounds: AdmissionBounds
     max_lag: Callable[[], int | None] = lambda: None  # what alarms lowered the lag bound to, if they did
     pivots: Pivots | None = None
     skips: Callable[[Task], bool] = lambda _: False  # whether a task is not to be trained on

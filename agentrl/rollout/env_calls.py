@@ -22,7 +22,7 @@ class TimeUp(Exception):
 
 
 @dataclass(slots=True)
-class Guard:
+class EnvCalls:
     """Calls into the environment `env`, whose own code has `deadline_s` seconds per call. `seconds` is the time that
     calls for the policy's actions have taken so far."""
 
@@ -53,7 +53,7 @@ class Guard:
         raise failed
 
 
-async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: Guard) -> float:
+async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: EnvCalls) -> float:
     """The outcome that a rewarder gives an episode, within the guard's deadline. Raises TimeUp if the policy's work
     cannot be judged in time, InfrastructureError for a failure of the rewarder, also from its PolicyFault."""
 

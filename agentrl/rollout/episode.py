@@ -44,7 +44,7 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
-from agentrl.rollout.env_calls import Guard, TimeUp, one_line, reason_of, rewarded
+from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line, reason_of, rewarded
 from agentrl.rollout.generate_turn import sample, untold
 from agentrl.rollout.handover import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
@@ -77,7 +77,7 @@ class RolloutContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopCause:
     """How an episode ended; `detail` is the one-line cause of a failure."""
 
     stop_reason: StopReason
@@ -95,7 +95,7 @@ class _Prompt:
     context: tuple[int, ...]
 
 
-async def play(claim: Claim, context: RolloutContext) -> Ending:
+async def play(claim: Claim, context: RolloutContext) -> StopCause:
     """Play a claimed episode to its end and finish it in the store.
 
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
@@ -105,7 +105,7 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
     return await resumed(claim, context.store, context.settings, partial(_play, context))
 
 
-async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> Ending:
+async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCause:
     episode = _Episode(claim, context, unbroken)
     try:
         try:
@@ -135,14 +135,14 @@ class _Episode:
         self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, if it is rendered already
         self._begun = claim.partial  # tokens of the next turn that are sampled already
-        self._guard = Guard(claim.task.env, context.settings.step_deadline_s)
+        self._guard = EnvCalls(claim.task.env, context.settings.step_deadline_s)
         self._schemas: Sequence[Mapping[str, Json]] | None = None  # the tools of the conversation
         self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
         self._given = {*context.frozen, *context.opponents.roles(claim)}  # roles of policies that do not learn
 
-    async def run(self) -> Ending:
+    async def run(self) -> StopCause:
         ending = self._ended()  # not None: it was over, and only its end was not written
         if ending is None:
             ending = await self._begin()
@@ -162,7 +162,7 @@ class _Episode:
             with boundary(EnvError, where, passes=(InfrastructureError,), place=True):
                 await env.aclose()
 
-    async def score(self, ending: Ending) -> Ending:
+    async def score(self, ending: StopCause) -> StopCause:
         """Ask the rewarder, if there is one, for the reward of an episode that did not fail. If the rewarder fails, the
         episode ends as failed; if the policy's work cannot be judged in time, the reward is 0."""
         rewarder = self._context.rewarder
@@ -173,21 +173,21 @@ class _Episode:
             self._rewarded = await rewarded(rewarder, self._trajectory(ending), self._guard)
         except TimeUp as up:
             self._rewarded = 0.0
-            return Ending(StopReason.TIME_LIMIT, str(up))
+            return StopCause(StopReason.TIME_LIMIT, str(up))
         except InfrastructureError as error:
             fault = error.__cause__
             return self.failed(error, fault if isinstance(fault, PolicyFault) else None)
         return ending
 
-    def failed(self, error: InfrastructureError, cause: Exception | None = None) -> Ending:
+    def failed(self, error: InfrastructureError, cause: Exception | None = None) -> StopCause:
         """The ending by a failure that the policy could not have caused; the first of each kind is logged whole."""
-        ending = Ending(reason_of(error), one_line(error))
+        ending = StopCause(reason_of(error), one_line(error))
         claim, task = self._claim, self._claim.task
         where = f"{task.env}, seed {task.seed} (task {task.index}, episode {claim.episode_id})"
         self._context.tracebacks.log(cause or error, f"{where}: {ending.detail}")
         return ending
 
-    async def finish(self, ending: Ending) -> None:
+    async def finish(self, ending: StopCause) -> None:
         """Write the episode's end, with outcome and success where it is scored."""
         outcomes = self._outcomes(ending)
         outcome, success = self._outcome(ending, outcomes)
@@ -203,7 +203,7 @@ class _Episode:
 
     # --- the steps of the machine
 
-    async def _begin(self) -> Ending | None:
+    async def _begin(self) -> StopCause | None:
         """Make the environment. Start the episode, or bring the environment to where the journal stands: by its newest
         snapshot and a replay of the turns after it, else by a replay of all turns."""
         claim, store = self._claim, self._context.store
@@ -237,7 +237,7 @@ class _Episode:
         env.template_format = self._context.renderer.tool_format or ""
         return env
 
-    async def _go_on(self) -> Ending | None:
+    async def _go_on(self) -> StopCause | None:
         """Go on where the journal stands: have the last action answered if it is not."""
         unanswered = bool(self._turns) and self._turns[-1].step is None
         return await self._answer() if unanswered else None
@@ -279,24 +279,24 @@ class _Episode:
         self._said, self._first_role = start, start.role
         return start.observation
 
-    async def _turn(self) -> Ending | None:
-        """One action and its answer; an `Ending` if it was the last."""
+    async def _turn(self) -> StopCause | None:
+        """One action and its answer; a `StopCause` if it was the last."""
         context, settings = self._context, self._context.settings
         try:
             prompt, self._next = self._next or await self._prompt(), None
         except PolicyFault as fault:  # of a journal that another chat template rendered
-            return Ending(StopReason.POLICY_FAULT, one_line(fault))
+            return StopCause(StopReason.POLICY_FAULT, one_line(fault))
         room = settings.max_context - len(prompt.context)
         if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
             self._said = step_results.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             which = f"the prompt of turn {len(self._turns)}" if self._turns else "the first prompt"
-            return Ending(StopReason.CONTEXT_LIMIT, f"{which} {_beyond(len(prompt.context), settings.max_context)}")
+            return StopCause(StopReason.CONTEXT_LIMIT, f"{which} {_beyond(len(prompt.context), settings.max_context)}")
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
         await context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
         return await self._answer()
 
-    async def _answer(self) -> Ending | None:
+    async def _answer(self) -> StopCause | None:
         """Have the last turn answered, and journal the answer. If a limit of the run or a fault ends the episode here,
         the answer holds the stop reason and, at a limit, the environment's last word."""
         turn, reason = self._turns[-1], None
@@ -455,23 +455,23 @@ class _Episode:
         self._said = step
         return step
 
-    def _ended(self) -> Ending | None:
+    def _ended(self) -> StopCause | None:
         """How the last step ended the episode; None if it did not."""
         step = self._turns[-1].step if self._turns else None
         if step is None or not (step.terminated or step.truncated):
             return None
         self._said = step
         if step.stop_reason is not None:
-            return Ending(step.stop_reason, self._detail)
-        return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
+            return StopCause(step.stop_reason, self._detail)
+        return StopCause(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
 
-    def _outcomes(self, ending: Ending) -> dict[str, float]:
+    def _outcomes(self, ending: StopCause) -> dict[str, float]:
         """The outcome of each role, if the environment gives them; with a rewarder all roles have the same."""
         if not ending.stop_reason.by_policy or self._context.rewarder is not None:
             return {}
         return dict(self._said.outcomes)
 
-    def _outcome(self, ending: Ending, outcomes: Mapping[str, float]) -> tuple[float | None, bool | None]:
+    def _outcome(self, ending: StopCause, outcomes: Mapping[str, float]) -> tuple[float | None, bool | None]:
         """Outcome reward and success. The outcome is the rewarder's if there is one; else that of the one learning
         role, if the environment gives outcomes by role and just one learns; else the environment's, or 0 without any:
         step rewards are then the whole signal. Success is the environment's; if it gives none, the one role succeeds
@@ -489,7 +489,7 @@ class _Episode:
             outcome = self._said.outcome or 0.0
         return outcome, success
 
-    def _trajectory(self, ending: Ending) -> Trajectory:
+    def _trajectory(self, ending: StopCause) -> Trajectory:
         claim = self._claim
         return Trajectory(
             episode_id=claim.episode_id,

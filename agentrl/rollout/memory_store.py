@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Step, StopReason, Task, Trajectory, Turn
-from agentrl.store import TRAIN, Claim, Partial, Snapshot
+from agentrl.store import TRAIN, Claim, EnvSnapshot, Partial
 from agentrl.store.databases.batched_calls import Result
 
 
@@ -29,7 +29,7 @@ class _Entry:
     turns: list[Turn] = field(default_factory=list[Turn])
     start: Messages | None = None
     trial: int = 0
-    snapshot: Snapshot | None = None
+    snapshot: EnvSnapshot | None = None
     unsaved: str = ""
     ended: Trajectory | None = None
     detail: str = ""
@@ -129,10 +129,10 @@ class MemoryStore:
             outcomes=dict(outcomes or {}),
         )
 
-    async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
+    async def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:
         self._held(episode_id).snapshot = snapshot
 
-    async def snapshot(self, episode_id: int) -> Snapshot | None:
+    async def snapshot(self, episode_id: int) -> EnvSnapshot | None:
         return self._held(episode_id).snapshot
 
     async def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:

@@ -12,8 +12,8 @@ from typing import Final
 from agentrl.config import Rollout
 from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
 from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedSnapshots, SnapshotEnv
-from agentrl.rollout.env_calls import Guard, TimeUp, one_line
-from agentrl.store import Claim, Snapshot
+from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line
+from agentrl.store import Claim, EnvSnapshot
 from agentrl.store.interfaces import EpisodeStore
 
 _ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn and their paths: more is no source that anyone wrote
@@ -27,7 +27,7 @@ def prepare(env: AsyncEnv, settings: Rollout) -> None:
 
 
 async def keep_snapshot(
-    env: AsyncEnv, guard: Guard, store: EpisodeStore, settings: Rollout, claim: Claim, turn: int
+    env: AsyncEnv, guard: EnvCalls, store: EpisodeStore, settings: Rollout, claim: Claim, turn: int
 ) -> bool:
     """Keep a snapshot after the answer to `turn`, if the environment offers them and one is due. If that fails, the
     reason is noted and the result is False: it should not be asked again. The turns can still be replayed, and the
@@ -46,7 +46,7 @@ async def keep_snapshot(
         failed = f"it has {len(data)} bytes, more than rollout.max_snapshot_bytes"
     with suppress(DiskFull):  # the next journal call raises it
         if isinstance(data, bytes) and not failed:
-            snapshot = Snapshot(turn=turn, data=data, seconds=guard.seconds)
+            snapshot = EnvSnapshot(turn=turn, data=data, seconds=guard.seconds)
             await store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
             return True
         failed = failed or f"it is a {type(data).__name__}, not bytes"
@@ -55,7 +55,7 @@ async def keep_snapshot(
 
 
 async def keep_artifacts(
-    env: AsyncEnv, guard: Guard, store: EpisodeStore, claim: Claim, turn: str, policy_s: float
+    env: AsyncEnv, guard: EnvCalls, store: EpisodeStore, claim: Claim, turn: str, policy_s: float
 ) -> None:
     """Keep the files that a reward source tests, as they stand after a turn; does nothing if the environment declares
     none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises

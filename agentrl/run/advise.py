@@ -10,8 +10,8 @@ from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
-from agentrl.planning.simulate.measured import Run, measure
-from agentrl.planning.simulate.sweep import START_UP, Case, Row, advice, not_reproduced, run_all
+from agentrl.planning.simulate.measured import MeasuredRun, measure
+from agentrl.planning.simulate.sweep import START_UP, SweepCase, SweepRow, advice, not_reproduced, run_all
 from agentrl.planning.simulate.sweep_cases import Wishes, plan
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
@@ -70,7 +70,7 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
 
 def gains(
     config: RunConfig,
-    measured: Run,
+    measured: MeasuredRun,
     present: Split,
     beside: Sequence[Split],
     *,
@@ -82,7 +82,7 @@ def gains(
     steps = min(_STEPS, max(_FEWEST, _EPISODES // batch))
     now = next(case for case in plan(config, Wishes(others=False, steps=steps), measured) if case.present)
 
-    def split_so(split: Split) -> Case:
+    def split_so(split: Split) -> SweepCase:
         slots = max(now.world.group_size, round(now.world.slots * split.engines / present.engines))
         learner = now.world.learner.sped_up(faster(split.ranks))
         return replace(now, world=replace(now.world, slots=slots, learner=learner))
@@ -91,12 +91,12 @@ def gains(
     return {split: useful / first - 1 if first else 0.0 for split, useful in zip(beside, others, strict=True)}
 
 
-def _of(rows: list[Row]) -> list[Row]:
+def _of(rows: list[SweepRow]) -> list[SweepRow]:
     """The run's own row first."""
     return sorted(rows, key=lambda row: not row.case.present)
 
 
-def _gain(row: Row, present: Row) -> str:
+def _gain(row: SweepRow, present: SweepRow) -> str:
     gain = row.found.episodes_s / present.found.episodes_s - 1
     dropped = f"{row.found.tokens_discarded:.1%} of the tokens dropped instead of {present.found.tokens_discarded:.1%}"
     return f"{gain:+.0%} episodes trained a second, {dropped}, learner idle {row.found.idle:.0%}."
@@ -121,7 +121,7 @@ def _turns(steps: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _side(measured: Run, rows: list[Row]) -> str:
+def _side(measured: MeasuredRun, rows: list[SweepRow]) -> str:
     present = next(row for row in rows if row.case.present).found
     if measured.idle > _BUSY and present.idle > _BUSY:
         return "The learner waits for episodes: a GPU more belongs to the engines."

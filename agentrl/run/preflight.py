@@ -35,7 +35,7 @@ from agentrl.models.resolve import model_dir, renderer_of
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Task
 from agentrl.rewards.hidden_tests import BoxTests
-from agentrl.rollout.env_calls import Guard, one_line
+from agentrl.rollout.env_calls import EnvCalls, one_line
 from agentrl.rollout.render_messages import rendered
 from agentrl.rollout.take_snapshots import prepare
 from agentrl.run.evaluation import held_out as evaluation
@@ -214,7 +214,7 @@ def _sources(config: RunConfig) -> Iterator[list[Task]]:
 
 async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
     """Reset a task, render it; one answer is judged if the environment is of rows."""
-    guard = Guard(task.env, _DEADLINE_S)  # the caller's deadline comes first
+    guard = EnvCalls(task.env, _DEADLINE_S)  # the caller's deadline comes first
     env: AsyncEnv = await guard("make", partial(_called, partial(_made, task)))
     try:
         prepare(env, config.rollout)

@@ -30,7 +30,7 @@ from typing import TypeVar
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.config.cluster import Controller as ControllerSettings
+from agentrl.config.cluster import ControllerSettings as ControllerSettings
 from agentrl.config.gpu_placement import starts_apart
 from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters

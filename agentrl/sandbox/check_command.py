@@ -15,7 +15,7 @@ _MAX_COUNT = 8_000  # bubblewrap takes 9,000 of its own and the command's togeth
 _MAX_ONE = (128 << 10) - 1  # of one argument, Linux's MAX_ARG_STRLEN
 
 
-class Refused(Exception):
+class CommandRefused(Exception):
     """The command cannot be run as asked; `result` says so as a shell would."""
 
     def __init__(self, why: str, code: int = REFUSED) -> None:
@@ -24,31 +24,31 @@ class Refused(Exception):
 
 
 def checked_wall_s(timeout_s: float | None, limits: Limits) -> float:
-    """The seconds that a command may take. Raises Refused."""
+    """The seconds that a command may take. Raises CommandRefused."""
     if timeout_s is None:
         return limits.wall_s
     if not timeout_s >= 0:  # NaN too
-        raise Refused(f"timeout_s = {timeout_s!r}: give 0 seconds or more")
+        raise CommandRefused(f"timeout_s = {timeout_s!r}: give 0 seconds or more")
     return timeout_s
 
 
 def checked_argv(argv: Sequence[str]) -> list[bytes]:
-    """The arguments as bytes. Raises Refused."""
+    """The arguments as bytes. Raises CommandRefused."""
     if not argv or not argv[0]:
-        raise Refused("no command given")
+        raise CommandRefused("no command given")
     encoded = [_encode(argument, "argument") for argument in argv]
     if sum(map(len, encoded)) > _MAX_BYTES or len(encoded) > _MAX_COUNT:
-        raise Refused("argument list too long")
+        raise CommandRefused("argument list too long")
     return encoded
 
 
 def checked_env(env: Mapping[str, str]) -> dict[bytes, bytes]:
-    """The environment as bytes. Raises Refused."""
+    """The environment as bytes. Raises CommandRefused."""
     encoded = {_encode(key, "variable name"): _encode(value, "variable") for key, value in env.items()}
     if any(not key or b"=" in key for key in encoded):
-        raise Refused("a variable's name is empty or holds '='")
+        raise CommandRefused("a variable's name is empty or holds '='")
     if sum(len(key) + len(value) for key, value in encoded.items()) > _MAX_BYTES:
-        raise Refused("environment too large")
+        raise CommandRefused("environment too large")
     return encoded
 
 
@@ -56,9 +56,9 @@ def _encode(text: str, what: str) -> bytes:
     try:
         data = os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise Refused(f"{what} is not encodable: {error.reason}") from None
+        raise CommandRefused(f"{what} is not encodable: {error.reason}") from None
     if b"\0" in data:
-        raise Refused(f"{what} holds a NUL byte")
+        raise CommandRefused(f"{what} holds a NUL byte")
     if len(data) > _MAX_ONE:
-        raise Refused(f"{what} too long")
+        raise CommandRefused(f"{what} too long")
     return data

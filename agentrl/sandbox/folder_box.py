@@ -10,7 +10,7 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import BoxBusy, SandboxError
-from agentrl.sandbox.folder_snapshots import Snapshots
+from agentrl.sandbox.folder_snapshots import FolderSnapshots
 from agentrl.sandbox.pack_files import pack, unpack
 from agentrl.sandbox.work_folder import Folder
 
@@ -19,7 +19,7 @@ class WorkBox:
     """A box whose files lie in `_work`. The `close` of a subclass sets `_closed` and drops the
     snapshots in `_taken`."""
 
-    def __init__(self, work: Folder, snapshots: Snapshots) -> None:
+    def __init__(self, work: Folder, snapshots: FolderSnapshots) -> None:
         self._work, self._snapshots = work, snapshots
         self._taken: set[str] = set()
         self._closed = False

@@ -12,7 +12,7 @@ from agentrl.host.janitor import remove_tree
 from agentrl.sandbox.work_folder import Folder
 
 
-class Snapshots:
+class FolderSnapshots:
     """All snapshots of one backend, under `home`."""
 
     def __init__(self, home: Path) -> None:

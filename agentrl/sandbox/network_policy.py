@@ -119,7 +119,7 @@ sys.stderr.write(f"sandbox: {{command[0]}} cannot be run\\n"); sys.exit(code)
 
 
 @dataclass(slots=True)
-class Request:
+class NetworkRequest:
     """One request of a box. `refused` says why it was not served; empty if it was. Bytes are counted both ways."""
 
     host: str
@@ -134,7 +134,7 @@ class Network:
     """What a box may do while the phase lasts. `requests` are the first ones, `asked` and `refused` count all."""
 
     policy: NetworkPolicy
-    requests: list[Request] = field(default_factory=list[Request])
+    requests: list[NetworkRequest] = field(default_factory=list[NetworkRequest])
     asked: int = 0
     refused: int = 0
     path: str = field(default_factory=lambda: f"/tmp/.network-{secrets.token_hex(8)}")  # of the socket in the box
@@ -148,7 +148,7 @@ class Network:
         words = ["python3", "-I", "-c", _FRONT, self.path, *argv]
         return await box.exec(words, env={**dict.fromkeys(names, address), **(env or {})}, timeout_s=timeout_s)
 
-    def note(self, request: Request) -> None:
+    def note(self, request: NetworkRequest) -> None:
         """Count and log a request."""
         self.asked += 1
         self.refused += bool(request.refused)
@@ -264,7 +264,7 @@ class _Connection:
         self._buffer = bytearray()
 
     async def run(self) -> None:
-        request = Request("", 0)
+        request = NetworkRequest("", 0)
         try:
             with trio.fail_after(_HEAD_S):
                 method, target, headers = await self._head()
@@ -318,7 +318,7 @@ class _Connection:
             headers.append((name.lower(), value.strip()))
         return words[0], words[1], headers
 
-    async def _connected(self, request: Request, headers: list[tuple[str, str]] | None) -> trio.SocketStream:
+    async def _connected(self, request: NetworkRequest, headers: list[tuple[str, str]] | None) -> trio.SocketStream:
         """Connect to what was asked for, if it is allowed, by an address that is looked at first."""
         literal = _allowed(self._network.policy, request.host, request.port)
         if headers is not None:
@@ -348,7 +348,7 @@ class _Connection:
         data, self._buffer = bytes(self._buffer), bytearray()
         return data
 
-    async def _both(self, stream: trio.SocketStream, request: Request, first: bytes, left: int | None) -> None:
+    async def _both(self, stream: trio.SocketStream, request: NetworkRequest, first: bytes, left: int | None) -> None:
         """Carry bytes both ways until one side ends; `left` bounds the bytes of the client's body."""
 
         async def down() -> None:

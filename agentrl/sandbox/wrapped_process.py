@@ -21,10 +21,10 @@ from agentrl.host.clocks import policy_time
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
-from agentrl.sandbox.check_command import Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.folder_box import WorkBox
-from agentrl.sandbox.folder_snapshots import Snapshots
-from agentrl.sandbox.host_process import Child, exit_code
+from agentrl.sandbox.folder_snapshots import FolderSnapshots
+from agentrl.sandbox.host_process import HostProcess, exit_code
 from agentrl.sandbox.work_folder import WORKSPACE, Folder
 
 _KEPT = ("PATH", "LANG", "LC_ALL")  # of this process's environment; the rest may hold secrets
@@ -38,7 +38,7 @@ class ProcessBackend:
 
     def __init__(self) -> None:
         self._home: OwnedFolder | None = None
-        self._snapshots: Snapshots | None = None
+        self._snapshots: FolderSnapshots | None = None
         self._count = itertools.count()
         self._boxes: set[ProcessBox] = set()
 
@@ -56,7 +56,7 @@ class ProcessBackend:
         self.check(spec)
         if self._home is None:
             self._home = OwnedFolder()
-            self._snapshots = Snapshots(self._home.path / "snapshots")
+            self._snapshots = FolderSnapshots(self._home.path / "snapshots")
         assert self._snapshots
         box = ProcessBox(self._home, f"box{next(self._count)}", spec, self._snapshots, self)
         self._boxes.add(box)
@@ -86,7 +86,7 @@ class ProcessBox(WorkBox):
     """A work folder and the processes started in it."""
 
     def __init__(
-        self, home: OwnedFolder, name: str, spec: SandboxSpec, snapshots: Snapshots, backend: ProcessBackend
+        self, home: OwnedFolder, name: str, spec: SandboxSpec, snapshots: FolderSnapshots, backend: ProcessBackend
     ) -> None:
         self.spec = spec
         self._home, self._backend = home, backend
@@ -94,7 +94,7 @@ class ProcessBox(WorkBox):
         self._path = self._root / "work"
         self._path.mkdir(mode=0o700, parents=True)
         super().__init__(Folder(self._path, limit=spec.limits.disk_bytes), snapshots)
-        self._running: dict[Child, trio.Event] = {}
+        self._running: dict[HostProcess, trio.Event] = {}
 
     async def exec(
         self,
@@ -109,7 +109,7 @@ class ProcessBox(WorkBox):
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
             child = self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return refused.result
         with policy_time():
             timed_out = await self._drive(child, stdin, wall_s)
@@ -121,7 +121,7 @@ class ProcessBox(WorkBox):
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
             child = self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return NeverStarted(refused.result)
         return Background(
             child,
@@ -130,7 +130,7 @@ class ProcessBox(WorkBox):
             kill=child.kill_group,
         )
 
-    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Child:
+    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> HostProcess:
         self._must_be_open()
         command = checked_argv(argv)
         kept = {key: os.environ[key] for key in _KEPT if key in os.environ}
@@ -139,14 +139,14 @@ class ProcessBox(WorkBox):
         folder = self._path
         if cwd not in (None, "", "."):
             if not self._work.is_directory(cwd):
-                raise Refused(f"no folder {cwd!r} in the work folder")
+                raise CommandRefused(f"no folder {cwd!r} in the work folder")
             folder = self._path / cwd.removeprefix(WORKSPACE).lstrip("/")
         wrapped = self._backend.wrap(command, self.spec, self._path)
-        child = Child(wrapped, env=variables, cwd=folder, output_bytes=self.spec.limits.output_bytes)
+        child = HostProcess(wrapped, env=variables, cwd=folder, output_bytes=self.spec.limits.output_bytes)
         self._running[child] = trio.Event()
         return child
 
-    async def _drive(self, child: Child, stdin: bytes | None, timeout_s: float) -> bool:
+    async def _drive(self, child: HostProcess, stdin: bytes | None, timeout_s: float) -> bool:
         timed_out = False
         try:
             async with trio.open_nursery() as pipes:
@@ -207,7 +207,7 @@ class ProcessBox(WorkBox):
             await ended.wait()
 
 
-def _result(child: Child, *, timed_out: bool) -> ExecResult:
+def _result(child: HostProcess, *, timed_out: bool) -> ExecResult:
     return ExecResult(
         exit_code=137 if timed_out else exit_code(child.status or 0),
         stdout=child.stdout.take(),

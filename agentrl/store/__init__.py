@@ -35,8 +35,8 @@ from typing import Any
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.host.with_block import Closing
 from agentrl.store.audit.selection_bias import Bias, Side, TrainingBias
-from agentrl.store.buffer.admission import Bounds, Load, Room, admissible_groups
-from agentrl.store.buffer.buffer import Buffer, Expired
+from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
+from agentrl.store.buffer.buffer import Expired, GroupBuffer
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.buffer.no_signal import Returns
@@ -48,7 +48,7 @@ from agentrl.store.databases.database import Database
 from agentrl.store.databases.open_store import connect, look, refuse_several
 from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.episodes.artifacts import Artifacts
-from agentrl.store.episodes.env_snapshots import Snapshot, Snapshots
+from agentrl.store.episodes.env_snapshots import EnvSnapshot, EnvSnapshots
 from agentrl.store.episodes.forks import Forks
 from agentrl.store.episodes.groups import TRAIN, Groups
 from agentrl.store.episodes.journal import Journal
@@ -60,7 +60,7 @@ from agentrl.store.episodes.scores import Rewards, Scored, Source
 from agentrl.store.episodes.worker_deaths import Deaths, Quarantined, Released
 from agentrl.store.learner_fence import Leading, check_lead
 from agentrl.store.lineage import Checkpoint, Lineage
-from agentrl.store.metrics import FailedTask, Failures, LengthBias, Lengths, Metric, Metrics
+from agentrl.store.metrics import EpisodeLengths, FailedTask, Failures, LengthBias, Metric, Metrics
 from agentrl.store.reads import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.schema import FIRST_META, SET_META
@@ -69,11 +69,13 @@ from agentrl.store.transfer import MovedGroup, MovedMember, Moving
 __all__ = [
     "FULL",
     "TRAIN",
-    "Bounds",
+    "AdmissionBounds",
     "Checkpoint",
     "Claim",
     "ClosePolicy",
     "DiskFull",
+    "EnvSnapshot",
+    "EpisodeLengths",
     "EpisodeRow",
     "EpisodeTimes",
     "Expired",
@@ -84,7 +86,6 @@ __all__ = [
     "GroupResult",
     "LeaseLost",
     "LengthBias",
-    "Lengths",
     "Load",
     "Metric",
     "MovedGroup",
@@ -106,7 +107,6 @@ __all__ = [
     "Saved",
     "Scored",
     "Side",
-    "Snapshot",
     "Source",
     "StoreError",
     "StoreVersionError",
@@ -126,8 +126,8 @@ class RunStore(
     Deaths,
     Journal,
     Restarts,
-    Snapshots,
-    Buffer,
+    EnvSnapshots,
+    GroupBuffer,
     Retaking,
     Leading,
     Lineage,

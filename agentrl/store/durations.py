@@ -8,7 +8,7 @@ from itertools import groupby
 from agentrl.records import StopReason
 from agentrl.store.buffer.no_signal import Returns, silent
 from agentrl.store.codec import unpack_record, unpack_task
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN, scored
 
 
@@ -24,7 +24,7 @@ class EpisodeTimes:
     turns: tuple[tuple[float, float, int], ...]
 
 
-class Durations(Part):
+class Durations(StorePart):
     """Read times back for a simulation."""
 
     def episode_times(self, limit: int) -> list[EpisodeTimes]:

@@ -9,12 +9,12 @@ kills it once nobody has looked for `cluster.lease_s`, also if it is stopped.
 from __future__ import annotations
 
 from agentrl.errors import LeaseLost
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.run_values import LEARNER
 from agentrl.store.schema import SET_META
 
 
-class Leading(Part):
+class Leading(StorePart):
     """Say who learns."""
 
     def lead(self) -> None:

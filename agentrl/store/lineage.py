@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, WeightVersion
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import TRAIN, forget_starts
 from agentrl.store.episodes.leases import too_early
@@ -33,7 +33,7 @@ class Checkpoint:
     attempt: int
 
 
-class Lineage(Part):
+class Lineage(StorePart):
     """Checkpoints and rollbacks of the learner, and the retention of what it trained."""
 
     @property

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 from agentrl.records import Json, StopReason, Task
 from agentrl.store.codec import pack_identity, to_json, unpack_task
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN
 from agentrl.store.episodes.outages import RAISED, ended_well
 from agentrl.store.learner_fence import check_lead
@@ -34,7 +34,7 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class EpisodeLengths:
     """Mean length of `episodes` episodes, in turns, in sampled tokens and in seconds from first claim to end (nan if
     there are none)."""
 
@@ -52,9 +52,9 @@ class LengthBias:
 
     A member cut off while it ran counts with the length it had, so a dropped mean is a lower bound."""
 
-    trained: Lengths
-    dropped: Lengths
-    by_reason: dict[str, Lengths]
+    trained: EpisodeLengths
+    dropped: EpisodeLengths
+    by_reason: dict[str, EpisodeLengths]
 
 
 # Word for word the condition of the index `episodes_failed`.
@@ -100,7 +100,7 @@ class Waits(NamedTuple):
     env_s: float
 
 
-class Metrics(Part):
+class Metrics(StorePart):
     """Record values and read them back; count what was dropped and why."""
 
     def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
@@ -287,9 +287,11 @@ class _Sum:
         self.tokens += tokens
         self.seconds += seconds
 
-    def mean(self) -> Lengths:
+    def mean(self) -> EpisodeLengths:
         n = self.episodes or math.nan
-        return Lengths(episodes=self.episodes, turns=self.turns / n, tokens=self.tokens / n, seconds=self.seconds / n)
+        return EpisodeLengths(
+            episodes=self.episodes, turns=self.turns / n, tokens=self.tokens / n, seconds=self.seconds / n
+        )
 
 
 def finite(value: Json) -> Json:

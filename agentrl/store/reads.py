@@ -24,7 +24,7 @@ from agentrl.store.codec import (
     unpack_text,
     unpack_tokens,
 )
-from agentrl.store.databases.database import Asked, Database, Part, Row
+from agentrl.store.databases.database import Asked, Database, Row, StorePart
 from agentrl.tokens.columns import NONE
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
@@ -75,7 +75,7 @@ class GroupResult:
     success: float
 
 
-class Readers(Part):
+class Readers(StorePart):
     """Reads for evaluation, transcripts and the viewer."""
 
     def trajectory(self, episode_id: int) -> Trajectory:

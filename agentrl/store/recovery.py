@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.records import GroupState, StopReason
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import LATE, TRAIN, scored
 from agentrl.store.run_values import ATTEMPT_SQL
@@ -40,7 +40,7 @@ class Saved:
         return self.previous_step + 1 + place * (self.step - self.previous_step) // len(self.groups)
 
 
-class Recovery(Part):
+class Recovery(StorePart):
     """Bring the lineage up to what the checkpoints say."""
 
     def reconcile(self, saved: Sequence[Saved], *, max_lag: int) -> int:

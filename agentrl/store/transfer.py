@@ -17,13 +17,13 @@ from agentrl.errors import StoreError
 from agentrl.records import Messages, StopReason, Task, Turn, VersionSpan
 from agentrl.store.codec import pack_messages, unpack_messages, unpack_task
 from agentrl.store.episodes.endings import Ending, conclude, held_ending
-from agentrl.store.episodes.entries import PackedTurn, Rows
-from agentrl.store.episodes.env_snapshots import Snapshot
+from agentrl.store.episodes.entries import PackedTurn, TurnRows
+from agentrl.store.episodes.env_snapshots import EnvSnapshot
 from agentrl.store.episodes.groups import LATE, TRAIN, create_group, scored
 from agentrl.store.episodes.partial_turns import Partial, load_partials, pack_part
 from agentrl.store.reads import load_turns
 from agentrl.store.run_values import ATTEMPT_SQL, RUN_ID
-from agentrl.store.versions import Versions, latest_confirmed
+from agentrl.store.versions import MintedVersions, latest_confirmed
 
 Spans = tuple[VersionSpan, ...]
 
@@ -37,7 +37,7 @@ class MovedMember:
     start: Messages | None = None
     turns: tuple[Turn, ...] = ()
     partial: Partial | None = None
-    snapshot: Snapshot | None = None
+    snapshot: EnvSnapshot | None = None
     ending: Ending | None = None
 
 
@@ -51,7 +51,7 @@ class MovedGroup:
     members: tuple[MovedMember, ...]
 
 
-class Moving(Versions):
+class Moving(MintedVersions):
     """Take groups out, and in."""
 
     def run_id(self) -> str:
@@ -175,7 +175,7 @@ class Moving(Versions):
             start=messages,
             turns=turns,
             partial=load_partials(self._db, [id])[0],
-            snapshot=None if snapshot is None else Snapshot(turn=snapshot[0], seconds=snapshot[1], data=snapshot[2]),
+            snapshot=None if snapshot is None else EnvSnapshot(turn=snapshot[0], seconds=snapshot[1], data=snapshot[2]),
             ending=ending,
         )
 
@@ -184,7 +184,7 @@ class Moving(Versions):
         if member.start is not None:
             start = pack_messages(member.start, "the start of a member")
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))
-        rows = Rows()
+        rows = TurnRows()
         for id, turn in zip(self._db.numbers("turns", len(member.turns)), member.turns, strict=True):
             ours = replace(turn, spans=here(turn.spans)) if turn.learns else turn
             packed = PackedTurn.of(ours, f"turn {turn.index}", self._step)

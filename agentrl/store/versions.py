@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.run_values import ATTEMPT_SQL
 
@@ -21,7 +21,7 @@ class ServedVersion:
     confirmed_s: float
 
 
-class Versions(Part):
+class MintedVersions(StorePart):
     """Mint and confirm weight versions. A version is confirmed when an engine serves it."""
 
     def __init__(self, db: Database) -> None:

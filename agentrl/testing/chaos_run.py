@@ -80,7 +80,7 @@ EVERY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FaultOutcome:
     """A fault, the proof that it was real, the time until the run advanced again, the number of sampled tokens that it
     left behind, and the auditor's findings. `at_stake` are the tokens of unfinished groups when it came: what a restart
     of these groups would have lost."""
@@ -99,7 +99,7 @@ class ChaosReport:
     """`status` is the run's exit status, `left` the processes and folders that it left behind, `skipped` the faults for
     which there was no part; of `tokens` sampled ones in all, `abandoned` were left behind."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FaultOutcome, ...]
     status: int
     wall_s: float
     violations: tuple[str, ...]
@@ -223,8 +223,8 @@ class ChaosRun:
                 process_group=0,
             )
 
-    def _hurt_it(self, say: Callable[[str], None], started: float) -> tuple[list[Outcome], list[str]]:
-        outcomes, skipped = list[Outcome](), list[str]()
+    def _hurt_it(self, say: Callable[[str], None], started: float) -> tuple[list[FaultOutcome], list[str]]:
+        outcomes, skipped = list[FaultOutcome](), list[str]()
         self._advance("", set(), _READY_S)
         self._auditor.path = store_rows.place(self.folder)
         if not self._auditor.path.exists():
@@ -243,7 +243,7 @@ class ChaosRun:
             say(_line(outcomes[-1]))
         return outcomes, skipped
 
-    def _hurt(self, fault: Fault, at_s: float) -> Outcome:
+    def _hurt(self, fault: Fault, at_s: float) -> FaultOutcome:
         self._auditor.look()
         before, at_stake, began = self._auditor.abandoned, self._auditor.at_stake, time.monotonic()
         part = "learner" if fault.part == "rank" else fault.part  # which then starts again, with all its ranks
@@ -257,7 +257,7 @@ class ChaosRun:
         self._recover(part if dies else "", old)
         recovery_s = time.monotonic() - began
         found = unreal + self._auditor.look()
-        return Outcome(
+        return FaultOutcome(
             fault=fault,
             at_s=at_s,
             recovery_s=recovery_s,
@@ -478,7 +478,7 @@ def _port(url: str) -> int | str:
     return found.port or (443 if found.scheme == "https" else 80)
 
 
-def _line(one: Outcome) -> str:
+def _line(one: FaultOutcome) -> str:
     found = "; ".join(one.violations) or "clean"
     return (
         f"{one.at_s:7.0f} s  {one.fault.kind:7} {one.fault.part:11} advanced after {one.recovery_s:6.1f} s, "

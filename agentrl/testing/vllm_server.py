@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 import httpx
 import trio
 
-from agentrl.http.http_server import Answer, Cut, Parts, Typed
+from agentrl.http.http_server import Answer, BodyParts, Cut, Typed
 from agentrl.records import Json
 
 Kind = Literal[
@@ -33,14 +33,14 @@ Kind = Literal[
     "cut",  # the connection breaks
     "hang",  # nothing more comes
     "hang_before_head",  # not even the status comes
-    "status",  # the answer is `Fault.status`, without a stream
+    "status",  # the answer is `GenerationFault.status`, without a stream
 ]
 Part = Literal["tokens", "admin", "processed", "transfer", "plugin", "lora", "kept"]
 _DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class GenerationFault:
     """The fault of one generation once its stream has sent `after` tokens; `status` and `message` are the answer of a
     fault of kind "status"."""
 
@@ -102,8 +102,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     calls: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
-        self._faults: list[Fault] = []
-        self._always: Fault | None = None
+        self._faults: list[GenerationFault] = []
+        self._always: GenerationFault | None = None
         self._update: list[str] | None = None  # the files of an open update so far
         self._staged: str | None = None  # the file that a second copy of the weights was made of
         self._life = 0
@@ -115,7 +115,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         self, kind: Kind, *, times: float = 1, after: int = 0, status: int = 503, message: str = "trouble"
     ) -> None:
         """Break the next `times` generations, or all from now on if `times` is infinite."""
-        fault = Fault(kind=kind, after=after, status=status, message=message)
+        fault = GenerationFault(kind=kind, after=after, status=status, message=message)
         if times == math.inf:
             self._always = fault
         else:
@@ -338,7 +338,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         }
         return _json({"request_id": body["request_id"], "choices": [whole], **self._scores(body)})
 
-    async def _events(self, body: dict[str, Any], fault: Fault | None) -> AsyncGenerator[bytes, None]:
+    async def _events(self, body: dict[str, Any], fault: GenerationFault | None) -> AsyncGenerator[bytes, None]:
         """Server-sent events with the samples, up to the token of the fault."""
         sent, life = 0, self._life
         self.running += 1
@@ -360,7 +360,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         finally:
             self.running -= 1
 
-    async def _break(self, fault: Fault, choice: dict[str, Any], life: int) -> AsyncGenerator[bytes, None]:
+    async def _break(self, fault: GenerationFault, choice: dict[str, Any], life: int) -> AsyncGenerator[bytes, None]:
         """The last events of a stream that fails; `choice` holds the tokens before the fault."""
         entries = choice["logprobs"]["content"]
         match fault.kind:
@@ -454,7 +454,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: BodyParts) -> None:
         self._parts = parts
 
     async def __aiter__(self) -> AsyncGenerator[bytes, None]:

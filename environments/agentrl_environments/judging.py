@@ -28,11 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from agentrl.host.clocks import granted, policy_time
+from agentrl.host.renamed_modules import renamed_names
 from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
 from agentrl_environments.remembering import Remembered
 
@@ -43,6 +44,9 @@ BOXED: Final = Path(__file__).parent / "boxed"
 _ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 _TAKEN: Final = sys.stdlib_module_names | {"judge", "wire", "tests"}  # no source stands in front of these
 _NO_ANSWER: Final = b"\n"  # what the judge reads in the place of an answer once the suspect has ended
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_names(__name__, {"Judge": "SourceJudge"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Verdicts:
     whole: bool = True
 
 
-class Judge:
+class SourceJudge:
     """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same question
     is not asked twice. Raises SandboxError where the boxes' host fails, HostBusy where it has no slot."""
 

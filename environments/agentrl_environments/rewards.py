@@ -24,7 +24,7 @@ import trio
 
 from agentrl.errors import SandboxPathError
 from agentrl.protocols import Sandbox
-from agentrl_environments.judging import Judge
+from agentrl_environments.judging import SourceJudge
 
 LARGEST_ARTIFACT: Final = 1 << 18  # bytes; what is larger is no source that anyone wrote
 _LINT: Final = (Path(__file__).parent / "boxed" / "lint.py").read_text("utf-8")
@@ -74,7 +74,7 @@ class TestDelta(PotentialDelta):
 
     def __init__(
         self,
-        judge: Judge,
+        judge: SourceJudge,
         artifacts: Sequence[str],
         tests: Mapping[str, bytes],
         wanted: Sequence[str],

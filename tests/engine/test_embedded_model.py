@@ -10,7 +10,7 @@ import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore, Rows
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows
 from agentrl.errors import ModelError
 
 from .conftest import VOCAB, make_model
@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     model, kv = load(folder)
     tokens = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = reference_logits(folder, tokens)
-    whole = model.forward(Rows.of_run(tokens, 0, 1), kv)
+    whole = model.forward(PassRows.of_run(tokens, 0, 1), kv)
     torch.testing.assert_close(whole, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
@@ -56,9 +56,9 @@ def test_chunks_and_single_rows_continue_what_is_cached(model_dir: Path) -> None
     generator = torch.Generator().manual_seed(4)
     contexts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (40, 60)]
     for slot, tokens in zip((0, 2), contexts, strict=True):
-        model.forward(Rows.of_run(tokens[:25], 0, slot), kv)
-        model.forward(Rows.of_run(tokens[25:-1], 25, slot), kv)
-    rows = Rows(
+        model.forward(PassRows.of_run(tokens[:25], 0, slot), kv)
+        model.forward(PassRows.of_run(tokens[25:-1], 25, slot), kv)
+    rows = PassRows(
         tokens_N=torch.tensor([contexts[0][-1], contexts[1][-1]]),
         positions_N=torch.tensor([39, 59]),
         single_slots_N=torch.tensor([0, 2]),
@@ -100,7 +100,7 @@ def test_an_architecture_it_lacks_is_refused_in_one_line(
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(model_dir: Path) -> None:
     model, kv = load(model_dir)
     tokens = [5, 6, 7]
-    before = model.forward(Rows.of_run(tokens, 0, 0), kv)
+    before = model.forward(PassRows.of_run(tokens, 0, 0), kv)
     good = read_weights(model_dir)
     name = "model.layers.1.mlp.up_proj.weight"
     wrong = {
@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(model_dir: Path)
     for words, weights in wrong.items():
         with pytest.raises(ModelError, match=words):
             model.load(weights)
-    torch.testing.assert_close(model.forward(Rows.of_run(tokens, 0, 0), kv), before, rtol=0, atol=0)
+    torch.testing.assert_close(model.forward(PassRows.of_run(tokens, 0, 0), kv), before, rtol=0, atol=0)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.router.router import Fleet, State
+from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import GenerateRequest
@@ -54,7 +54,7 @@ async def test_law_1_whatever_fails_after_a_200_the_turn_goes_on_elsewhere(kind:
     fleet = fleet_of([first, second])
     assert_whole(await fleet.generate(ask()))
     assert second.requests[0]["token_ids"] == [0, 1, 2, *range(3, 3 + after)]
-    assert fleet.replicas[0].state is State.BROKEN
+    assert fleet.replicas[0].state is ReplicaState.BROKEN
 
 
 @pytest.mark.parametrize("kind", ["nan_logprob", "null_logprob"])
@@ -81,7 +81,7 @@ async def test_all_turns_of_an_engine_whose_core_dies_go_on_elsewhere(autojump_c
     assert len(turns) == 10
     for turn in turns:
         assert_whole(turn)
-    assert fleet.replicas[0].state is State.BROKEN
+    assert fleet.replicas[0].state is ReplicaState.BROKEN
 
 
 async def test_an_engine_that_aborts_at_once_is_asked_ever_more_rarely(autojump_clock: trio.testing.MockClock) -> None:
@@ -141,7 +141,7 @@ async def test_a_replica_that_failed_gets_one_request_until_it_brings_a_token(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(fleet.control, period_s=0.1))
         assert_whole(await fleet.generate(ask()))
-        assert fleet.replicas[0].state is State.READY and len(sick.requests) == 1
+        assert fleet.replicas[0].state is ReplicaState.READY and len(sick.requests) == 1
         async with trio.open_nursery() as turns:
             for number in range(20):
                 turns.start_soon(fleet.generate, replace(ask(f"again-{number}"), session=str(number)))
@@ -259,7 +259,7 @@ async def test_a_hung_engine_behind_a_front_end_that_answers_is_found(
         await trio.sleep(tokens + 0.5)
         hanging.core = "hung"
     assert len(well.requests) == 1 and len(well.requests[0]["token_ids"]) == 3 + tokens
-    assert fleet.replicas[0].state is State.BROKEN
+    assert fleet.replicas[0].state is ReplicaState.BROKEN
     assert trio.current_time() < 60
 
 
@@ -290,7 +290,7 @@ async def test_a_server_that_was_restarted_serves_nobody_until_it_is_refit(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(play)
         await trio.sleep(20)
-        assert fleet.replicas[0].state is State.STALE and not generation
+        assert fleet.replicas[0].state is ReplicaState.STALE and not generation
         fake.version = "4"
     assert_whole(generation[0])
 
@@ -320,7 +320,7 @@ async def test_a_version_that_the_run_cannot_train_is_stale(autojump_clock: trio
         nursery.start_soon(fleet.control)
         await fleet.generate(ask())
         await trio.sleep(5)
-        assert fleet.replicas[0].state is State.STALE
+        assert fleet.replicas[0].state is ReplicaState.STALE
         nursery.cancel_scope.cancel()
 
 
@@ -349,10 +349,10 @@ async def test_a_replica_that_new_weights_passed_by_serves_nobody_until_it_has_t
         await trio.sleep(5)
         newest, well.version = 5, "5"
         await trio.sleep(2)
-        assert [replica.state for replica in fleet.replicas] == [State.STALE, State.READY]
+        assert [replica.state for replica in fleet.replicas] == [ReplicaState.STALE, ReplicaState.READY]
         behind.version = "5"
         await trio.sleep(2)
-        assert fleet.replicas[0].state is State.READY
+        assert fleet.replicas[0].state is ReplicaState.READY
         nursery.cancel_scope.cancel()
 
 
@@ -367,7 +367,7 @@ async def test_an_idle_replica_that_is_gone_is_seen_before_a_turn_goes_there(
         await trio.sleep(3)
         await fleet.generate(ask())
         assert not [call for call in gone.calls if "generate" in call]
-        assert fleet.replicas[0].state is State.BROKEN
+        assert fleet.replicas[0].state is ReplicaState.BROKEN
         nursery.cancel_scope.cancel()
 
 
@@ -395,7 +395,7 @@ async def test_an_engine_that_lost_its_adapter_is_stale_until_it_has_it_again(
     fake.restart()
     with trio.move_on_after(20):
         await fleet.generate(ask("next"))
-    assert fleet.replicas[0].state is State.STALE
+    assert fleet.replicas[0].state is ReplicaState.STALE
     fake.adapters["policy-7"] = "folder"
     generation = await fleet.generate(ask("again"))
     assert {span.version for span in generation.spans} == {7}
@@ -458,4 +458,4 @@ async def test_a_preempted_turn_does_not_come_back_to_an_engine_that_is_behind(
     assert generation.token_ids == tuple(range(3, 15))
     assert [span.version for span in generation.spans] == [4, 5]
     assert (len(behind.requests), len(well.requests)) == (1, 1)
-    assert fleet.replicas[0].state is State.STALE
+    assert fleet.replicas[0].state is ReplicaState.STALE

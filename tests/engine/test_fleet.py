@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl.engine.client import collect
 from agentrl.engine.router.concurrency import Aimd
-from agentrl.engine.router.router import Fleet, State
+from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.errors import EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, VersionSpan
@@ -128,7 +128,7 @@ async def test_a_hung_replica_loses_its_requests_to_another(autojump_clock: trio
     generation = await fleet.generate(ask())
     assert generation.token_ids == tuple(range(3, 11))
     assert 25 <= trio.current_time() < 27
-    assert fleet.replicas[0].state is State.BROKEN
+    assert fleet.replicas[0].state is ReplicaState.BROKEN
 
 
 async def test_an_aborted_turn_goes_on(autojump_clock: trio.testing.MockClock) -> None:
@@ -154,7 +154,7 @@ async def test_a_turn_ends_at_its_deadline_and_its_slow_replica_is_not_broken(
     generation = await fleet.generate(ask(max_tokens=100, deadline_s=7.0))
     assert trio.current_time() - started == pytest.approx(12.0)  # the first chunk came after 3 s, then 9 s of sampling
     assert generation.finish == "length" and generation.token_ids == tuple(range(3, 11))
-    assert fleet.replicas[0].state is State.READY and fleet.replicas[0].running == 0
+    assert fleet.replicas[0].state is ReplicaState.READY and fleet.replicas[0].running == 0
 
 
 async def test_with_every_replica_down_a_request_waits_as_long_as_an_outage_may_last(
@@ -175,7 +175,7 @@ async def test_a_replica_that_comes_back_with_the_newest_weights_serves_again(
         nursery.start_soon(fleet.generate, ask())
         await trio.sleep(30)
         down.up = True
-    assert len(down.requests) == 1 and fleet.replicas[0].state is State.READY
+    assert len(down.requests) == 1 and fleet.replicas[0].state is ReplicaState.READY
 
 
 async def test_a_restarted_replica_is_stale_until_it_is_refit(autojump_clock: trio.testing.MockClock) -> None:
@@ -187,7 +187,7 @@ async def test_a_restarted_replica_is_stale_until_it_is_refit(autojump_clock: tr
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fleet.generate, ask("second", deadline_s=500.0))
         await trio.sleep(0.4)
-        assert fleet.replicas[0].state is not State.READY
+        assert fleet.replicas[0].state is not ReplicaState.READY
     assert not old.requests and new.requests[-1].request_id.startswith("second~")
     old.version = 6
     fleet.mark_refit("fake://old", 6)
@@ -224,7 +224,7 @@ async def test_a_request_that_two_engines_refuse_is_refused_and_tours_no_fleet(c
     with pytest.raises(EngineRefusal, match="too long"):
         await fleet.generate(ask())
     assert sum(len(one.requests) for one in engines) == min(count, 2)
-    assert {replica.state for replica in fleet.replicas} == {State.READY}
+    assert {replica.state for replica in fleet.replicas} == {ReplicaState.READY}
 
 
 async def test_an_engine_that_refuses_what_others_take_loses_no_turn_and_draws_none(
@@ -306,13 +306,13 @@ async def test_a_broken_replica_is_looked_after_while_another_serves(autojump_cl
         nursery.start_soon(fleet.control)
         for number in range(4):  # the least busy of two idle ones is the first
             await fleet.generate(ask(str(number), str(number)))
-        assert fleet.replicas[0].state is State.BROKEN
+        assert fleet.replicas[0].state is ReplicaState.BROKEN
         down.up = True
         await trio.sleep(30)
-        assert fleet.replicas[0].state is State.STALE
+        assert fleet.replicas[0].state is ReplicaState.STALE
         down.version = 4
         await trio.sleep(2)
-        assert fleet.replicas[0].state is State.READY
+        assert fleet.replicas[0].state is ReplicaState.READY
         await fleet.generate(ask("new", "new"))
         assert len(down.requests) == 1
         nursery.cancel_scope.cancel()

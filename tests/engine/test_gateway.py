@@ -24,10 +24,10 @@ from agentrl.engine.router.router import Fleet
 from agentrl.engine.weight_sync import adapters
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineUnavailable
-from agentrl.http.http_server import Cut, Parts, listen
+from agentrl.http.http_server import BodyParts, Cut, listen
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, Generation, SamplingParams, WeightVersion
-from agentrl.run.processes.engine_process import Weights, attach
+from agentrl.run.processes.engine_process import ServedWeights, attach
 from agentrl.testing.vllm_server import FakeVLLM
 
 from .conftest import Server
@@ -49,7 +49,7 @@ class Direct(httpx.AsyncBaseTransport):
         return httpx.Response(status, content=body) if isinstance(body, bytes) else _streamed(status, body)
 
 
-def _streamed(status: int, body: Parts) -> httpx.Response:
+def _streamed(status: int, body: BodyParts) -> httpx.Response:
     class Stream(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncGenerator[bytes, None]:
             try:
@@ -178,7 +178,7 @@ async def test_a_run_attaches_without_a_change_to_the_engine(autojump_clock: Moc
         url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}/alice/0"
         run = {"model": "m", "env": {"id": "e"}, "train": {"lora_rank": 4}}
         config = configuration.parse({**run, "engine": {"shared": True, "urls": [url], "kind": kind}})
-        await attach(url, Weights(model=Path("/nonexistent"), base=first, current=first), config)
+        await attach(url, ServedWeights(model=Path("/nonexistent"), base=first, current=first), config)
         nursery.cancel_scope.cancel()
     assert fake.adapters == {"bob.policy-9": "/other"}
     assert not fake.paused and not [call for call in fake.calls if "update" in call or "init" in call]

@@ -10,7 +10,7 @@ import trio
 
 from agentrl import config as configuration
 from agentrl.engine.router.hedging import Hedges
-from agentrl.engine.router.router import Fleet, State
+from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.errors import ConfigError, EngineBroke, EngineRefusal, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
@@ -118,14 +118,14 @@ async def test_an_engine_that_dies_in_the_race_leaves_the_turn_to_the_other(
     began = trio.current_time()
     assert (await fleet.generate(ask())).token_ids == tuple(range(200, 208))
     assert trio.current_time() - began == pytest.approx(4 + 10 + 0.7)
-    assert fleet.replicas[0].state is State.BROKEN
+    assert fleet.replicas[0].state is ReplicaState.BROKEN
 
 
 async def test_a_second_engine_that_dies_leaves_the_turn_to_the_first(autojump_clock: trio.testing.MockClock) -> None:
     home, dies = Engine(1, first_s=10.0), Engine(2, first_s=1.0, error=EngineBroke("broke"))
     fleet = await fleet_of(home, dies)
     assert (await fleet.generate(ask())).token_ids == tuple(range(100, 108))
-    assert fleet.replicas[1].state is State.BROKEN
+    assert fleet.replicas[1].state is ReplicaState.BROKEN
 
 
 async def test_a_second_engine_that_refuses_ends_no_turn(autojump_clock: trio.testing.MockClock) -> None:

@@ -11,10 +11,12 @@ import pytest
 import trio
 import trio.testing
 
-from agentrl.http.bounds import Bounds, Connections, Place, Reader, Refused
+from agentrl.http.bounds import ConnectionPlace, Connections, Reader, RequestRefused, ServerBounds
 from agentrl.http.http_server import Answer, listen
 
-SMALL = Bounds(connections=16, head_bytes=2_000, url_bytes=500, body_bytes=10_000, head_s=30, body_s=60, idle_s=600)
+SMALL = ServerBounds(
+    connections=16, head_bytes=2_000, url_bytes=500, body_bytes=10_000, head_s=30, body_s=60, idle_s=600
+)
 CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -38,7 +40,7 @@ CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 def test_a_request_is_refused_as_soon_as_it_is_too_much(start: bytes, piece: bytes, status: int) -> None:
     reader, sent = Reader(SMALL), 0
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         reader.feed(start)
         while sent < 100_000:
             reader.feed(piece)
@@ -64,7 +66,7 @@ def test_what_is_within_the_bounds_is_read_in_whatever_pieces_it_comes() -> None
 def test_the_oldest_idle_connection_of_the_fullest_peer_makes_room() -> None:
     connections, closed = Connections(SMALL), list[str]()
 
-    def enter(host: str, name: str) -> Place | None:
+    def enter(host: str, name: str) -> ConnectionPlace | None:
         return connections.enter((host, 1), lambda: closed.append(name))
 
     mine = enter("10.0.0.1", "mine")
@@ -110,7 +112,7 @@ def refuses(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, by
 
 
 @asynccontextmanager
-async def served(bounds: Bounds) -> AsyncGenerator[int]:
+async def served(bounds: ServerBounds) -> AsyncGenerator[int]:
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: listen(Echo(), [listener], bounds=bounds, refuses=refuses))

@@ -32,7 +32,7 @@ from agentrl.errors import UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import Weights, attach
+from agentrl.run.processes.engine_process import ServedWeights, attach
 from agentrl.testing.http import listening
 from agentrl.testing.vllm_server import FakeVLLM
 
@@ -214,7 +214,7 @@ async def _advice(stock: Policy, config: RunConfig) -> str:
         with pytest.raises(UsageError) as caught:
             await attach(
                 url,
-                Weights(model=stock.folder, base=first, current=first),
+                ServedWeights(model=stock.folder, base=first, current=first),
                 config.model_copy(update={"engine": engine}),
             )
     return str(caught.value).partition("with: ")[2]

@@ -14,7 +14,7 @@ from agentrl.engine.weight_sync.file_transport import push
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import Weights, attach
+from agentrl.run.processes.engine_process import ServedWeights, attach
 from agentrl.run.weights.publisher import WeightPublisher
 
 from .conftest import Started
@@ -32,7 +32,7 @@ async def test_a_stock_server_is_attached_by_what_its_refusal_says(
 ) -> None:
     (url,), key = stock_config.engine.urls, stock_config.engine.key_of(stock_config.engine.urls[0])
     first = WeightVersion(version=7, step=0)
-    await attach(url, Weights(model=stock.folder, base=first, current=first), stock_config)
+    await attach(url, ServedWeights(model=stock.folder, base=first, current=first), stock_config)
     async with aclosing(EngineClient(url, api_key=key)) as client:
         facts = await probe(client)
         assert facts.has == frozenset(Need) - {Need.NCCL, Need.IPC, Need.LORA, Need.ROUTED_EXPERTS, Need.KEPT_SETS}

@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.router.router import Fleet, Replica, State
+from agentrl.engine.router.router import Fleet, Replica, ReplicaState
 from agentrl.engine.router.stitching import Stitcher
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.protocols import GenerateRequest
@@ -86,14 +86,14 @@ async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
             os.close(child)
 
     dead = fleet.replicas[1]
-    assert dead.state is State.BROKEN
+    assert dead.state is ReplicaState.BROKEN
     second.start()
     await second.ready(1)  # it holds the weights of its folder again: version 1, long overtaken
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(fleet.control, period_s=0.1))
-        await _until(fleet, dead, State.STALE)
+        await _until(fleet, dead, ReplicaState.STALE)
         await push([second.url], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S)  # by another process
-        await _until(fleet, dead, State.READY)
+        await _until(fleet, dead, ReplicaState.READY)
         nursery.cancel_scope.cancel()
     fleet.drain(server.url)
     again = GenerateRequest(request_id="again", session="0", token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=9))
@@ -134,13 +134,13 @@ async def test_the_core_of_an_engine_is_killed_and_all_its_turns_go_on_elsewhere
         fleet.undrain(server.url)
         killed = True
         os.kill(core, signal.SIGKILL)
-    assert fleet.replicas[1].state is State.BROKEN
+    assert fleet.replicas[1].state is ReplicaState.BROKEN
     assert max(policy.error(list(prompt), generation) for prompt, generation in played) <= EXACT
     assert {span.version for _, generation in played for span in generation.spans} == {version}
     await fleet.aclose()
 
 
-async def _until(fleet: Fleet, replica: Replica, state: State) -> None:
+async def _until(fleet: Fleet, replica: Replica, state: ReplicaState) -> None:
     """Play on at the replica that is well until the other one is seen in `state`."""
     request = GenerateRequest(request_id="", session="", token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4))
     with trio.fail_after(ADMIN_S):

@@ -24,7 +24,7 @@ from agentrl.records import Task, WeightVersion, context_ids
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.opponents import Opponents
 from agentrl.run.league import League, folders, game
-from agentrl.run.processes.engine_process import Weights, fit
+from agentrl.run.processes.engine_process import ServedWeights, fit
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.store import AsyncStore
@@ -101,7 +101,7 @@ class Scene:
 
     async def refit(self) -> None:
         """What a run does with an engine that was started again."""
-        found = Weights(
+        found = ServedWeights(
             model=self.policy.folder,
             base=WeightVersion(version=0, step=0),
             current=self.current,
@@ -117,7 +117,7 @@ class Scene:
     async def _now(self) -> int:
         return self.current.version
 
-    async def _found(self, weights: Weights) -> Weights:
+    async def _found(self, weights: ServedWeights) -> ServedWeights:
         return weights
 
     async def play(self, groups: int) -> set[int]:

@@ -22,19 +22,19 @@ from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.gpu_transport import Transfer
 from agentrl.learner import gpu_sender as sending
-from agentrl.learner.gpu_sender import Channel, Sender
+from agentrl.learner.gpu_sender import GpuChannel, GpuSender
 from agentrl.learner.weight_snapshot import take
 from tests.engine_vllm import gloo, mapped
 
 CHUNK = 40_000  # bytes: several pieces for the tiny model
 
 
-class Counting(Sender):
+class Counting(GpuSender):
     """Counts how often engines were joined, and sends in pieces of CHUNK bytes."""
 
     joined = 0
 
-    def join(self, *args: Any, **kwargs: Any) -> Channel:
+    def join(self, *args: Any, **kwargs: Any) -> GpuChannel:
         self.joined += 1
         self.channel = super().join(*args, **kwargs)
         return self.channel

@@ -15,7 +15,7 @@ import trio
 
 import agentrl
 from agentrl.env import Env
-from agentrl.env.checks.check_env import Report
+from agentrl.env.checks.check_env import EnvReport
 from agentrl.env.checks.checks import runs_eight_at_once
 from agentrl.errors import EnvCheckFailed, UsageError
 from agentrl.registration import register
@@ -51,7 +51,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 20)
 
 
-def report(cls, **kwargs) -> Report:
+def report(cls, **kwargs) -> EnvReport:
     return agentrl.check_env(cls, raises=False, **{"deadline_s": 20, **kwargs})
 
 
@@ -242,7 +242,7 @@ BROKEN = [
     (LeavesADescriptor, "leaves_nothing", "descriptor pipe", "class LeavesADescriptor"),
     (HalfASnapshot, "restores_snapshots", "after the restore was answered differently", "async def snapshot"),
 ]
-_reports: dict[type, Report] = {}
+_reports: dict[type, EnvReport] = {}
 
 
 @pytest.mark.parametrize(("cls", "check", "problem", "line"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))

@@ -328,11 +328,11 @@ while frame is not None:
     for name, value in list(frame.f_locals.items()) + list(frame.f_globals.items()):
         if name in ("verdict", "nonce", "expected", "tests", "passed", "result"):
             raise SystemExit(value)
-        if type(value).__name__ in ("Verdicts", "TextTestResult"):
+        if type(value).__name__ in ("ReportedResult", "TextTestResult"):
             value.failures.clear(); value.errors.clear(); value.addFailure = value.addError = value.addSuccess
     frame = frame.f_back
 for item in gc.get_objects():
-    if type(item).__name__ in ("Verdicts", "TextTestResult"):
+    if type(item).__name__ in ("ReportedResult", "TextTestResult"):
         item.failures = item.errors = ()
 """,
 )

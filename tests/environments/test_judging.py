@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.sandbox import backend
 from agentrl_environments import judging
-from agentrl_environments.judging import Judge, Verdicts
+from agentrl_environments.judging import SourceJudge, Verdicts
 
 sys.path.append(str(judging.BOXED))
 import wire  # pyright: ignore[reportMissingImports]
@@ -137,17 +137,17 @@ class Wrong(unittest.TestCase):
 
 
 @pytest.fixture
-async def judge() -> AsyncIterator[Judge]:
+async def judge() -> AsyncIterator[SourceJudge]:
     boxes = backend("bubblewrap")
-    yield Judge(boxes)
+    yield SourceJudge(boxes)
     await boxes.aclose()
 
 
-async def judged(judge: Judge, source: str, tests: str = TESTS) -> Verdicts:
+async def judged(judge: SourceJudge, source: str, tests: str = TESTS) -> Verdicts:
     return await judge.run({"shop/__init__.py": source.encode()}, {"test_shop.py": tests.encode()})
 
 
-async def test_what_tests_see_of_another_box(judge: Judge) -> None:
+async def test_what_tests_see_of_another_box(judge: SourceJudge) -> None:
     verdicts = await judged(judge, SOURCE)
     assert verdicts.whole
     seen = {"values", "objects", "identity_and_equality", "exceptions", "callbacks", "contexts"}
@@ -160,7 +160,7 @@ async def test_what_tests_see_of_another_box(judge: Judge) -> None:
     }
 
 
-async def test_sources_that_do_not_parse_fail_all_tests(judge: Judge) -> None:
+async def test_sources_that_do_not_parse_fail_all_tests(judge: SourceJudge) -> None:
     assert (await judged(judge, "def f(:\n")).passed == frozenset()
     assert (await judge.run({}, {"test_shop.py": TESTS.encode()})).passed == frozenset()
 
@@ -171,21 +171,21 @@ async def test_sources_that_do_not_parse_fail_all_tests(judge: Judge) -> None:
 )
 async def test_a_suspect_that_ends_passes_nothing_and_is_not_remembered(source: str) -> None:
     boxes = backend("bubblewrap")
-    judge = Judge(boxes)
+    judge = SourceJudge(boxes)
     verdicts = await judged(judge, source)
     assert verdicts.passed == frozenset() and not verdicts.whole
     assert len(judge._verdicts) == 0  # pyright: ignore[reportPrivateUsage]
     await boxes.aclose()
 
 
-async def test_a_suspect_that_ends_half_way_keeps_what_it_earned(judge: Judge) -> None:
+async def test_a_suspect_that_ends_half_way_keeps_what_it_earned(judge: SourceJudge) -> None:
     tests = "import unittest, shop\nclass T(unittest.TestCase):\n"
     tests += "".join(f"    def test_{n}(self): self.assertEqual(shop.f({n}), {n})\n" for n in range(4))
     verdicts = await judged(judge, "import os\ndef f(n):\n    return n if n < 2 else os._exit(0)\n", tests)
     assert verdicts.passed == {"test_shop.T.test_0", "test_shop.T.test_1"} and not verdicts.whole
 
 
-async def test_neither_tests_nor_names_reach_the_suspect(judge: Judge) -> None:
+async def test_neither_tests_nor_names_reach_the_suspect(judge: SourceJudge) -> None:
     """All that a suspect can read of its world: its own folder, its arguments, its environment."""
     source = """
 import os, sys
@@ -228,7 +228,7 @@ class T(unittest.TestCase):
         '{"value": ' + "9" * 5000 + "}",
     ],
 )
-async def test_a_forged_answer_passes_nothing_and_ends_nothing(judge: Judge, line: str) -> None:
+async def test_a_forged_answer_passes_nothing_and_ends_nothing(judge: SourceJudge, line: str) -> None:
     """The suspect writes the answer itself; the tests after it are still run and told of."""
     source = f"""
 import gc
@@ -270,7 +270,7 @@ def f(): return Any()
 """
 
 
-async def test_an_object_that_says_yes_to_everything_passes_no_assertion_about_data(judge: Judge) -> None:
+async def test_an_object_that_says_yes_to_everything_passes_no_assertion_about_data(judge: SourceJudge) -> None:
     tests = """
 import unittest, shop
 class T(unittest.TestCase):
@@ -294,7 +294,7 @@ class T(unittest.TestCase):
     assert verdicts.whole and verdicts.passed == frozenset(), verdicts.passed
 
 
-async def test_members_of_an_object_are_looked_for_by_the_judge(judge: Judge) -> None:
+async def test_members_of_an_object_are_looked_for_by_the_judge(judge: SourceJudge) -> None:
     tests = """
 import unittest
 from shop import Shelf
@@ -309,7 +309,7 @@ class T(unittest.TestCase):
 
 
 @pytest.mark.parametrize("name", ["helper.py", "helper/__init__.py", "math.py", "unittest/__init__.py", "wire.py"])
-async def test_a_new_module_does_not_stand_in_front_of_a_helper_of_the_tests(judge: Judge, name: str) -> None:
+async def test_a_new_module_does_not_stand_in_front_of_a_helper_of_the_tests(judge: SourceJudge, name: str) -> None:
     """Nor of Python's own, nor of the judge's."""
     tests = """
 import unittest, helper, shop, math

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.records import Task
 from agentrl.rollout.episode import play
 from agentrl.sandbox import backend
-from agentrl_environments.judging import Judge
+from agentrl_environments.judging import SourceJudge
 from agentrl_environments.repo_repair import RepoRepair, make_task
 from agentrl_environments.repo_repair.breaking import MUTATIONS, applied, features, mutations, stubs
 from agentrl_environments.repo_repair.catalogue import entries
@@ -158,7 +158,7 @@ def test_bad_settings_are_named() -> None:
 @pytest.mark.bubblewrap
 async def test_the_catalogue_says_what_the_boxes_say() -> None:
     boxes = backend("bubblewrap")
-    judge = Judge(boxes)
+    judge = SourceJudge(boxes)
     for entry in random.Random(1).sample(entries(), 24):
         repository = load(entry.repository)
         verdicts = await judge.run(

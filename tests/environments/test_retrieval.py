@@ -15,7 +15,7 @@ from agentrl.env.datasets import read_rows
 from agentrl.errors import UsageError
 from agentrl_environments import retrieval
 from agentrl_environments.retrieval import HELD_OUT, Retrieval, plain
-from agentrl_environments.retrieval.search import Document, Index, excerpt, words
+from agentrl_environments.retrieval.bm25 import Document, Index, excerpt, words
 
 FOLDER = Path(retrieval.__file__).parent
 CORPUS = {row["id"]: row for row in read_rows(str(FOLDER / "corpus.jsonl"))}

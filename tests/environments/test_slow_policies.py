@@ -22,16 +22,16 @@ import agentrl
 from agentrl.env import ToolEnv
 from agentrl.protocols import SandboxSpec
 from agentrl.records import StopReason, Task, Trajectory
-from agentrl.rollout.episode import Ending, play
+from agentrl.rollout.episode import StopCause, play
 from agentrl_environments.code_repair import CodeRepair
-from agentrl_environments.judging import Judge
+from agentrl_environments.judging import SourceJudge
 from agentrl_environments.repo_repair import RepoRepair
 from agentrl_environments.swe import SWE, Harbor
 
 ROOM: dict[str, Any] = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, "max_turns": 20}
 SLEEP = "import time\ntime.sleep(1000)\n"
 
-Played = tuple[Ending, Trajectory]
+Played = tuple[StopCause, Trajectory]
 
 
 LOOK_S = 0.01
@@ -171,7 +171,7 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
     autojump_clock: MockClock,
 ) -> None:
     """Eight members, one slot: seven sleep for as long as a judgement may last, the last to come is honest."""
-    judge = Judge(SleepyBoxes(), slots=1)  # type: ignore[arg-type]
+    judge = SourceJudge(SleepyBoxes(), slots=1)  # type: ignore[arg-type]
 
     class Judged(ToolEnv):
         blocking = False
@@ -192,7 +192,7 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
 
     store.add_groups([Task(index=0, env="test/Env", seed=0)], size=8, purpose="train")
     claims = store.claim("w", 8, lease_s=1e6)
-    endings: dict[int, Ending] = {}
+    endings: dict[int, StopCause] = {}
 
     async def member(claim: Any, work: str) -> None:
         env = Judged()

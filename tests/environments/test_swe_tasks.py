@@ -39,11 +39,11 @@ ROW: dict[str, Any] = {
 }
 
 
-SHARED = harbor.Defaults(shared_verifier=True)
+SHARED = harbor.HarborDefaults(shared_verifier=True)
 
 
 def of_row(**changed: Any) -> Any:
-    return jsonl.task_of({**ROW, **changed}, jsonl.Defaults())
+    return jsonl.task_of({**ROW, **changed}, jsonl.RowDefaults())
 
 
 def test_a_row_is_a_task() -> None:
@@ -111,7 +111,7 @@ def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path)
     said = "one\u2028two\x85three"
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({**ROW, "problem_statement": said}, ensure_ascii=False), "utf-8")
-    (task,) = jsonl.load(str(file), jsonl.Defaults()).tasks
+    (task,) = jsonl.load(str(file), jsonl.RowDefaults()).tasks
     assert task.instruction.startswith(said)
     assert read_rows(str(file)) == [{**ROW, "problem_statement": said}]
 
@@ -121,17 +121,17 @@ def test_a_row_reaches_no_folder_beside_the_repositories(tmp_path: Path, repo: s
     (tmp_path / "secret").mkdir()
     (tmp_path / "repositories" / "a").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no folder"):
-        jsonl.task_of({**ROW, "repo": repo}, jsonl.Defaults(repositories=tmp_path / "repositories"))
+        jsonl.task_of({**ROW, "repo": repo}, jsonl.RowDefaults(repositories=tmp_path / "repositories"))
 
 
 def test_repositories_are_found_by_any_of_their_names(tmp_path: Path) -> None:
     for name in ("owner/name", "owner__name", "name"):
         (tmp_path / name).mkdir(parents=True)
-        task = jsonl.task_of({**ROW, "patch_is": "bug"}, jsonl.Defaults(repositories=tmp_path))
+        task = jsonl.task_of({**ROW, "patch_is": "bug"}, jsonl.RowDefaults(repositories=tmp_path))
         assert task.tree.folder == tmp_path / name and task.tree.patches == (FIX,)
         shutil.rmtree(tmp_path / name.split("/")[0])
     with pytest.raises(ConfigError, match="has no folder owner/name or owner__name or name"):
-        jsonl.task_of(ROW, jsonl.Defaults(repositories=tmp_path))
+        jsonl.task_of(ROW, jsonl.RowDefaults(repositories=tmp_path))
 
 
 def test_a_reversed_patch_takes_a_patch_back() -> None:
@@ -201,9 +201,9 @@ def test_a_dockerfile_that_only_copies_needs_no_builder(folder: Path) -> None:
     assert sorted(plan.files) == ["logs/db.log", "logs/mail.log", "logs/web.log"]
     (task,) = harbor.load(folder, SHARED).tasks
     assert (task.id, task.image) == ("merge-logs", "python:3.11-slim")
-    (task,) = harbor.load(folder, harbor.Defaults(image="mine:1")).tasks
+    (task,) = harbor.load(folder, harbor.HarborDefaults(image="mine:1")).tasks
     assert task.image == "mine:1"
-    (task,) = harbor.load(folder, harbor.Defaults(use_base=False)).tasks
+    (task,) = harbor.load(folder, harbor.HarborDefaults(use_base=False)).tasks
     assert task.image is None
 
 
@@ -233,7 +233,7 @@ def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:
     toml.write_text(toml.read_text().replace("/app/", "/srv/"))
     with pytest.raises(ConfigError, match=r"RUN pip install numpy.*docker build -t NAME .*docker_image or images="):
         Harbor(tasks=str(folder))
-    (task,) = harbor.load(folder, harbor.Defaults(images={"merge-logs": "built:1"})).tasks
+    (task,) = harbor.load(folder, harbor.HarborDefaults(images={"merge-logs": "built:1"})).tasks
     assert (task.image, task.tree.in_image) == ("built:1", "/srv")
     with (folder / "merge-logs/task.toml").open("a") as file:
         file.write('docker_image = "named:1"\n')
@@ -269,7 +269,7 @@ def test_a_task_bounds_its_boxes_and_its_agent(
 )
 def test_a_bound_that_is_none_is_refused(folder: Path, line: str) -> None:
     (folder / "merge-logs/task.toml").write_text(line)
-    (bad,) = harbor.load(folder, harbor.Defaults()).bad
+    (bad,) = harbor.load(folder, harbor.HarborDefaults()).bad
     assert bad.task == "merge-logs" and re.search(r"task\.toml.*give a number above 0", bad.reason)
 
 
@@ -298,7 +298,7 @@ def test_a_file_that_is_wrong_is_named(folder: Path, name: str, text: bytes, say
 def test_a_task_brings_nothing_of_the_host_into_a_box(folder: Path) -> None:
     (folder / "secret").write_text("hidden")
     (folder / "merge-logs/environment/files/near").symlink_to("logs/mail.log")
-    assert len(harbor.load(folder, harbor.Defaults()).tasks) == 1
+    assert len(harbor.load(folder, harbor.HarborDefaults()).tasks) == 1
     (folder / "merge-logs/environment/files/far").symlink_to(folder / "secret")
     with pytest.raises(ConfigError, match=r"far = '.*secret': a link out of the task's folder"):
         Harbor(tasks=str(folder))
@@ -365,7 +365,7 @@ async def test_a_task_may_declare_another_range(folder: Path) -> None:
     assert (await task.grade(FakeSandbox(SandboxSpec(), leave), FakeBackend())).outcome == -1.0
     for wrong in ("[1, 0]", "3", "[0, inf]", "['a', 'b']"):
         toml.write_text(f"[agentrl]\nreward_range = {wrong}\n")
-        assert "reward_range" in harbor.load(folder, harbor.Defaults()).bad[0].reason
+        assert "reward_range" in harbor.load(folder, harbor.HarborDefaults()).bad[0].reason
 
 
 @pytest.mark.parametrize("name", ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"])
@@ -400,12 +400,12 @@ def test_a_row_of_swe_bench_without_an_image_has_the_official_one() -> None:
     """The name as the harness of SWE-bench makes it for instance `django__django-11099`."""
     columns = {"base_commit": "d26b2424437d", "version": "3.0", "environment_setup_commit": "419a78300f7c"}
     row = {**ROW, "image_name": None, "instance_id": "Django__django-11099", **columns}
-    task = jsonl.task_of(row, jsonl.Defaults())
+    task = jsonl.task_of(row, jsonl.RowDefaults())
     assert task.image == "swebench/sweb.eval.x86_64.django_1776_django-11099:latest"
     assert task.tree.covered == ("/testbed/.git",)
-    assert jsonl.task_of(row, jsonl.Defaults(image="mine:1")).image == "mine:1"
+    assert jsonl.task_of(row, jsonl.RowDefaults(image="mine:1")).image == "mine:1"
     with pytest.raises(ConfigError, match="name an image"):
-        jsonl.task_of({**row, "version": None}, jsonl.Defaults())
+        jsonl.task_of({**row, "version": None}, jsonl.RowDefaults())
 
 
 def test_ids_that_are_no_names_are_counted_at_load(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ async def test_a_set_whose_ids_match_nothing_says_so_once() -> None:
         return FakeSandbox(SandboxSpec(), lambda argv, files: ExecResult(exit_code=0, stdout=log, stderr=b""))
 
     matches = jsonl.Matches("set.jsonl")
-    task = jsonl.task_of(ROW, jsonl.Defaults(), "row", matches)
+    task = jsonl.task_of(ROW, jsonl.RowDefaults(), "row", matches)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(7):
@@ -449,7 +449,7 @@ async def test_a_set_whose_ids_match_nothing_says_so_once() -> None:
         warnings.simplefilter("error")
         await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
     fine = jsonl.Matches("fine.jsonl")
-    task = jsonl.task_of(ROW, jsonl.Defaults(), "row", fine)
+    task = jsonl.task_of(ROW, jsonl.RowDefaults(), "row", fine)
     for log in (b"test_x (test_m.Case) ... FAIL\n", *[b""] * 20):
         assert not (await task.grade(prints(log), FakeBackend())).success
 
@@ -467,7 +467,7 @@ def test_a_tasks_variables_reach_its_boxes_its_verifier_and_its_solution(
         "[environment.env]\nWHERE = '/app/data'\nMODE = '${MODE:-quiet}'\n"
         "[verifier.env]\nMODEL = 'x/${JUDGE_MODEL}'\n[solution.env]\nHINT = \"it's\"\n",
     )
-    defaults = harbor.Defaults(shared_verifier=True, host_env=["JUDGE_MODEL"])
+    defaults = harbor.HarborDefaults(shared_verifier=True, host_env=["JUDGE_MODEL"])
     (task,) = harbor.load(folder, defaults).tasks
     assert task.env == {"WHERE": "/workspace/data", "MODE": "quiet"}
     assert isinstance(task.grade, harbor.Verifier) and task.grade.env == {"MODEL": "x/m-1"}
@@ -541,7 +541,7 @@ def test_what_a_task_asks_for_and_does_not_get_is_said(folder: Path) -> None:
     toml = folder / "other/task.toml"
     toml.write_text(toml.read_text() + "storage_mb = 5\nallow_internet = false\n")
     with pytest.warns(UserWarning, match="not honoured in") as said:
-        harbor.load(folder, harbor.Defaults())
+        harbor.load(folder, harbor.HarborDefaults())
     assert str(said[0].message).partition(": ")[2] == (
         "not honoured in task.toml: agent.user (merge-logs); verifier.environment.storage_mb (merge-logs); "
         "environment.storage_mb (merge-logs and 1 more); environment.allow_internet (merge-logs); "
@@ -570,7 +570,7 @@ def test_what_a_task_asks_for_and_does_not_get_is_said(folder: Path) -> None:
 def test_a_task_that_cannot_be_played_is_bad_for_itself_alone(folder: Path, text: str, why: str) -> None:
     shutil.copytree(folder / "merge-logs", folder / "good")
     toml_of(folder, text)
-    found = harbor.load(folder, harbor.Defaults())
+    found = harbor.load(folder, harbor.HarborDefaults())
     assert [task.id for task in found.tasks] == ["good"]
     assert found.bad[0].task == "merge-logs" and why in found.bad[0].reason
 
@@ -581,7 +581,7 @@ def test_a_separate_verifier_gets_the_declared_artifacts_alone(folder: Path) -> 
         "artifacts = ['/app/out', { source = '/logs/artifacts/a.txt' }]\n[verifier.environment]\nmemory_mb = 64\n"
         "docker_image = 'judge:1'\nworkdir = '/judge'\n[[verifier.collect]]\ncommand = 'cp /app/x /logs/artifacts'\n",
     )
-    (task,) = harbor.load(folder, harbor.Defaults()).tasks
+    (task,) = harbor.load(folder, harbor.HarborDefaults()).tasks
     for path, carried in {
         "out": True,
         "out/deep/a.bin": True,

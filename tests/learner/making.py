@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agentrl.algos.grpo import GRPO
-from agentrl.config import Buffer, EnvSource, Rollout, RunConfig, Train
+from agentrl.config import BufferSettings, EnvSource, Rollout, RunConfig, Train
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 
 VOCAB = 23
@@ -176,7 +176,7 @@ def run_config(
     *,
     algo: GRPO | None = None,
     train: Train | None = None,
-    buffer: Buffer | None = None,
+    buffer: BufferSettings | None = None,
     rollout: Rollout | None = None,
     seed: int = 0,
 ) -> RunConfig:
@@ -186,7 +186,7 @@ def run_config(
         env=EnvSource(id="test/none"),
         algo=algo or GRPO(),
         train=train or Train(warmup_steps=0),
-        buffer=buffer or Buffer(),
+        buffer=buffer or BufferSettings(),
         rollout=rollout or Rollout(),
     )
 

@@ -71,7 +71,7 @@ def watch(rank: int, notes: distributed.Store, tensors: int) -> None:
 
 
 def communicate(
-    taken: weight_snapshot.Snapshot, notes: distributed.Store, scratch: Path, facts: dict[str, int]
+    taken: weight_snapshot.WeightSnapshot, notes: distributed.Store, scratch: Path, facts: dict[str, int]
 ) -> None:
     """A send that takes as long as it must for rank 1 to be on its way into the next step, where it waits for us."""
     tensors = iter(taken)

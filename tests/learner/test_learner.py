@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from agentrl.algos.grpo import GRPO
-from agentrl.config import Buffer, Rollout, RunConfig, Train
+from agentrl.config import BufferSettings, Rollout, RunConfig, Train
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Diverged, Learner
 from agentrl.records import Group, StopReason, VersionSpan
@@ -231,7 +231,7 @@ def test_law_3_a_failed_member_changes_nothing(qwen3_dir: Path) -> None:
 
 
 def test_law_5_stale_tokens_are_counted_and_not_trained(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(buffer=Buffer(max_lag=1)).learner, qwen3_dir)
+    learner = Learner(run_config(buffer=BufferSettings(max_lag=1)).learner, qwen3_dir)
     for _ in range(2):
         learner.step([], step_of=STEP_OF)
     before = state_of(learner)

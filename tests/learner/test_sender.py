@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.errors import ConfigError, WeightSyncError
-from agentrl.learner.gpu_sender import Sender
-from agentrl.learner.weight_snapshot import Snapshot, take
+from agentrl.learner.gpu_sender import GpuSender
+from agentrl.learner.weight_snapshot import WeightSnapshot, take
 
 PACKAGE = "vllm.distributed.weight_transfer"
 
@@ -103,14 +103,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Engine]]:
     yield Fresh
 
 
-def snapshot(*sizes: int) -> Snapshot:
+def snapshot(*sizes: int) -> WeightSnapshot:
     tensors = {f"w{at}": torch.full((size,), float(at)) for at, size in enumerate(sizes)}
-    return Snapshot(tensors, torch.device("cpu"))
+    return WeightSnapshot(tensors, torch.device("cpu"))
 
 
 def test_nccl_joins_all_workers_as_rank_0_on_a_free_port(vllm: type[Engine]) -> None:
     calls, first, second = Calls(), snapshot(2), snapshot(2)
-    channel = Sender("nccl", "cpu").join(calls, first, world=3, address="127.0.0.1")
+    channel = GpuSender("nccl", "cpu").join(calls, first, world=3, address="127.0.0.1")
     engine = channel._engine
     assert (engine.info.rank, engine.info.packed, engine.info.world_size) == (0, True, 4)
     with socket.socket() as free:
@@ -132,17 +132,19 @@ def test_the_buffer_shared_by_ipc_holds_any_tensor_and_no_more_than_needed(
     vllm: type[Engine], sizes: tuple[int, ...], room: int
 ) -> None:
     tensors = {f"w{at}": torch.empty(size, device="meta") for at, size in enumerate(sizes)}
-    channel = Sender("ipc", "cpu").join(Calls(), Snapshot(tensors, torch.device("cpu")), world=1, address="127.0.0.1")
+    channel = GpuSender("ipc", "cpu").join(
+        Calls(), WeightSnapshot(tensors, torch.device("cpu")), world=1, address="127.0.0.1"
+    )
     assert (channel._engine.info.packed, channel._engine.info.packed_buffer_size_bytes) == (True, room)
 
 
 def test_what_vllm_raises_is_named(vllm: type[Engine]) -> None:
-    channel = Sender("nccl", "cpu").join(Calls(), snapshot(1), world=1, address="127.0.0.1")
+    channel = GpuSender("nccl", "cpu").join(Calls(), snapshot(1), world=1, address="127.0.0.1")
     vllm.fails = RuntimeError("NCCL error: unhandled system error\nmore lines")
     with pytest.raises(WeightSyncError, match=r"vLLM's sender failed at sending: NCCL error: unhandled system error$"):
         channel.send(Calls(), snapshot(1))
     with pytest.raises(WeightSyncError, match="failed at joining 2 workers: NCCL error"):
-        Sender("nccl", "cpu").join(Calls(), snapshot(1), world=2, address="127.0.0.1")
+        GpuSender("nccl", "cpu").join(Calls(), snapshot(1), world=2, address="127.0.0.1")
     vllm.fails = WeightSyncError("http://e did not take version 3")  # a refusal, which came through vLLM's thread
     with pytest.raises(WeightSyncError, match=r"^http://e did not take version 3$"):
         channel.send(Calls(), snapshot(1))
@@ -152,15 +154,15 @@ def test_what_vllm_raises_is_named(vllm: type[Engine]) -> None:
 def test_without_vllm_it_says_what_to_install(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, f"{PACKAGE}.factory", None)
     with pytest.raises(ConfigError, match=f"engine.sync = '{sync}'.* install vllm beside it"):
-        Sender(sync, "cpu")
+        GpuSender(sync, "cpu")
 
 
 def test_ipc_is_for_one_rank(vllm: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    Sender("nccl", "cpu")
+    GpuSender("nccl", "cpu")
     with pytest.raises(ConfigError, match="a learner of 2 ranks sends from one of them: give 'nccl'"):
-        Sender("ipc", "cpu")
+        GpuSender("ipc", "cpu")
 
 
 # --- on a GPU: vLLM's own sender, a stub receiver
@@ -195,7 +197,7 @@ def test_a_gpus_weights_are_packed_as_vllms_receiver_unpacks_them(
     assert taken is not None and taken.device.type == "cuda"
     recorder, calls = Recorder(), Calls()
     monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: recorder)
-    channel = Sender("nccl", "cuda").join(calls, taken, world=1, address="127.0.0.1")
+    channel = GpuSender("nccl", "cuda").join(calls, taken, world=1, address="127.0.0.1")
     with torch.no_grad():  # the next step, while the send is under way
         expected = {name: tensor.clone() for name, tensor in taken}
         for parameter in model.parameters():
@@ -242,7 +244,7 @@ def test_a_gpus_weights_are_shared_with_another_process(qwen3_dir: Path) -> None
             process.kill()
 
     calls.on_update = open_elsewhere
-    channel = Sender("ipc", "cuda").join(calls, taken, world=1, address="127.0.0.1")
+    channel = GpuSender("ipc", "cuda").join(calls, taken, world=1, address="127.0.0.1")
     channel.send(calls, taken)
     assert calls.init == {"packed": True} and calls.order == ["start", "update", "finish"]
     assert received.keys() == dict(taken).keys()

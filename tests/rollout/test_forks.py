@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.episode import play
-from agentrl.store import Claim, RunStore, Snapshot
+from agentrl.store import Claim, EnvSnapshot, RunStore
 from agentrl.store.audit.audit import audit
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
@@ -98,7 +98,7 @@ async def test_a_fork_of_a_running_episode_is_restored_from_its_snapshot(
     texts = [turn.text for turn in store.trajectory(origin.episode_id).turns[:2]]
     claims = [one for one in store.claim("w", 9, lease_s=10) if one.group_id == group]
     for claim in claims:
-        store.keep_snapshot(claim.episode_id, claim.fence, Snapshot(turn=1, data=json.dumps(texts).encode()))
+        store.keep_snapshot(claim.episode_id, claim.fence, EnvSnapshot(turn=1, data=json.dumps(texts).encode()))
         own = Saving()
         assert (await play(claim, context(own))).stop_reason is StopReason.DONE
         assert own.calls[0] == "restore" and len(own.stepped) == 3

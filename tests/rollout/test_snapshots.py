@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from agentrl.records import StopReason, Turn
 from agentrl.rollout.episode import play
-from agentrl.store import Claim, LeaseLost, RunStore, Snapshot
+from agentrl.store import Claim, EnvSnapshot, LeaseLost, RunStore
 from agentrl.store.audit.audit import audit
 from agentrl.testing.engine import FakeEngine
 
@@ -260,11 +260,11 @@ async def test_law_2_a_snapshot_is_kept_under_the_fence_and_leaves_with_its_epis
     store: RunStore, context: Any, dying: Any
 ) -> None:
     claim = await dying(2, Saving())
-    assert store.snapshot(claim.episode_id) == Snapshot(
+    assert store.snapshot(claim.episode_id) == EnvSnapshot(
         turn=1, data=json.dumps(texts(store, claim)).encode(), seconds=pytest.approx(0.0, abs=1.0)
     )
     with pytest.raises(LeaseLost):
-        store.keep_snapshot(claim.episode_id, claim.fence - 1, Snapshot(turn=2, data=b"of a dead worker"))
+        store.keep_snapshot(claim.episode_id, claim.fence - 1, EnvSnapshot(turn=2, data=b"of a dead worker"))
     assert store.snapshot(claim.episode_id).turn == 1  # type: ignore[union-attr]
     await play(claim, context(Saving()))
     assert store.snapshot(claim.episode_id) is None

@@ -25,7 +25,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import WeightVersion
 from agentrl.run.processes import attached_engines
-from agentrl.run.processes.engine_process import Weights, attach
+from agentrl.run.processes.engine_process import ServedWeights, attach
 from agentrl.run.run_folder import RunDir
 from agentrl.testing.http import in_thread, listening
 from agentrl.testing.vllm_server import FakeVLLM
@@ -41,14 +41,14 @@ async def server() -> AsyncIterator[FakeVLLM]:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Weights:
+def weights(tmp_path: Path) -> ServedWeights:
     """A folder whose weights are in two files, as those of every model beyond a few billion parameters."""
     parts = {f"model-0000{n}-of-00002.safetensors": f"layer.{n}.weight" for n in (1, 2)}
     for file, name in parts.items():
         save_file({name: np.zeros(3, dtype=np.float32)}, tmp_path / file)
     index = {"weight_map": {name: file for file, name in parts.items()}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return Weights(model=tmp_path, base=FIRST, current=FIRST)
+    return ServedWeights(model=tmp_path, base=FIRST, current=FIRST)
 
 
 def run_config(url: str, train: dict[str, Any] | None = None, **engine: Any) -> configuration.RunConfig:
@@ -56,20 +56,20 @@ def run_config(url: str, train: dict[str, Any] | None = None, **engine: Any) -> 
     return configuration.parse({"model": "m", "env": {"id": "e"}, "engine": settings, "train": train or {}})
 
 
-async def attach_as(config: configuration.RunConfig, weights: Weights) -> None:
+async def attach_as(config: configuration.RunConfig, weights: ServedWeights) -> None:
     (url,) = config.engine.urls
     await attach(url, weights, config)
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-async def test_a_url_is_taken_as_it_is_written(end: str, server: FakeVLLM, weights: Weights) -> None:
+async def test_a_url_is_taken_as_it_is_written(end: str, server: FakeVLLM, weights: ServedWeights) -> None:
     config = run_config(server.url + end)
     assert config.engine.urls == [server.url]
     await attach_as(config, weights)
     assert server.version == "3"
 
 
-async def test_weights_in_several_files_are_sent_as_one_update(server: FakeVLLM, weights: Weights) -> None:
+async def test_weights_in_several_files_are_sent_as_one_update(server: FakeVLLM, weights: ServedWeights) -> None:
     await attach_as(run_config(server.url), weights)
     steps = [call for call in server.calls if "weight" in call and "init" not in call]
     updates = ["POST /update_weights"] * 2
@@ -78,7 +78,7 @@ async def test_weights_in_several_files_are_sent_as_one_update(server: FakeVLLM,
 
 
 async def test_a_server_that_asks_for_a_key_is_shown_the_one_of_the_environment(
-    server: FakeVLLM, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    server: FakeVLLM, weights: ServedWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.api_key = "s3cret"
     with pytest.raises(UsageError, match=r"asks for an API key: .*name the variable in engine\.api_key_env"):
@@ -93,7 +93,7 @@ async def test_a_server_that_asks_for_a_key_is_shown_the_one_of_the_environment(
     assert "s3cret" not in configuration.to_json(config)  # what a run writes down
 
 
-async def test_a_server_of_another_version_needs_the_setting(server: FakeVLLM, weights: Weights) -> None:
+async def test_a_server_of_another_version_needs_the_setting(server: FakeVLLM, weights: ServedWeights) -> None:
     server.vllm = "0.33.1"
     with pytest.raises(UsageError, match=r"has vLLM 0\.33\.1; .* engine\.untested_vllm = true"):
         await attach_as(run_config(server.url), weights)
@@ -103,7 +103,7 @@ async def test_a_server_of_another_version_needs_the_setting(server: FakeVLLM, w
 
 
 @pytest.mark.parametrize("sync", ["full", "nccl", "ipc"])
-async def test_without_our_plugin_nothing_is_sent(sync: str, server: FakeVLLM, weights: Weights) -> None:
+async def test_without_our_plugin_nothing_is_sent(sync: str, server: FakeVLLM, weights: ServedWeights) -> None:
     server.lacks = {"plugin"}
     server.backend = {"nccl": "NCCLWeightTransferEngine", "ipc": "IPCWeightTransferEngine"}.get(sync, server.backend)
     config = run_config(server.url, sync=sync, train={"device": "cuda:1"})
@@ -114,7 +114,7 @@ async def test_without_our_plugin_nothing_is_sent(sync: str, server: FakeVLLM, w
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}])
 async def test_without_the_sets_that_tokens_are_drawn_from_a_cut_is_refused(
-    cut: dict[str, float], server: FakeVLLM, weights: Weights
+    cut: dict[str, float], server: FakeVLLM, weights: ServedWeights
 ) -> None:
     server.lacks = {"kept"}
     config = run_config(server.url)
@@ -128,7 +128,7 @@ async def test_without_the_sets_that_tokens_are_drawn_from_a_cut_is_refused(
     assert server.version == "3"
 
 
-async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM, weights: Weights) -> None:
+async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM, weights: ServedWeights) -> None:
     server.lacks, server.model = {"tokens", "admin", "processed", "transfer", "plugin", "lora"}, "/models/a b"
     with pytest.raises(UsageError) as caught:
         await attach_as(run_config(server.url, train={"lora_rank": 4}), weights)

@@ -20,7 +20,7 @@ from store.server import running
 from agentrl.offline.chaos import Hurts, hurt
 from agentrl.store import RunStore
 from agentrl.testing import chaos_run, faults
-from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, Outcome, possible
+from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, FaultOutcome, possible
 from agentrl.testing.faults import NoEffect
 from agentrl.testing.outside_audit import OutsideAuditor
 
@@ -158,7 +158,7 @@ def test_a_comparison_hurts_a_run_from_tokens_and_one_from_groups_by_the_same_fa
         groups = "rollout.resume=group" in self.words
         finished(self.folder, 15.0 if groups else 12.0, 0.8)
         fault = Fault(kind="kill", part="worker")
-        hit = Outcome(fault=fault, at_s=1.0, recovery_s=2.0, tokens_lost=300 if groups else 0, at_stake=400)
+        hit = FaultOutcome(fault=fault, at_s=1.0, recovery_s=2.0, tokens_lost=300 if groups else 0, at_stake=400)
         return ChaosReport(
             outcomes=(hit,),
             status=0,

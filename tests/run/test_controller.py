@@ -11,7 +11,7 @@ import pytest
 from agentrl.config import RunConfig, parse
 from agentrl.config.cluster import Split
 from agentrl.errors import ConfigError
-from agentrl.planning.simulate.measured import Run
+from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import resume_overrides
 from agentrl.run.advise import gains
@@ -41,7 +41,7 @@ def test_a_place_is_worth_what_the_other_side_has_to_spare() -> None:
 
     def promised(episode_s: float, step_s: float, faster: float) -> float:
         episodes = parse_episodes(f"constant:{episode_s}", deadline_s=1e6)
-        measured = Run(episodes=episodes, steps=Constant(step_s), push_s=0.0, between_s=0.0, idle=0.0)
+        measured = MeasuredRun(episodes=episodes, steps=Constant(step_s), push_s=0.0, between_s=0.0, idle=0.0)
         return gains(settings, measured, TWO, [ONE], faster=lambda ranks: faster)[ONE]
 
     assert promised(1, 60, 2.0) == pytest.approx(1.0, abs=0.05), "twice the learner"

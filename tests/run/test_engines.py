@@ -27,7 +27,7 @@ from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import Replica, Weights, current_weights
+from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, current_weights
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.processes.supervise import Child
 from agentrl.run.run_folder import LOCKS, RunDir
@@ -45,7 +45,7 @@ CONFIG = RunConfig(
     rollout=Rollout(max_context=64, max_tokens_per_turn=8),
 )
 FIRST, SECOND = WeightVersion(version=1, step=0), WeightVersion(version=2, step=1)
-Start = Callable[[Weights], Replica]
+Start = Callable[[ServedWeights], SupervisedEngine]
 
 
 @pytest.fixture
@@ -61,25 +61,27 @@ async def replica(tmp_path: Path, sockets: Path) -> AsyncIterator[Start]:
     child = Child("engine-0", [], tmp_path)
     (tmp_path / LOCKS).mkdir()
 
-    def make(weights: Weights) -> Replica:
-        async def own() -> Weights:
+    def make(weights: ServedWeights) -> SupervisedEngine:
+        async def own() -> ServedWeights:
             return weights
 
         place = sockets / "engine-0.sock"
-        return Replica(child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=own, socket=place)
+        return SupervisedEngine(
+            child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=own, socket=place
+        )
 
     yield make
     await child.stop()
 
 
 @pytest.fixture
-def second(tmp_path: Path) -> Weights:
+def second(tmp_path: Path) -> ServedWeights:
     """Version 2 in a file, and what it was proved by."""
     model, path = PolicyModel(FOLDER), tmp_path / "2.safetensors"
     _move(model)
     export_weights(model.module, path)
     proof = Canary(version=2, token_ids=TOKENS, logprobs=model.score(TOKENS))
-    return Weights(model=FOLDER, base=FIRST, current=SECOND, file=path, canary=proof)
+    return ServedWeights(model=FOLDER, base=FIRST, current=SECOND, file=path, canary=proof)
 
 
 def _move(model: PolicyModel) -> None:
@@ -89,7 +91,7 @@ def _move(model: PolicyModel) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
-async def serves(replica: Replica) -> int:
+async def serves(replica: SupervisedEngine) -> int:
     client = EngineClient(replica.url)
     try:
         return await client.served_version()
@@ -97,7 +99,7 @@ async def serves(replica: Replica) -> int:
         await client.aclose()
 
 
-async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Path, second: Weights) -> None:
+async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Path, second: ServedWeights) -> None:
     assert second.file is not None and second.canary is not None
     start = StartPoint(model=FOLDER, checkpoint=None, version=FIRST)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
@@ -115,7 +117,7 @@ class Going:
 
     run: RunDir
     store: RunStore
-    replica: Replica
+    replica: SupervisedEngine
 
     def checkpoint(self, step: int) -> Path:
         """The learner's checkpoint of `step`, its version confirmed; it keeps one."""
@@ -139,9 +141,9 @@ class Going:
 @pytest.fixture
 async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[], Going]]:
     """`going()` starts a run, or resumes it where its newest checkpoint is, up to the start of an engine's process."""
-    started: list[Replica] = []
+    started: list[SupervisedEngine] = []
 
-    async def serve(_: RunProcesses, replica: Replica, at_once: trio.CapacityLimiter) -> None:
+    async def serve(_: RunProcesses, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
         started.append(replica)
 
     monkeypatch.setattr(RunProcesses, "_serve", serve)
@@ -192,7 +194,7 @@ async def test_a_version_that_is_nowhere_is_said_to_be_gone(going: Any) -> None:
         await found.replica.weights()
 
 
-async def test_an_engine_started_again_is_proved(replica: Start, second: Weights, monkeypatch: Any) -> None:
+async def test_an_engine_started_again_is_proved(replica: Start, second: ServedWeights, monkeypatch: Any) -> None:
     found: list[float] = []
     check = canary.check
 
@@ -208,13 +210,13 @@ async def test_an_engine_started_again_is_proved(replica: Start, second: Weights
 
 
 async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobodys_loss(
-    replica: Start, second: Weights
+    replica: Start, second: ServedWeights
 ) -> None:
     """Steps may be faster than a start: the file of the version that was current by then is no more."""
     assert second.file is not None
     engine, asked = replica(second), list[int]()
 
-    async def moved_on() -> Weights:
+    async def moved_on() -> ServedWeights:
         asked.append(1)
         if len(asked) == 1:
             return replace(second, file=Path("/nonexistent/2.safetensors"))
@@ -229,7 +231,7 @@ async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobody
     assert await serves(engine) == 1, "whoever watches over it gives it the next"
 
 
-async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica: Start, second: Weights) -> None:
+async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica: Start, second: ServedWeights) -> None:
     left_out = replace(
         second, base=SECOND, file=None
     )  # it says that it serves version 2, with the weights of version 1
@@ -240,7 +242,7 @@ async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica
 
 @pytest.mark.parametrize("when", ["before it is asked", "while it is asked"])
 async def test_the_learner_may_have_been_faster(
-    when: str, replica: Start, second: Weights, tmp_path: Path, monkeypatch: Any
+    when: str, replica: Start, second: ServedWeights, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What it sends it proves itself; the canary of the version before is nobody's any more."""
     engine = replica(replace(second, base=SECOND, file=None))  # the canary of version 2 cannot hold
@@ -269,7 +271,7 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     started: list[tuple[str, str | None]] = []
 
-    async def serve(_: RunProcesses, replica: Replica, at_once: trio.CapacityLimiter) -> None:
+    async def serve(_: RunProcesses, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
         with pytest.raises(RunFailed, match="vLLM ended before it was ready"):
             await replica.up()
         started.append((replica.child.name, replica.child.env.get("CUDA_VISIBLE_DEVICES")))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.cluster import Controller, Split
-from agentrl.run.cluster.autoscale_rule import Judge, Sight
+from agentrl.config.cluster import ControllerSettings, Split
+from agentrl.run.cluster.autoscale_rule import AutoscaleRule, WindowFigures
 
 SPLITS = [Split(8 - ranks, ranks) for ranks in range(1, 8)]
-SETTINGS = Controller(engines=(1, 7), ranks=[split.ranks for split in SPLITS])
+SETTINGS = ControllerSettings(engines=(1, 7), ranks=[split.ranks for split in SPLITS])
 WINDOW_S, COST_S = 120.0, 90.0
 HOUR_S = 3600.0
 
@@ -26,7 +26,7 @@ class Run:
     """A run in virtual time. An engine samples as much as `worth(now)` ranks train; a learner of R ranks is as fast as
     R to the power of `scales`, while the prediction takes it for R. `noise` is the deviation of what a window shows."""
 
-    judge: Judge
+    judge: AutoscaleRule
     chance: Random
     at: Split
     worth: Callable[[float], float]
@@ -50,7 +50,7 @@ class Run:
         beside = SPLITS[max(0, index - 1) : index] + SPLITS[index + 1 : index + 2]
         gains = {split: predicted(split) / predicted(self.at) - 1 for split in beside}
         rate = self.rate(self.at) * self.chance.lognormvariate(0, self.noise / 2)
-        sight = Sight(present=self.at, rate=rate, gains=gains, cost_s=COST_S, left_s=math.inf)
+        sight = WindowFigures(present=self.at, rate=rate, gains=gains, cost_s=COST_S, left_s=math.inf)
         if (to := self.judge.look(sight, self.now_s).to) is not None:
             self.at = to
             self.now_s += COST_S
@@ -66,7 +66,7 @@ class Run:
 
 
 def a_run(seed: int, begins: int, worth: Callable[[float], float], **world: float) -> Run:
-    return Run(Judge(SETTINGS), Random(seed), SPLITS[begins], worth, **world)
+    return Run(AutoscaleRule(SETTINGS), Random(seed), SPLITS[begins], worth, **world)
 
 
 @settings(max_examples=20)
@@ -114,13 +114,15 @@ def test_a_load_that_drifts_is_followed() -> None:
         assert run.of_best > 0.75 and run.at.ranks < run.at.engines, (seed, run.at, run.moves)
 
 
-def sight(present: Split, rate: float = 1.0, cost_s: float = 60.0, left_s: float = math.inf, **gains: float) -> Sight:
+def sight(
+    present: Split, rate: float = 1.0, cost_s: float = 60.0, left_s: float = math.inf, **gains: float
+) -> WindowFigures:
     beside = {SPLITS[int(name.removeprefix("ranks_")) - 1]: gain for name, gain in gains.items()}
-    return Sight(present=present, rate=rate, gains=beside, cost_s=cost_s, left_s=left_s)
+    return WindowFigures(present=present, rate=rate, gains=beside, cost_s=cost_s, left_s=left_s)
 
 
 def test_one_look_is_not_enough_and_a_look_that_differs_begins_anew() -> None:
-    judge, here = Judge(SETTINGS), SPLITS[1]
+    judge, here = AutoscaleRule(SETTINGS), SPLITS[1]
     promised = [
         judge.look(sight(here, ranks_1=1.0, ranks_3=gain), float(at)) for at, gain in enumerate((2, 0, 2, 2, 2))
     ]
@@ -131,7 +133,7 @@ def test_one_look_is_not_enough_and_a_look_that_differs_begins_anew() -> None:
 @pytest.mark.parametrize(("cost_s", "left_s"), [(600.0, math.inf), (60.0, 300.0)])
 def test_a_move_that_does_not_earn_its_cost_is_not_made(cost_s: float, left_s: float) -> None:
     """A third more for an hour is twenty minutes, of which a move may cost ten; near a run's end it may cost less."""
-    judge, here = Judge(SETTINGS), SPLITS[1]
+    judge, here = AutoscaleRule(SETTINGS), SPLITS[1]
     found = [judge.look(sight(here, cost_s=cost_s, left_s=left_s, ranks_3=0.33), float(at)) for at in range(9)]
     assert {decision.to for decision in found} == {None}
     assert f"does not earn what a move costs, {cost_s:.0f} s" in found[-1].why
@@ -139,7 +141,7 @@ def test_a_move_that_does_not_earn_its_cost_is_not_made(cost_s: float, left_s: f
 
 def test_a_move_that_did_harm_is_undone_at_once_and_not_made_again_for_ever_longer() -> None:
     """The prediction says each time that it pays."""
-    judge, left = Judge(SETTINGS), SPLITS[1]
+    judge, left = AutoscaleRule(SETTINGS), SPLITS[1]
     at, moves = left, list[float]()
     for minute in range(60 * 24 * 7):
         rate, beside = (1.0, {"ranks_3": 0.5}) if at == left else (0.5, {"ranks_2": 0.0})
@@ -153,7 +155,7 @@ def test_a_move_that_did_harm_is_undone_at_once_and_not_made_again_for_ever_long
 
 
 def test_moves_of_an_earlier_life_of_the_run_count() -> None:
-    judge = Judge(SETTINGS)
+    judge = AutoscaleRule(SETTINGS)
     judge.moved(SPLITS[2], SPLITS[1], now_s=0.0)
     found = [judge.look(sight(SPLITS[1], ranks_3=1.0), 600.0 + at) for at in range(4)]
     assert found[-1].to is None and "a place moved between the two lately" in found[-1].why

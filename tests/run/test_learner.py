@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train
-from agentrl.config.sections import Buffer
+from agentrl.config.sections import BufferSettings
 from agentrl.errors import LeaseLost, RunFailed
 from agentrl.learner.learner import Diverged
 from agentrl.records import WeightVersion
@@ -317,7 +317,7 @@ class Waiting:
             _config=RunConfig(
                 model="unused",
                 env=EnvSource(id="test/none"),
-                buffer=Buffer(groups_per_step=1),
+                buffer=BufferSettings(groups_per_step=1),
                 rollout=Rollout(group_deadline_s=40.0),
                 train=Train(steps=9),
             ),
@@ -414,7 +414,7 @@ def test_a_learner_that_waits_for_long_names_what_it_waits_for(
             env=EnvSource(id="e"),
             rollout=Rollout(group_deadline_s=40.0),
             train=Train(steps=7 if last else 9),
-            buffer=Buffer(groups_per_step=8),
+            buffer=BufferSettings(groups_per_step=8),
         ),
         _push=None,
         _watch_at=math.inf,

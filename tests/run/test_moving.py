@@ -19,7 +19,7 @@ from agentrl.errors import UsageError
 from agentrl.learner.data.batch import group_rows
 from agentrl.offline.episode_export import FORMAT, Moved, export_episodes, import_episodes
 from agentrl.records import StopReason, VersionSpan
-from agentrl.store import RunStore, Snapshot, Source
+from agentrl.store import EnvSnapshot, RunStore, Source
 from agentrl.store.audit.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 from tests.store.play import START, answer, part, play, serve, task, turn
@@ -52,7 +52,7 @@ def there(tmp_path: Path) -> Any:
         )
         store.journal_step(id, fence, 1, answer(1))
         store.journal_partial(id, fence, part(turn(2, two), 0, 2))
-        store.keep_snapshot(id, fence, Snapshot(turn=1, data=b"\x00state", seconds=2.5))
+        store.keep_snapshot(id, fence, EnvSnapshot(turn=1, data=b"\x00state", seconds=2.5))
         yield store
 
 
@@ -92,7 +92,7 @@ def test_law_1_an_episode_goes_on_in_another_run_with_every_token_it_had(
     assert claims[1].turns[0].text == SURROGATE
     partial = claims[1].partial
     assert partial is not None and partial.token_ids == (2, 3) and partial.logprobs == (-0.5, -1.0)
-    assert here.snapshot(claims[1].episode_id) == Snapshot(turn=1, data=b"\x00state", seconds=2.5)
+    assert here.snapshot(claims[1].episode_id) == EnvSnapshot(turn=1, data=b"\x00state", seconds=2.5)
     assert claims[2].turns == () and claims[2].start is None, "what infrastructure ended is played anew"
     for claim in claims.values():
         play(here, claim, turns=3)

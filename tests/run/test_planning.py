@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.learner.memory_budget import MemoryBudget
 from agentrl.planning import plan
 from agentrl.planning.plan import Gpu, Work
-from agentrl.planning.simulate.measured import Run
+from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import advise, trainer
 
@@ -159,7 +159,7 @@ def test_a_cache_that_does_not_fit_is_told_how_large_it_may_be(config: RunConfig
 def test_an_engine_over_several_gpus_is_planned_with_its_share_of_weights_and_cache(
     config: RunConfig, quick: MemoryBudget
 ) -> None:
-    def planned(**vllm: object) -> plan.Split:
+    def planned(**vllm: object) -> plan.GpuSplit:
         document = config.model_dump(mode="json")
         document["engine"] |= {"kind": "vllm", "dtype": "bfloat16", "gpus": [[0, 1], [2, 3]], "vllm": vllm}
         gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
@@ -257,7 +257,7 @@ def test_advice_sends_gpus_to_the_side_that_the_other_waits_for(
 
     def told(episode_s: float, step_s: float, idle: float) -> str:
         episodes = parse_episodes(f"lognormal:0.5:{episode_s}", deadline_s=1e6)
-        measured = Run(episodes=episodes, steps=Constant(step_s), push_s=0.0, between_s=0.0, idle=idle)
+        measured = MeasuredRun(episodes=episodes, steps=Constant(step_s), push_s=0.0, between_s=0.0, idle=idle)
         monkeypatch.setattr(advise, "measure", lambda *_, **__: measured)
         return "\n".join(advise.advise(tmp_path))
 

@@ -20,7 +20,7 @@ import trio.testing
 from agentrl.cli import main
 from agentrl.errors import UsageError
 from agentrl.run.cluster import ray_head
-from agentrl.run.cluster.ray_head import Answer, ask, join, watch
+from agentrl.run.cluster.ray_head import HeadAnswer, ask, join, watch
 from agentrl.run.processes.launcher import ClusterLost
 
 from .test_run import DEADLINE_S, command, run_file
@@ -33,9 +33,9 @@ async def test_a_head_answers_refuses_or_says_nothing(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(ray_head, "_ANSWER_S", 0.1)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert await ask(address) is Answer.SILENT
+        assert await ask(address) is HeadAnswer.SILENT
     monkeypatch.setattr(ray_head, "_ANSWER_S", 30.0)
-    assert await ask(address) is Answer.REFUSES
+    assert await ask(address) is HeadAnswer.REFUSES
 
     async def settings(stream: trio.SocketStream) -> None:
         assert (await stream.receive_some(3)) == b"PRI"
@@ -47,15 +47,15 @@ async def test_a_head_answers_refuses_or_says_nothing(monkeypatch: pytest.Monkey
     for server in (settings, closes):
         async with trio.open_nursery() as nursery:
             listeners = await nursery.start(trio.serve_tcp, server, 0)
-            assert await ask(f"127.0.0.1:{listeners[0].socket.getsockname()[1]}") is Answer.ANSWERS
+            assert await ask(f"127.0.0.1:{listeners[0].socket.getsockname()[1]}") is HeadAnswer.ANSWERS
             nursery.cancel_scope.cancel()
 
 
-def says(monkeypatch: pytest.MonkeyPatch, answers: Iterable[Answer], *, each_s: float = 0.0) -> list[str]:
+def says(monkeypatch: pytest.MonkeyPatch, answers: Iterable[HeadAnswer], *, each_s: float = 0.0) -> list[str]:
     """Heads say these, one after the other. Returns the addresses that are asked."""
     left, asked = iter(answers), list[str]()
 
-    async def ask(address: str) -> Answer:
+    async def ask(address: str) -> HeadAnswer:
         asked.append(address)
         await trio.sleep(each_s)
         return next(left)
@@ -70,7 +70,7 @@ def says(monkeypatch: pytest.MonkeyPatch, answers: Iterable[Answer], *, each_s: 
 
 
 asked_for_real = ray_head._cluster  # pyright: ignore[reportPrivateUsage]
-GOOD, NO, SILENT = Answer.ANSWERS, Answer.REFUSES, Answer.SILENT
+GOOD, NO, SILENT = HeadAnswer.ANSWERS, HeadAnswer.REFUSES, HeadAnswer.SILENT
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ GOOD, NO, SILENT = Answer.ANSWERS, Answer.REFUSES, Answer.SILENT
     ],
 )
 async def test_a_run_leaves_a_dead_head_soon_and_a_slow_one_late(
-    answers: Iterable[Answer],
+    answers: Iterable[HeadAnswer],
     after_s: float,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +108,7 @@ async def test_one_refusal_after_a_long_stand_is_not_taken_for_many(
 
 @pytest.mark.parametrize("answers", [[GOOD, NO, GOOD, GOOD], [GOOD] * 3])
 async def test_a_head_that_was_started_anew_is_left_even_if_no_refusal_was_seen(
-    answers: Iterable[Answer], monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    answers: Iterable[HeadAnswer], monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     """It keeps the address, and is the head of another cluster; one that does not say which is not left for that."""
     says(monkeypatch, answers)

@@ -19,9 +19,9 @@ from agentrl.config import parse
 from agentrl.errors import AgentRLError, ConfigError, EngineBroke, EngineTimeout, UsageError
 from agentrl.run import resume_overrides
 from agentrl.run.cluster import scaling
-from agentrl.run.cluster.scaling import Kind, NoRoom, Part, Scaler, Size
+from agentrl.run.cluster.scaling import Kind, NoRoom, ScaledChild, Scaler, Size
 from agentrl.run.processes import engine_process as engines
-from agentrl.run.processes.engine_process import Replica, Weights, WrongWeights
+from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, WrongWeights
 from agentrl.run.processes.launcher import Local
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import status
@@ -115,8 +115,8 @@ class Children:
 
     def __init__(self, engines: int, workers: int) -> None:
         self.there: dict[Kind, set[int]] = {"engine": set(range(engines)), "worker": set(range(workers))}
-        self.fails: dict[Part, list[AgentRLError]] = {}
-        self.start_s, self.tries, self.ended = 5.0, 0, list[Part]()
+        self.fails: dict[ScaledChild, list[AgentRLError]] = {}
+        self.start_s, self.tries, self.ended = 5.0, 0, list[ScaledChild]()
 
     def present(self, kind: Kind) -> set[int]:
         return self.there[kind]
@@ -124,14 +124,14 @@ class Children:
     async def join(self, kind: Kind, index: int) -> None:
         self.tries += 1
         await trio.sleep(self.start_s)
-        if failures := self.fails.get(Part(kind, index)):
+        if failures := self.fails.get(ScaledChild(kind, index)):
             raise failures.pop(0)
         self.there[kind].add(index)
 
     async def leave(self, kind: Kind, index: int) -> None:
         self.there[kind].discard(index)
         await trio.sleep(self.start_s)
-        self.ended.append(Part(kind, index))
+        self.ended.append(ScaledChild(kind, index))
 
 
 class Scene:
@@ -184,7 +184,7 @@ async def test_children_come_at_once_and_leave_from_the_last(scene: Scene, autoj
 
 
 async def test_without_room_a_child_is_asked_for_on_and_on(scene: Scene, autojump_clock: MockClock) -> None:
-    scene.children.fails[Part("engine", 1)] = [NoRoom("no place for 1 GPU within 5 s")] * 20
+    scene.children.fails[ScaledChild("engine", 1)] = [NoRoom("no place for 1 GPU within 5 s")] * 20
     scene.ask(2, 2)
     await trio.sleep(100)
     assert scene.size == Size(1, 2)
@@ -209,7 +209,7 @@ async def test_a_child_that_waits_for_room_is_called_off(scene: Scene, autojump_
 async def test_a_child_that_fails_is_given_up_and_tried_anew_when_somebody_asks_again(
     scene: Scene, autojump_clock: MockClock, failure: AgentRLError, tries: int
 ) -> None:
-    scene.children.fails[Part("engine", 1)] = [failure] * tries
+    scene.children.fails[ScaledChild("engine", 1)] = [failure] * tries
     scene.ask(2, 1)
     await trio.sleep(300)
     assert (scene.size, scene.children.tries) == (Size(1, 1), tries)
@@ -236,19 +236,19 @@ async def test_an_engine_that_joins_waits_for_weights_and_proof_but_not_for_ever
         def poll(self) -> int | None:
             return None
 
-    async def start(_: Replica) -> None: ...
+    async def start(_: SupervisedEngine) -> None: ...
 
-    def replica() -> Replica:
-        async def weights() -> Weights:
+    def replica() -> SupervisedEngine:
+        async def weights() -> ServedWeights:
             raise AssertionError
 
         deadlines = dict.fromkeys(("start_deadline_s", "liveness_deadline_s", "admin_deadline_s"), 1.0)
         config = parse({"model": "m", "env": {"id": "e"}, "engine": deadlines})
         child: Any = Runs()
-        return Replica(child=child, port=1, scratch=tmp_path, config=config, weights=weights)
+        return SupervisedEngine(child=child, port=1, scratch=tmp_path, config=config, weights=weights)
 
     monkeypatch.setattr(engines, "fit", fit)
-    monkeypatch.setattr(Replica, "_start", start)
+    monkeypatch.setattr(SupervisedEngine, "_start", start)
     await replica().join()
     assert answers == []
     answers = [WrongWeights("canary")]

@@ -13,7 +13,7 @@ import trio.testing
 from agentrl.config import RunConfig
 from agentrl.config.gpu_placement import start_together, starts_apart
 from agentrl.run import supervisor
-from agentrl.run.processes.engine_process import Replica
+from agentrl.run.processes.engine_process import SupervisedEngine
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
@@ -69,7 +69,7 @@ class Start:
         self.run = RunDir.create(folder / "run", settings)
         self.config = settings
         self.before = before
-        monkeypatch.setattr(Replica, "up", lambda replica: self._up(replica))
+        monkeypatch.setattr(SupervisedEngine, "up", lambda replica: self._up(replica))
         monkeypatch.setattr(RunProcesses, "_keep_serving", lambda *_, **__: None)
         monkeypatch.setattr(RunProcesses, "start_workers", self._workers)
         monkeypatch.setattr(RunProcesses, "follow_size", lambda _: None)
@@ -77,7 +77,7 @@ class Start:
         monkeypatch.setattr(Supervisor, "evaluate", self._evaluate)
         monkeypatch.setattr(supervisor, "check_room", lambda *_: None)
 
-    async def _up(self, replica: Replica) -> None:
+    async def _up(self, replica: SupervisedEngine) -> None:
         self.here += 1
         self.most = max(self.most, self.here)
         await trio.testing.wait_all_tasks_blocked()

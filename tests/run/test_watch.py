@@ -22,7 +22,7 @@ from agentrl.engine.weight_sync.weight_lock import exclusive
 from agentrl.errors import matters
 from agentrl.records import WeightVersion
 from agentrl.run.processes import engine_health, engine_process
-from agentrl.run.processes.engine_health import Watch
+from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.run.processes.engine_process import WrongWeights, current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
@@ -66,10 +66,10 @@ class Scene:
         (self.folder / "3.safetensors").mkdir()
 
     @asynccontextmanager
-    async def watched(self, *, learns: bool = True) -> AsyncIterator[Watch]:
+    async def watched(self, *, learns: bool = True) -> AsyncIterator[EngineWatch]:
         start = StartPoint(model=self.model, checkpoint=None, version=WeightVersion(version=1, step=0))
         looks = Looks(self.store)
-        found = Watch(
+        found = EngineWatch(
             url=self.server.url,
             config=self.config,
             looks=looks,
@@ -349,7 +349,7 @@ async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(scene: 
 
 
 def test_moments_of_the_canary_are_not_foretold(scene: Scene) -> None:
-    found = Watch(url="u", config=scene.config, looks=None, weights=None, locks=scene.folder)  # pyright: ignore[reportArgumentType]
+    found = EngineWatch(url="u", config=scene.config, looks=None, weights=None, locks=scene.folder)  # pyright: ignore[reportArgumentType]
     mean = scene.config.engine.canary_every_s
     pauses = [found._pause_s() for _ in range(200)]
     assert mean / 2 <= min(pauses) < 0.7 * mean and 1.3 * mean < max(pauses) <= 1.5 * mean

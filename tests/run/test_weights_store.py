@@ -43,7 +43,7 @@ from .test_run import ENVS, SMALL
 
 pytestmark = pytest.mark.bubblewrap
 FOLDER = model_dir("agentrl/tiny-coder")
-NONE = engine_process.Weights(
+NONE = engine_process.ServedWeights(
     model=FOLDER, base=WeightVersion(version=0, step=0), current=WeightVersion(version=0, step=0)
 )
 

@@ -18,7 +18,7 @@ from agentrl.host.child_environment import Withheld
 from agentrl.learner.parallel.ranks import Leader
 from agentrl.records import EngineKey
 from agentrl.run.cluster.ray_launcher import Seat
-from agentrl.run.processes.launcher import Command
+from agentrl.run.processes.launcher import ChildCommand
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 
@@ -83,7 +83,7 @@ def test_neither_does_one_on_another_node_which_gets_the_variables_that_the_node
     os.environ.pop(JUDGE)
     seat = Seat(60.0)
     withheld = Withheld(database=True, others=True)
-    command = Command(argv=PRINTS, log=tmp_path / "log", error=tmp_path / "error", withheld=withheld)
+    command = ChildCommand(argv=PRINTS, log=tmp_path / "log", error=tmp_path / "error", withheld=withheld)
     seat.start(command, {"PGOPTIONS": "x", "MY_TOKEN": "x", "MY_OWN": "x"})
     assert seat._child is not None
     assert seat._child.process.wait(60) == 0

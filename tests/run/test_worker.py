@@ -15,13 +15,13 @@ from trio.testing import MockClock
 
 from agentrl.config import parse
 from agentrl.engine.router.concurrency import Aimd
-from agentrl.engine.router.router import Fleet, State
+from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.errors import DiskFull, EngineBroke, EngineTimeout
 from agentrl.host.clocks import HostClock
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 from agentrl.run.processes import worker_process
-from agentrl.run.processes.worker_process import Sight, known_of, report
+from agentrl.run.processes.worker_process import RunView, known_of, report
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
@@ -48,7 +48,7 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
             nursery.start_soon(report, fleet, telemetry, AsyncStore(store, inline=True))
             await trio.sleep(6)
             store.confirm_version(store.mint_version(1))
-            fleet.replicas[1].state = State.DRAINING
+            fleet.replicas[1].state = ReplicaState.DRAINING
             await trio.sleep(5)
             nursery.cancel_scope.cancel()
         assert [row.values["limit"] for row in store.metrics("fleet")] == [[12.0, 16.0], [9.0, 16.0]]
@@ -69,7 +69,7 @@ async def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp
         store.confirm_version(current)  # an engine that has the next one already is no worse
         unminted = (0, coming + 1)  # a server that was started anew, one of another run
         config = parse({"model": "m", "env": {"id": "test/Env"}})
-        sight = Sight(config, Looks[ReadStore](store), known_of(config, store))
+        sight = RunView(config, Looks[ReadStore](store), known_of(config, store))
         fitting = [version for version in (*unminted, old, current, coming) if await sight.fits(version)]
         assert fitting == [current, coming]
         known = [version for version in (*unminted, old, current, coming) if await sight.knows(version)]
@@ -88,7 +88,9 @@ async def test_a_worker_takes_no_tokens_of_another_runs_weights(
         store.confirm_version(store.mint_version(0).version)
         store.set_meta("engine_urls", json.dumps([server.url]))
         known = known_of(config, store)
-        fleet = worker_process._fleet(Sight(config, Looks[ReadStore](store), known), known, SimpleNamespace(decode=str))  # type: ignore[arg-type]
+        fleet = worker_process._fleet(
+            RunView(config, Looks[ReadStore](store), known), known, SimpleNamespace(decode=str)
+        )  # type: ignore[arg-type]
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineTimeout, match=r"http://engine is stale \(it serves version 999"):
             await fleet.generate(asked)
@@ -109,7 +111,7 @@ async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
         store.confirm_version(store.mint_version(0).version)
         store.set_meta("engine_urls", json.dumps(["http://engine"]))
         known = known_of(config, store)
-        sight = Sight(config, Looks[ReadStore](store), known)
+        sight = RunView(config, Looks[ReadStore](store), known)
         fleet = worker_process._fleet(sight, known, SimpleNamespace(decode=str))  # type: ignore[arg-type]
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineBroke, match="token 9, and the model has 9"):

@@ -89,7 +89,7 @@ async def main():
     process = await box.start(["sh", "-c", f"setsid sleep {sys.argv[2]} & echo ready; sleep {sys.argv[2]}"])
     await process.receive()
     if sys.argv[1] == "spawned":
-        namespace.Child.__init__ = dying_after(namespace.Child.__init__)
+        namespace.HostProcess.__init__ = dying_after(namespace.HostProcess.__init__)
     if sys.argv[1] == "let go":
         os.write = dying_after(os.write, lambda fd, data: data == b"x")
     print("ready", flush=True)

@@ -9,7 +9,7 @@ import pytest
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
 from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import Engine
+from agentrl.sandbox.docker.engine_protocol import ContainerEngine
 
 
 class Never:
@@ -23,7 +23,7 @@ class Never:
 @pytest.mark.parametrize("name", ["local-unsafe", pytest.param("bubblewrap", marks=pytest.mark.bubblewrap), "docker"])
 async def test_a_deadline_that_is_none_is_refused_by_name(name: str, timeout_s: float) -> None:
     boxes = None if name == "docker" else backend(name)
-    box = await boxes.create() if boxes else Container(cast(Engine, Never()), SandboxSpec(), set())
+    box = await boxes.create() if boxes else Container(cast(ContainerEngine, Never()), SandboxSpec(), set())
     try:
         result = await box.exec(["true"], timeout_s=timeout_s)
         assert result.exit_code == 126

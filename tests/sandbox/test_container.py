@@ -17,7 +17,7 @@ from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker import container, shell_scripts
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
 from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import Engine
+from agentrl.sandbox.docker.engine_protocol import ContainerEngine
 
 
 class Gone:
@@ -45,7 +45,7 @@ class Gone:
 
 async def test_a_box_that_used_up_its_memory_is_destroyed_and_its_commands_are_results() -> None:
     engine = Gone(starved=True)
-    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
     for _ in range(2):
         result = await box.exec(["true"])
         assert (result.exit_code, result.stderr) == (137, b"sandbox: the box ran out of memory and was destroyed\n")
@@ -74,7 +74,7 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
     monkeypatch.setattr(Container, "_own", own)
     monkeypatch.setattr(container, "_WRITABLE", (str(work),))
     monkeypatch.setattr(container, "WORKSPACE", str(work))
-    box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, Gone(starved=False)), SandboxSpec(), set())
     assert await box.pack(1 << 20) and await box._pack()
     await box.download(".", tmp_path / "whole")
     assert (tmp_path / "whole" / "f").read_text() == "x"
@@ -89,7 +89,7 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
 
 
 async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure() -> None:
-    box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, Gone(starved=False)), SandboxSpec(), set())
     with pytest.raises(SandboxError, match="no such container"):
         await box.exec(["true"])
 
@@ -125,14 +125,14 @@ async def test_a_commands_end_that_the_engine_learns_late_costs_no_box(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     engine = Late(by=50)
-    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
     assert (await box.exec(["true"])).exit_code == 0
     assert not engine.removed
 
 
 async def test_a_command_that_never_ends_costs_its_box(autojump_clock: trio.testing.MockClock) -> None:
     engine = Late(by=math.inf)
-    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
     result = await box.exec(["true"])
     assert (result.exit_code, engine.removed) == (137, 1)
     assert b"could not be ended" in (await box.exec(["true"])).stderr
@@ -167,7 +167,7 @@ async def test_a_command_that_starts_after_its_kill_is_killed_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     engine = Slow()
-    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
     process = await box.start(["sleep", "600"])
     await process.kill()
     assert (engine.sweeps, engine.removed) == (2, 0)
@@ -201,7 +201,7 @@ async def test_law_3_the_time_for_which_a_box_keeps_its_files_back_is_the_policy
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Our commands run as its user: a process of the policy may stop them."""
-    box = Container(cast(Engine, Held()), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, Held()), SandboxSpec(), set())
     await box.exec(["the policy's"])
     calls = (lambda: box.read("f"), lambda: box.write("f", b""), box.snapshot, box.fork, lambda: box.pack(1_000))
     late = pytest.raises(SandboxPathError, match="did not answer within 60 s")
@@ -210,7 +210,7 @@ async def test_law_3_the_time_for_which_a_box_keeps_its_files_back_is_the_policy
             await call()
         assert watch.over is None and watch.left(clocks.Whose.POLICY) <= 940.0
     with clocks.watch(own_s=1_000.0, policy_s=1.0) as watch, late:  # nobody has acted in a new box
-        await Container(cast(Engine, Held()), SandboxSpec(), set()).write("f", b"")
+        await Container(cast(ContainerEngine, Held()), SandboxSpec(), set()).write("f", b"")
     assert watch.over is None and watch.left(clocks.Whose.OWN) <= 940.0
 
 
@@ -245,7 +245,7 @@ class Away(Late):
 async def test_law_3_a_partition_that_heals_takes_nothing_from_a_commands_deadline(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    box = Container(cast(Engine, Away(away_s=20.0, output_s=21.0)), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, Away(away_s=20.0, output_s=21.0)), SandboxSpec(), set())
     result = await box.exec(["true"], timeout_s=5.0)
     assert (result.exit_code, result.timed_out) == (0, False)
 
@@ -253,12 +253,12 @@ async def test_law_3_a_partition_that_heals_takes_nothing_from_a_commands_deadli
 async def test_law_3_output_that_the_network_keeps_back_costs_no_box(autojump_clock: trio.testing.MockClock) -> None:
     """No process of the command is left that could hold its output open; where one is, it is the policy's."""
     engine = Away(away_s=0.0, output_s=1000.0)
-    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
     with pytest.raises(SandboxLost, match="the end of its output did not come"):
         await box.exec(["true"])
     assert not engine.removed
     held = Away(away_s=0.0, output_s=1000.0, left=9)
-    assert (await Container(cast(Engine, held), SandboxSpec(), set()).exec(["true"])).exit_code == 137
+    assert (await Container(cast(ContainerEngine, held), SandboxSpec(), set()).exec(["true"])).exit_code == 137
     assert held.removed == 1
 
 
@@ -272,7 +272,7 @@ class Silent(Gone):
 async def test_a_host_that_does_not_answer_is_not_asked_what_its_box_died_of() -> None:
     engine = Silent(starved=True)
     with pytest.raises(SandboxLost):
-        await Container(cast(Engine, engine), SandboxSpec(), set()).exec(["true"])
+        await Container(cast(ContainerEngine, engine), SandboxSpec(), set()).exec(["true"])
     assert engine.asked_since == []
 
 
@@ -283,6 +283,6 @@ class Odd(Away):
 
 async def test_what_fails_in_a_background_process_for_no_known_reason_ends_it_and_no_worker() -> None:
     engine = Odd(away_s=0.0, output_s=0.0)
-    process = await Container(cast(Engine, engine), SandboxSpec(), set()).start(["true"])
+    process = await Container(cast(ContainerEngine, engine), SandboxSpec(), set()).start(["true"])
     with pytest.raises(SandboxError, match=r"a background process of a box: TypeError: .* has no len"):
         await process.wait()

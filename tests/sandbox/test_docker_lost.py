@@ -27,7 +27,7 @@ from agentrl.sandbox.docker import backend as docker
 from agentrl.sandbox.docker import engine_address
 from agentrl.sandbox.docker.backend import Docker, DockerEngine
 from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import Command
+from agentrl.sandbox.docker.engine_protocol import ContainerCommand
 
 from .conftest import IMAGE, TlsEngine
 
@@ -56,7 +56,7 @@ def engine_of(backend: Docker, *, call_s: float) -> DockerEngine:
     return engine
 
 
-async def runs(box: Container) -> Command:
+async def runs(box: Container) -> ContainerCommand:
     """The command of a box, once it has written something."""
     deadline = trio.current_time() + 60.0
     while trio.current_time() < deadline:

@@ -22,7 +22,7 @@ from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, UsageE
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.remote import box as remote_box
-from agentrl.sandbox.remote.box import Remote, RemoteBackend
+from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
 from agentrl.sandbox.remote.inspect_sandboxes import Inspect
 from agentrl.sandbox.remote.swe_rex import SweRex
 from agentrl.testing.sandbox import CASES, Case
@@ -64,7 +64,7 @@ class HereBackend(RemoteBackend):
         self.make, self.made = make, list[Any]()
         self._home = OwnedFolder()
 
-    async def connect(self, spec: SandboxSpec) -> Remote:
+    async def connect(self, spec: SandboxSpec) -> ProviderBox:
         self.made.append(self.make())
         return self.made[-1]
 
@@ -289,7 +289,7 @@ class InContainer(Here):
 @pytest.mark.parametrize("case", [each for each in CASES if each.name not in PROVIDERS], ids=str)
 async def test_a_container_behind_calls_keeps_promise(case: Case, docker_engine: str) -> None:  # noqa: F811
     class Backend(HereBackend):
-        async def connect(self, spec: SandboxSpec) -> Remote:
+        async def connect(self, spec: SandboxSpec) -> ProviderBox:
             return await trio.to_thread.run_sync(InContainer, docker_engine, spec)
 
     backend = Backend()

@@ -10,13 +10,13 @@ import pytest
 from agentrl.planning.simulate.ideal import best_of_bound
 from agentrl.planning.simulate.policies import ours, parse_close
 from agentrl.planning.simulate.service import Constant, Play, parse_episodes
-from agentrl.planning.simulate.simulation import Simulation, World
+from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation
 
 LAG = 4
 
 
-def world(spec: str, *, slots: int = 8, step_s: float = 1.0) -> World:
-    return World(
+def world(spec: str, *, slots: int = 8, step_s: float = 1.0) -> SimulatedWorld:
+    return SimulatedWorld(
         episodes=parse_episodes(spec, deadline_s=300.0),
         learner=Constant(step_s),
         slots=slots,
@@ -54,7 +54,7 @@ def test_a_slot_waits_for_a_place_and_the_learner_for_an_episode(lag: int, share
     """One slot and steps of one episode that take 2 s, so the bound is 2 s a step on both sides. Without lag each short
     episode keeps the slot for 1 s until the learner is free, and the learner waits 1 s for each long one: two steps
     take 5 s. A lag of 1 gives the short one a place."""
-    given = World(episodes=_InTurn(), learner=Constant(2.0), slots=1, group_size=1, groups_per_step=1)
+    given = SimulatedWorld(episodes=_InTurn(), learner=Constant(2.0), slots=1, group_size=1, groups_per_step=1)
     assert best_of_bound(given, lag, steps=40, start_up=2) == pytest.approx(share, abs=0.006)
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.errors import UsageError
-from agentrl.planning.simulate.measured import Run, measure
+from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.service import MeasuredSteps
 from agentrl.planning.simulate.sweep_cases import limits
 from agentrl.records import StopReason, Task, Turn, VersionSpan
 from agentrl.store import Returns, RunStore
-from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.admission import AdmissionBounds
 
-BOUNDS = Bounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
+BOUNDS = AdmissionBounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def of(store: RunStore, *, start_up: int, returns: Returns | None = None) -> Run:
+def of(store: RunStore, *, start_up: int, returns: Returns | None = None) -> MeasuredRun:
     """What a run measures that is not near its end."""
     return measure(store, start_up=start_up, end=100, max_lag=2, returns=returns or Returns())
 

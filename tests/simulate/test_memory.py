@@ -7,11 +7,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from agentrl.planning.simulate.memory import Member, MemoryBuffer, ids
+from agentrl.planning.simulate.memory import MemoryBuffer, SimulatedMember, ids
 from agentrl.planning.simulate.policies import WindowedFifo
 from agentrl.records import GroupState, StopReason, Task, Turn, VersionSpan
 from agentrl.store import FULL, Claim, ClosePolicy, Quorum, RunStore
-from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.buffer.group_order import OLDEST, Windowed
 
 DEADLINE_S = 50.0
@@ -27,7 +27,7 @@ class Pair:
         windowed: bool,
         chance: random.Random,
         seen: Counter[str],
-        bounds: Bounds,
+        bounds: AdmissionBounds,
     ) -> None:
         self.now = 1000.0
         self.store = RunStore.create(Path(folder) / "store.sqlite", "{}", clock=lambda: self.now)
@@ -35,7 +35,7 @@ class Pair:
         self.order = Windowed(0.3) if windowed else OLDEST
         self.policy, self.bounds = policy, bounds
         self.step = 0
-        self.playing: list[tuple[Claim, Member, int]] = []
+        self.playing: list[tuple[Claim, SimulatedMember, int]] = []
         self.acted: dict[int, int] = {}  # by member whose environment has yet to answer: the step of its tokens
         self.chance, self.skipped = chance, list[int]()  # groups that the next step has skipped so far
         self.seen = seen
@@ -159,7 +159,7 @@ def play(seed: int, seen: Counter[str]) -> None:
             chance.random() < 0.3,
             chance,
             seen,
-            Bounds(
+            AdmissionBounds(
                 group_size=size,
                 groups_per_step=chance.randint(1, 3),
                 max_lag=chance.randint(0, 2),

@@ -16,7 +16,7 @@ from trio.testing import MockClock
 from agentrl.config import RunConfig, parse
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.tasks import Seeds
-from agentrl.planning.simulate.measured import Run, measure
+from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.simulation import Found
 from agentrl.planning.simulate.sweep import START_UP
 from agentrl.planning.simulate.sweep_cases import Wishes, plan
@@ -175,7 +175,7 @@ async def play(folder: Path, run: RunConfig) -> Played:
     return played
 
 
-def simulated(run: RunConfig, measured: Run) -> Found:
+def simulated(run: RunConfig, measured: MeasuredRun) -> Found:
     [own] = [case for case in plan(run, Wishes(others=False), measured) if case.present]
     return own.run()
 

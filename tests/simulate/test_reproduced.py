@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from agentrl.planning.simulate.sweep import Row, not_reproduced
+from agentrl.planning.simulate.sweep import SweepRow, not_reproduced
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,6 @@ def test_an_idle_share_that_is_further_than_a_tenth_of_the_time_from_the_runs_ow
 ) -> None:
     own = SimpleNamespace(case=SimpleNamespace(present=True), found=SimpleNamespace(idle=simulated))
     other = SimpleNamespace(case=SimpleNamespace(present=False), found=SimpleNamespace(idle=measured))
-    line = not_reproduced(cast("list[Row]", [other, own]), measured)
+    line = not_reproduced(cast("list[SweepRow]", [other, own]), measured)
     assert bool(line) == says
     assert not says or ("does not reproduce its run" in line and f"{measured:.0%}" in line and "No advice" in line)

@@ -9,16 +9,16 @@ import pytest
 
 from agentrl.planning.simulate.policies import Policy, others, ours, parse_close
 from agentrl.planning.simulate.service import Constant, Play, parse_episodes
-from agentrl.planning.simulate.simulation import Found, Simulation, World
+from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
 from agentrl.store import FULL, ClosePolicy, Quorum
 
 SIZE = 8
 LAG = 4
 
 
-def world(spec: str, slots: int, *, step_s: float, groups: int | None = None) -> World:
+def world(spec: str, slots: int, *, step_s: float, groups: int | None = None) -> SimulatedWorld:
     """Episodes of mean 1 s, and by default as many a step as there are slots."""
-    return World(
+    return SimulatedWorld(
         episodes=parse_episodes(spec, deadline_s=300.0),
         learner=Constant(step_s),
         slots=slots,
@@ -28,7 +28,7 @@ def world(spec: str, slots: int, *, step_s: float, groups: int | None = None) ->
     )
 
 
-def run(where: World, policy: Policy, *, steps: int = 40, seed: int = 1) -> Found:
+def run(where: SimulatedWorld, policy: Policy, *, steps: int = 40, seed: int = 1) -> Found:
     return Simulation(where, policy, steps=steps, start_up=policy.max_lag + 4, seed=seed).run()
 
 

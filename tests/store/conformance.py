@@ -19,7 +19,7 @@ from agentrl.env.tasks import Seeds
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import FULL, Claim, Quorum, Snapshot, Source
+from agentrl.store import FULL, Claim, EnvSnapshot, Quorum, Source
 from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 from agentrl.store.recovery import Saved
 
@@ -103,7 +103,7 @@ async def test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker(off
     store, id, fence = offer.rollout, one.episode_id, one.fence
     await store.begin(id, fence, START)
     await store.journal_turn(id, fence, turn(0, 1, step=answer(0)))
-    await store.keep_snapshot(id, fence, Snapshot(turn=0, data=b"state", seconds=1.5))
+    await store.keep_snapshot(id, fence, EnvSnapshot(turn=0, data=b"state", seconds=1.5))
     whole = turn(1, 1, 5)
     for at in (0, 2):
         store.post_partial(id, fence, part(whole, at, 2))
@@ -112,7 +112,7 @@ async def test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker(off
     assert (len(again.turns), again.start) == (1, START)
     assert again.partial is not None
     assert again.partial.token_ids == whole.token_ids[:4]
-    assert await store.snapshot(id) == Snapshot(turn=0, data=b"state", seconds=1.5)
+    assert await store.snapshot(id) == EnvSnapshot(turn=0, data=b"state", seconds=1.5)
     with pytest.raises(StoreError, match="cannot follow turn"):
         await store.journal_turn(id, again.fence, turn(2, 1))
     await play(offer, again)

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.env.tasks import TaskSource
 from agentrl.records import Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import Bounds, Claim, Partial, RunStore
+from agentrl.store import AdmissionBounds, Claim, Partial, RunStore
 
 START: Messages = ({"role": "user", "content": "mend it"},)
 
@@ -37,9 +37,9 @@ class Tasks(TaskSource):
         return self._make(index)
 
 
-def bounds(**changes: Any) -> Bounds:
+def bounds(**changes: Any) -> AdmissionBounds:
     settings = {"group_size": 2, "groups_per_step": 2, "max_lag": 1, "max_running": 1000, "steps_total": 1000}
-    return Bounds(**(settings | changes))
+    return AdmissionBounds(**(settings | changes))
 
 
 def admit(

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.store import Bounds, Load, Quorum, RunStore, admissible_groups
+from agentrl.store import AdmissionBounds, Load, Quorum, RunStore, admissible_groups
 
 from .play import Clock, admit, play, play_all, serve, task
 
@@ -23,7 +23,7 @@ def admissible(load: Load = IDLE, step: int = 0, **changes: int) -> int:
         "max_running": 1000,
         "steps_total": 1000,
     }
-    return admissible_groups(load, Bounds(**(arguments | changes)), step=step)
+    return admissible_groups(load, AdmissionBounds(**(arguments | changes)), step=step)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ counts = st.integers(0, 200)
 def test_every_bound_holds_after_admission_and_one_more_would_break_one(
     load: Load, step: int, max_lag: int, groups_per_step: int, group_size: int, max_running: int, steps_total: int
 ) -> None:
-    bounds = Bounds(
+    bounds = AdmissionBounds(
         max_lag=max_lag,
         groups_per_step=groups_per_step,
         group_size=group_size,
@@ -112,7 +112,7 @@ def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_
                 running_groups=len(running),
                 accepted_groups=len(finished) + len(trained_in),
             )
-            bounds = Bounds(
+            bounds = AdmissionBounds(
                 max_lag=max_lag,
                 groups_per_step=groups_per_step,
                 group_size=group_size,

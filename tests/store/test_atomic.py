@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.records import StopReason
-from agentrl.store import RunStore, Snapshot, Source
+from agentrl.store import EnvSnapshot, RunStore, Source
 from agentrl.store.audit.audit import audit
 
 from .fuse import Fuse, Killed
@@ -74,7 +74,7 @@ WRITES: dict[str, Callable[[RunStore], Any]] = {
     "begin": lambda store: store.begin(17, 1, ()),
     "journal_turn": lambda store: store.journal_turn(17, 1, turn(0, 1, step=answer(0))),
     "journal_partial": lambda store: store.journal_partial(17, 1, part(turn(0, 1, 5), 0, 2)),
-    "keep_snapshot": lambda store: store.keep_snapshot(16, 1, Snapshot(turn=0, data=b"box")),
+    "keep_snapshot": lambda store: store.keep_snapshot(16, 1, EnvSnapshot(turn=0, data=b"box")),
     "journal_step": lambda store: store.journal_step(16, 1, 1, answer(1)),
     "restart_episode": lambda store: store.restart_episode(16, 1, "cannot replay"),
     "restart_group": lambda store: store.restart_group(16, 1, 9),

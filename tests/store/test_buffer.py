@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.records import Group, GroupState, StopReason
-from agentrl.store import LeaseLost, Lengths, RunStore, Source, StoreError
+from agentrl.store import EpisodeLengths, LeaseLost, RunStore, Source, StoreError
 from agentrl.store.audit.audit import audit
 from agentrl.tokens.staleness import lag_in_step as lag
 
@@ -201,11 +201,11 @@ def test_law_5_the_bias_of_dropping_is_measured(store: RunStore, clock: Clock) -
     assert ids(store.take(2, 1, max_lag=0)) == [4]
     store.expire(began + 2000.0, 600.0)
     bias = store.length_bias()
-    assert bias.trained == Lengths(episodes=4, turns=1.5, tokens=4.5, seconds=1.5)
-    assert bias.dropped == Lengths(episodes=4, turns=3.5, tokens=10.5, seconds=1002.5)
+    assert bias.trained == EpisodeLengths(episodes=4, turns=1.5, tokens=4.5, seconds=1.5)
+    assert bias.dropped == EpisodeLengths(episodes=4, turns=3.5, tokens=10.5, seconds=1002.5)
     assert bias.by_reason == {
-        "deadline": Lengths(episodes=2, turns=2.0, tokens=6.0, seconds=2000.0),
-        "stale": Lengths(episodes=2, turns=5.0, tokens=15.0, seconds=5.0),
+        "deadline": EpisodeLengths(episodes=2, turns=2.0, tokens=6.0, seconds=2000.0),
+        "stale": EpisodeLengths(episodes=2, turns=5.0, tokens=15.0, seconds=5.0),
     }
     assert store.episodes_trained() == 4
 
@@ -217,6 +217,6 @@ def test_an_unscored_member_of_a_trained_group_counts_as_dropped(store: RunStore
     for claim in others:
         play(store, claim, turns=1)
     store.take(1, 1, max_lag=0)
-    expected = {"engine_failed": Lengths(episodes=1, turns=7.0, tokens=21.0, seconds=0.0)}
+    expected = {"engine_failed": EpisodeLengths(episodes=1, turns=7.0, tokens=21.0, seconds=0.0)}
     assert store.length_bias().by_reason == expected
     assert store.episodes_trained() == 2

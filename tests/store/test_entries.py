@@ -12,7 +12,7 @@ from agentrl.store import Claim, RunStore, Source
 from agentrl.store.audit.audit import audit
 from agentrl.store.codec import unpack_record
 from agentrl.store.episodes.endings import Ending
-from agentrl.store.episodes.entries import Entry
+from agentrl.store.episodes.entries import EpisodeWrite
 
 from .play import START, admit, answer, part, turn
 
@@ -26,7 +26,7 @@ def begun(store: RunStore, n: int = 4) -> list[Claim]:
     return claims
 
 
-def errors(store: RunStore, *entries: Entry) -> list[str]:
+def errors(store: RunStore, *entries: EpisodeWrite) -> list[str]:
     return [str(result.error or "") for result in store.together(entries, shared=store.shares)]
 
 

@@ -11,7 +11,7 @@ from agentrl.algos.grpo import GRPO
 from agentrl.errors import StoreError, UsageError
 from agentrl.learner.data.batch import group_rows
 from agentrl.records import GroupState, StopReason, turn_id
-from agentrl.store import Claim, RunStore, Snapshot
+from agentrl.store import Claim, EnvSnapshot, RunStore
 from agentrl.store.audit.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
@@ -74,7 +74,7 @@ def test_a_fork_of_a_running_episode_takes_its_snapshot_along_if_it_is_of_the_be
     for index in range(3):
         store.journal_turn(claim.episode_id, claim.fence, turn(index, 1))
         store.journal_step(claim.episode_id, claim.fence, index, answer(index))
-    kept = Snapshot(turn=1, data=b"state", seconds=3.0)
+    kept = EnvSnapshot(turn=1, data=b"state", seconds=3.0)
     store.keep_snapshot(claim.episode_id, claim.fence, kept)
     for at, snapshot in ((1, None), (2, kept), (3, kept)):
         group = store.fork(claim.episode_id, turn=at, k=2)

@@ -19,7 +19,7 @@ from agentrl.errors import StoreAway
 from agentrl.run import supervisor
 from agentrl.run.cluster.scaling import Scaler
 from agentrl.run.processes import worker_process
-from agentrl.run.processes.engine_health import Watch
+from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.store import RunStore
 from agentrl.store.asynchronous.reads import Looks, Newest
 from agentrl.store.asynchronous.store import AsyncStore
@@ -179,11 +179,11 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
     with RunStore.open(far) as opened, RunStore.read(far, away_s=0) as reader, RunStore.read(far) as writer:
         looks: Any = Looks(reader)
         known = await looks(partial(worker_process.known_of, config))
-        sight = worker_process.Sight(config, looks, known)
+        sight = worker_process.RunView(config, looks, known)
         fleet: Any = SimpleNamespace(follow=lambda *_: None)
         leaves: Any = SimpleNamespace(sharing=1, leave=lambda: None)
         children: Any = SimpleNamespace(present=lambda kind: {0})
-        watch = Watch(url="http://nowhere", config=config, looks=looks, weights=tell, locks=tmp_path)  # type: ignore[arg-type]
+        watch = EngineWatch(url="http://nowhere", config=config, looks=looks, weights=tell, locks=tmp_path)  # type: ignore[arg-type]
         again = Waiting(RunStore.read(far))
         asked: dict[str, Callable[[], Awaitable[object]]] = {
             "where engines are": partial(worker_process._follow, sight, {None: fleet}, {}, leaves, 0),

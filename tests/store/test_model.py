@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentrl.records import StopReason, turn_id
-from agentrl.store import LeaseLost, Quorum, RunStore, Snapshot, Source
+from agentrl.store import EnvSnapshot, LeaseLost, Quorum, RunStore, Source
 from agentrl.store.audit.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
@@ -253,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
             real = guarded(lambda: self.store.journal_partial(id, fence, one))
             self.both(real, lambda model: model.sample(id, fence), crash)
         elif ending == "snapshot":
-            one = Snapshot(turn=len(episode.turns), data=b"box")
+            one = EnvSnapshot(turn=len(episode.turns), data=b"box")
             real = guarded(lambda: self.store.keep_snapshot(id, fence, one))
             self.both(real, lambda model: model.keep_snapshot(id, fence), crash)
         elif ending == "no":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.sections import Buffer
+from agentrl.config.sections import BufferSettings
 from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
 from agentrl.store import Quorum, RunStore
 from agentrl.store.audit.audit import audit
@@ -159,7 +159,7 @@ def test_a_run_whose_rewards_are_all_equal_ends_after_twice_the_groups(
 ) -> None:
     """With the defaults: nobody waits for ever, whatever is admitted, and each step's weights are served before the
     next."""
-    buffer, steps = Buffer(groups_per_step=3, max_lag=max_lag), 4
+    buffer, steps = BufferSettings(groups_per_step=3, max_lag=max_lag), 4
     bounds = {
         "groups_per_step": 3,
         "max_lag": max_lag,

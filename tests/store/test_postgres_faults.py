@@ -180,8 +180,10 @@ def test_over_a_slow_network_a_turn_waits_for_one_answer(
     far.together([partial(far.begin, one.episode_id, one.fence, START) for one in claims], shared=True)
     far.step_of(1)
     proxy.delay_s = 0.02
-    waits, wait = list[None](), session.Session.wait
-    monkeypatch.setattr(session.Session, "wait", lambda *given, **named: [waits.append(None), wait(*given, **named)][1])
+    waits, wait = list[None](), session.DeadlineConnection.wait
+    monkeypatch.setattr(
+        session.DeadlineConnection, "wait", lambda *given, **named: [waits.append(None), wait(*given, **named)][1]
+    )
     calls = [partial(far.journal_turn, one.episode_id, one.fence, turn(0, 1)) for one in claims]
     results = far.together(calls, shared=True)
     assert [result.error for result in results] == [None] * 8

@@ -140,8 +140,8 @@ def test_a_store_that_has_its_tables_whole_is_divided_when_it_is_opened(
     path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr(parts.Parts, "make", lambda self: None)
-        older.setattr(parts.Parts, "room", lambda *_: None)
+        older.setattr(parts.Partitions, "make", lambda self: None)
+        older.setattr(parts.Partitions, "room", lambda *_: None)
         older.setattr(postgres, "_VERSION", postgres.schema.SCHEMA_VERSION)
         older.setattr(postgres, "READ", ())
         with RunStore.create(path, "{}", url=server.url) as store:

@@ -35,13 +35,13 @@ def store(tmp_path: Path, server: Server) -> Generator[RunStore]:
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     """How often a call waits for an answer."""
-    waits, wait = list[None](), session.Session.wait
+    waits, wait = list[None](), session.DeadlineConnection.wait
 
     def counted(self: Any, gen: Any, *arguments: Any, **named: Any) -> Any:
         waits.append(None)
         return wait(self, gen, *arguments, **named)
 
-    monkeypatch.setattr(session.Session, "wait", counted)
+    monkeypatch.setattr(session.DeadlineConnection, "wait", counted)
 
     def of(call: Callable[[], Any]) -> int:
         before = len(waits)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.records import RoutedExperts, StopReason, Task, Turn
-from agentrl.store import Claim, RunStore, Snapshot
+from agentrl.store import Claim, EnvSnapshot, RunStore
 
 from .play import START, Clock, admit, answer, part, serve, turn
 
@@ -33,7 +33,7 @@ def play_long(store: RunStore, claim: Claim, version: int, rng: random.Random, s
     store.journal_partial(id, fence, part(whole, 0, TOKENS // 2))
     store.journal_turn(id, fence, whole)
     store.journal_step(id, fence, 0, answer(0, last=True))
-    store.keep_snapshot(id, fence, Snapshot(turn=0, data=rng.randbytes(20_000)))
+    store.keep_snapshot(id, fence, EnvSnapshot(turn=0, data=rng.randbytes(20_000)))
     outcome = 1.0 if stop.by_policy else None
     store.finish(id, fence, stop_reason=stop, outcome=outcome, success=None)
 

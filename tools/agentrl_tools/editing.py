@@ -16,7 +16,7 @@ _MAX_LINES: Final = 10_000
 _MAX_BYTES: Final = 1 << 20
 
 
-class Document:
+class TextLines:
     """A text as lines, counted from 1."""
 
     def __init__(self, text: str) -> None:
@@ -46,7 +46,7 @@ class ReplaceLine:
     name = "replace_line"
     parallel = False
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: TextLines) -> None:
         self._document = document
 
     @property

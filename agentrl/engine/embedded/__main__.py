@@ -152,9 +152,9 @@ async def serve(
 
     from agentrl.engine.access import Guard
     from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
-    from agentrl.http.bounds import Bounds, Connections, raise_open_files
+    from agentrl.http.bounds import Connections, ServerBounds, raise_open_files
 
-    bounds = Bounds()
+    bounds = ServerBounds()
     raise_open_files(bounds)
 
     class Server(uvicorn.Server):

@@ -19,7 +19,7 @@ import torch
 
 from agentrl.engine.embedded.cache_slots import CacheSlots
 from agentrl.engine.embedded.lora import Adapter, adapted
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore, Rows, Run
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows, TokenRun
 from agentrl.engine.embedded.prefix_sharing import share
 from agentrl.engine.embedded.sampler import sample
 from agentrl.records import Finish, SamplingParams, VersionSpan
@@ -151,7 +151,7 @@ class Batcher:
         with torch.inference_mode():
             for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
                 part = tokens[start : start + _SCORED_AT_ONCE]
-                rows = replace(Rows.of_run(part, start), adapted=adapted([adapter] * len(part), range(len(part))))
+                rows = replace(PassRows.of_run(part, start), adapted=adapted([adapter] * len(part), range(len(part))))
                 logits_TV = model.forward(rows, kv)
                 next_T = torch.tensor(tokens[start + 1 : start + 1 + len(part)])
                 logprobs_TV = logits_TV[: len(next_T)].log_softmax(-1)
@@ -268,7 +268,7 @@ class Batcher:
 
     def _rows(
         self, singles: list[BatchRequest], runs: list[tuple[BatchRequest, int]]
-    ) -> tuple[Rows, list[BatchRequest]]:
+    ) -> tuple[PassRows, list[BatchRequest]]:
         slots = self.slots
         tokens = [request.tokens[-1] for request in singles]
         positions = [len(request.tokens) - 1 for request in singles]
@@ -278,17 +278,17 @@ class Batcher:
         lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
         for slot, position in zip(single_slots, positions, strict=True):
             lengths[slot] = position + 1
-        planned: list[Run] = []
+        planned: list[TokenRun] = []
         for request, count in runs:
             start, row = int(slots.computed[request.slot]), len(tokens)
             tokens += request.tokens[start : start + count]
             positions += range(start, start + count)
             adapters += [request.adapter] * count
-            planned.append(Run(request.slot, start, slice(row, row + count)))
+            planned.append(TokenRun(request.slot, start, slice(row, row + count)))
             if start + count == len(request.tokens):
                 wanted.append(len(tokens) - 1)
                 sampling.append(request)
-        rows = Rows(
+        rows = PassRows(
             tokens_N=torch.tensor(tokens),
             positions_N=torch.tensor(positions),
             single_slots_N=torch.tensor(single_slots, dtype=torch.long),

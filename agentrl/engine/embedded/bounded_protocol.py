@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl.http.bounds import Bounds, Connections, Measure, Place, Refused, refusal
+from agentrl.http.bounds import ConnectionPlace, Connections, Measure, RequestRefused, ServerBounds, refusal
 
 _REASONS = {400: "Bad Request", 413: "Content Too Large", 414: "URI Too Long", 431: "Request Header Fields Too Large"}
 
@@ -21,10 +21,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection of the embedded engine. Timers run only while a request is on its way in several pieces, or none
     has come."""
 
-    def __init__(self, *, connections: Connections, bounds: Bounds, **settings: Any) -> None:
+    def __init__(self, *, connections: Connections, bounds: ServerBounds, **settings: Any) -> None:
         super().__init__(**settings)
         self._places, self._bounds = connections, bounds
-        self._place: Place | None = None
+        self._place: ConnectionPlace | None = None
         self._measure = Measure(bounds)
         self._timer: asyncio.TimerHandle | None = None
         self._awaited: Literal["idle", "head", "body"] | None = None
@@ -53,10 +53,10 @@ class BoundedProtocol(HttpToolsProtocol):
             if not self._whole:
                 self._measure.fed(len(data), body)
         except httptools.HttpParserUpgrade:
-            self._refuse(Refused(400, "no other protocol is spoken here"))
+            self._refuse(RequestRefused(400, "no other protocol is spoken here"))
         except httptools.HttpParserError as error:
             self._refuse(refusal(error))
-        except Refused as refused:
+        except RequestRefused as refused:
             self._refuse(refused)
         else:
             awaited = None if self._whole else "body" if self._head else "head"
@@ -104,7 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
             seconds = {"idle": self._bounds.idle_s, "head": self._bounds.head_s, "body": self._bounds.body_s}[part]
             self._timer = self.loop.call_later(seconds, self.transport.abort)
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: RequestRefused) -> None:
         error = {"error": {"message": str(refused), "type": "BadRequestError", "code": refused.status}}
         body = json.dumps(error).encode()
         head = f"HTTP/1.1 {refused.status} {_REASONS.get(refused.status, 'Refused')}\r\n"

@@ -22,7 +22,7 @@ from agentrl.engine.embedded.lora import Adapted, rotary
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """Several new tokens of one slot: rows `rows` of the pass, at positions start, start + 1, …"""
 
     slot: int
@@ -41,7 +41,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class PassRows:
     """One pass. `single_slots_N` are the slots of the first rows; `lengths_S` says, for every slot below the highest
     single one, how many positions its row sees (at least 1, so that a row of an unused slot is harmless)."""
 
@@ -51,7 +51,7 @@ class Rows:
     lengths_S: torch.Tensor
     longest: int
     shortest: int  # of the single rows
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
     wanted_N: torch.Tensor  # rows whose logits are asked for
     shared: Shared | None = None  # what single rows have in common; None: each reads its own
     adapted: tuple[Adapted, ...] = ()  # the rows that run with an adapter
@@ -63,17 +63,17 @@ class Rows:
         return out
 
     @staticmethod
-    def of_run(tokens: list[int], start: int, slot: int = 0) -> Rows:
+    def of_run(tokens: list[int], start: int, slot: int = 0) -> PassRows:
         """New tokens of one slot alone, all their logits wanted."""
         n, none = len(tokens), torch.zeros(0, dtype=torch.long)
-        return Rows(
+        return PassRows(
             tokens_N=torch.tensor(tokens),
             positions_N=torch.arange(start, start + n),
             single_slots_N=none,
             lengths_S=none,
             longest=0,
             shortest=0,
-            runs=(Run(slot, start, slice(0, n)),),
+            runs=(TokenRun(slot, start, slice(0, n)),),
             wanted_N=torch.arange(n),
         )
 
@@ -161,7 +161,7 @@ class EmbeddedModel:
     def loaded(self) -> bool:
         return bool(self._layers)
 
-    def forward(self, rows: Rows, kv: KVStore) -> torch.Tensor:
+    def forward(self, rows: PassRows, kv: KVStore) -> torch.Tensor:
         """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""
         a = self.architecture
         x = F.embedding(rows.tokens_N, self._embedding)
@@ -190,7 +190,7 @@ class EmbeddedModel:
         qkv: torch.Tensor,
         layer: _Layer,
         rotations: torch.Tensor,
-        rows: Rows,
+        rows: PassRows,
         masks: _Masks,
         kv: KVStore,
         at: int,
@@ -223,7 +223,7 @@ class EmbeddedModel:
 class _Masks:
     """Additive attention masks, made once a pass and used by every layer."""
 
-    def __init__(self, rows: Rows, architecture: Architecture) -> None:
+    def __init__(self, rows: PassRows, architecture: Architecture) -> None:
         kv_heads = architecture.kv_heads
         hull = rows.lengths_S.shape[0]
         self.singles = torch.zeros(0)
@@ -239,7 +239,7 @@ def _causal(start: int, n: int) -> torch.Tensor:
 
 
 def _attend_singles(
-    q: torch.Tensor, rows: Rows, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    q: torch.Tensor, rows: PassRows, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Attention of one new token a slot, over all slots up to the highest one in use: no gather of the cache."""
     n, heads, size = q.shape
@@ -259,7 +259,7 @@ def _attend_singles(
 def _attend_shared(
     q: torch.Tensor,
     own_scores: torch.Tensor,
-    rows: Rows,
+    rows: PassRows,
     shared: Shared,
     keys: torch.Tensor,
     values: torch.Tensor,

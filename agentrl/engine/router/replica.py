@@ -29,7 +29,7 @@ class Servable(Protocol):
     async def aclose(self) -> None: ...
 
 
-class State(StrEnum):
+class ReplicaState(StrEnum):
     """A replica's state; see the diagram in `agentrl.engine.router.router`."""
 
     READY = "ready"
@@ -46,7 +46,7 @@ class Replica:
 
     client: Servable
     serves: int
-    state: State = State.READY
+    state: ReplicaState = ReplicaState.READY
     running: int = 0
     limit: float = math.inf
     failures: int = 0

@@ -28,8 +28,8 @@ from agentrl.engine.client import collect
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.hedging import Hedges, race
 from agentrl.engine.router.replica import Replica as Replica
+from agentrl.engine.router.replica import ReplicaState as ReplicaState
 from agentrl.engine.router.replica import Servable as Servable
-from agentrl.engine.router.replica import State as State
 from agentrl.engine.router.replica import Wait
 from agentrl.engine.router.session_affinity import Homes
 from agentrl.engine.router.turn_request import SEAM, Decode, TurnRequest
@@ -135,7 +135,7 @@ class Fleet:
             self._gone.append(known[url])
         fresh = {url: client(url) for url in named if url not in known}
         # A new one is asked before it gets a turn.
-        joined = {url: Replica(one, one.version, state=State.BROKEN) for url, one in fresh.items()}
+        joined = {url: Replica(one, one.version, state=ReplicaState.BROKEN) for url, one in fresh.items()}
         self.replicas = [known.get(url) or joined[url] for url in named]
         self._announce()
 
@@ -159,14 +159,14 @@ class Fleet:
 
     async def _look_after(self, replica: Replica, rule: Aimd | None, period_s: float) -> None:
         while replica in self.replicas:
-            if replica.state is State.READY:
+            if replica.state is ReplicaState.READY:
                 if not await self._lives(replica):
                     self._broke(replica, _MUTE)
                 elif not await self._fits(replica.serves):  # it may have missed newer weights
                     await self._ask(replica)
                 elif rule is not None:
                     await self._limit(replica, rule)
-            elif replica.state is not State.DRAINING and trio.current_time() >= replica.retry_at:
+            elif replica.state is not ReplicaState.DRAINING and trio.current_time() >= replica.retry_at:
                 await self._ask(replica)
             self._announce()
             await trio.sleep(period_s)
@@ -194,14 +194,14 @@ class Fleet:
     def drain(self, url: str, *, move: bool = False) -> None:
         """Send nothing more to a replica; with `move`, its running requests go on elsewhere at once."""
         replica = self._of(url)
-        replica.state = State.DRAINING
+        replica.state = ReplicaState.DRAINING
         if move:
             for wait in list(replica.waits):
                 wait.scope.cancel()
 
     def undrain(self, url: str) -> None:
         """Send requests to a drained replica again, once a check finds it well."""
-        self._of(url).state = State.BROKEN
+        self._of(url).state = ReplicaState.BROKEN
         self._announce()
 
     def mark_refit(self, url: str, version: int) -> None:
@@ -209,8 +209,8 @@ class Fleet:
         replica = self._of(url)
         replica.client.version = replica.serves = version
         self._newest = max(self._newest, version)
-        if replica.state is State.STALE:
-            replica.state = State.READY
+        if replica.state is ReplicaState.STALE:
+            replica.state = ReplicaState.READY
             self._announce()
 
     # --- routing ------------------------------------------------------------------------------------------------
@@ -242,11 +242,11 @@ class Fleet:
         )
 
     def _ready(self, turn: TurnRequest) -> list[Replica]:
-        return [one for one in self.replicas if one.state is State.READY and one.client.url not in turn.refusals]
+        return [one for one in self.replicas if one.state is ReplicaState.READY and one.client.url not in turn.refusals]
 
     async def _mend(self, changed: trio.Event) -> None:
         """Ask the broken replica that is due first, or wait until another task changes a replica's state."""
-        broken = [replica for replica in self.replicas if replica.state in (State.BROKEN, State.STALE)]
+        broken = [replica for replica in self.replicas if replica.state in (ReplicaState.BROKEN, ReplicaState.STALE)]
         if not broken:
             await changed.wait()
             return
@@ -254,7 +254,7 @@ class Fleet:
         with trio.move_on_at(first.retry_at):
             await changed.wait()
             return
-        if first.state in (State.BROKEN, State.STALE):
+        if first.state in (ReplicaState.BROKEN, ReplicaState.STALE):
             first.retry_at = trio.current_time() + self._retry_s  # others wait while this one asks
             await self._ask(first)
 
@@ -267,25 +267,25 @@ class Fleet:
         except EngineError as error:
             trouble = str(error)
         fits = version is not None and await self._fits(version)
-        if replica.state is State.DRAINING:
+        if replica.state is ReplicaState.DRAINING:
             return
         if version is None:
             self._put_off(replica, trouble)
             return
         replica.serves = version
         if fits:
-            replica.state, replica.trouble = State.READY, ""
+            replica.state, replica.trouble = ReplicaState.READY, ""
             self._announce()
         else:
-            replica.state, replica.trouble = State.STALE, f"it serves version {version}"
+            replica.state, replica.trouble = ReplicaState.STALE, f"it serves version {version}"
 
     def _broke(self, replica: Replica, trouble: str) -> None:
         """Note a failure of a ready replica; it counts as one failure, however many turns it hit."""
-        if replica.state is State.READY:
+        if replica.state is ReplicaState.READY:
             self._put_off(replica, trouble)
 
     def _put_off(self, replica: Replica, trouble: str) -> None:
-        replica.state, replica.trouble = State.BROKEN, trouble
+        replica.state, replica.trouble = ReplicaState.BROKEN, trouble
         wait_s = min(self._retry_s * 2**replica.failures, self._retry_max_s)
         replica.failures = min(replica.failures + 1, 16)
         replica.retry_at = trio.current_time() + wait_s
@@ -442,7 +442,7 @@ class Fleet:
             if replica.failures and chunk.token_ids:
                 replica.failures = 0
                 self._announce()
-        elif replica.state is not State.DRAINING:
+        elif replica.state is not ReplicaState.DRAINING:
             self._failed(replica, turn, EngineBroke(f"{replica.client.url} fell silent"))
         return chunk
 

@@ -29,12 +29,12 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
 from agentrl.engine.vllm_api import parse_json
 from agentrl.engine.weight_sync.transport import (
-    Channel,
     MemoryParcel,
     Place,
     PushReport,
-    Sender,
-    Snapshot,
+    WeightChannel,
+    WeightSender,
+    WeightsInMemory,
     WeightTransport,
 )
 from agentrl.errors import ConfigError, EngineError, EngineUnavailable, WeightSyncError
@@ -48,16 +48,16 @@ class Transfer:
     """Pushes to a set of engines. Invariant: while `_channel` is there, the engines of `_urls` are joined by it, and
     each served `_version` when it was last seen; one that serves another now was started again and is not joined."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
-        self._channel: Channel | None = None
+        self._channel: WeightChannel | None = None
         self._urls: tuple[str, ...] = ()
         self._version: int | None = None
 
     async def push(
         self,
         engines: Sequence[EngineClient],
-        snapshot: Snapshot,
+        snapshot: WeightsInMemory,
         version: int,
         *,
         deadline_s: float = 30.0,
@@ -78,7 +78,9 @@ class Transfer:
         total_s = trio.current_time() - started
         return PushReport(pause_s=pause_s, total_s=total_s, bytes=snapshot.size_bytes)
 
-    async def _join(self, engines: Sequence[EngineClient], snapshot: Snapshot, version: int, deadline_s: float) -> None:
+    async def _join(
+        self, engines: Sequence[EngineClient], snapshot: WeightsInMemory, version: int, deadline_s: float
+    ) -> None:
         urls = tuple(engine.url for engine in engines)
         served = await _each(engines, version, lambda engine: engine.served_version(deadline_s=deadline_s))
         if self._channel is not None and urls == self._urls and set(served.values()) == {self._version}:
@@ -88,7 +90,7 @@ class Transfer:
         workers = await _each(engines, version, lambda engine: _workers(engine, deadline_s))
         calls = _Calls(engines, version, deadline_s, workers)
 
-        def join() -> Channel:
+        def join() -> WeightChannel:
             return self._sender.join(calls, snapshot, world=sum(workers.values()), address=_address(urls))
 
         self._channel = await calls.during(join)
@@ -97,7 +99,7 @@ class Transfer:
     async def _send(
         self,
         engines: Sequence[EngineClient],
-        snapshot: Snapshot,
+        snapshot: WeightsInMemory,
         version: int,
         deadline_s: float,
         clear_cache: bool,

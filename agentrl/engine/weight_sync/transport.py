@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from agentrl.engine.weight_sync.canary import Canary
 
 
-class Snapshot(Protocol):
-    """Weights in the learner's memory: `agentrl.learner.weight_snapshot.Snapshot`."""
+class WeightsInMemory(Protocol):
+    """Weights in the learner's memory: `agentrl.learner.weight_snapshot.WeightSnapshot`."""
 
     @property
     def size_bytes(self) -> int: ...
 
 
-class Channel(Protocol):
-    """Joined engines: `agentrl.learner.gpu_sender.Channel`."""
+class WeightChannel(Protocol):
+    """Joined engines: `agentrl.learner.gpu_sender.GpuChannel`."""
 
     def send(self, client: Any, snapshot: Any) -> None: ...
     def leave(self) -> None: ...
 
 
-class Sender(Protocol):
-    """Joins engines: `agentrl.learner.gpu_sender.Sender`. `world` counts their workers, `address` is where they reach
-    us."""
+class WeightSender(Protocol):
+    """Joins engines: `agentrl.learner.gpu_sender.GpuSender`. `world` counts their workers, which reach us at
+    `address`."""
 
-    def join(self, client: Any, snapshot: Any, *, world: int, address: str) -> Channel: ...
+    def join(self, client: Any, snapshot: Any, *, world: int, address: str) -> WeightChannel: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class MemoryParcel:
     """A weight version on its way from memory to memory: no file holds it."""
 
     version: int
-    snapshot: Snapshot
+    snapshot: WeightsInMemory
     canary: Canary | None = None
 
 
@@ -88,7 +88,7 @@ class Place:
 
     engine: EngineSettings
     store: ObjectFolder | None = None  # at `engine.weights_url`
-    sender: Sender | None = None  # vLLM's own, made for the transport's `backend`
+    sender: WeightSender | None = None  # vLLM's own, made for the transport's `backend`
 
 
 class WeightTransport(Protocol):

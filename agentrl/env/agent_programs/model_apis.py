@@ -22,7 +22,7 @@ from agentrl.records import Json, Message
 Fields = Mapping[str, Any]
 
 
-class BadRequest(Exception):
+class UnservedRequest(Exception):
     """The request asks for something that is not served; the text names it."""
 
 
@@ -70,25 +70,25 @@ class Api(ABC):
     path: str
 
     def read(self, body: Fields) -> Conversation:
-        """The conversation to continue. Raises BadRequest for a body of another shape, or one that no episode can
+        """The conversation to continue. Raises UnservedRequest for a body of another shape, or one that no episode can
         record: what the policy made a program send is the program's to hear of, and no failure of the environment."""
         try:
             check_plain(body, MAX_DEPTH, "the request")
             read = self._read(body)
             names = [tool["function"]["name"] for tool in read.tools]
         except StructuralParseError as error:
-            raise BadRequest(str(error)) from None
+            raise UnservedRequest(str(error)) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BadRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
+            raise UnservedRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
         if reason := _MESSAGES.why_not(read.messages):
-            raise BadRequest(f"messages: {reason}")
+            raise UnservedRequest(f"messages: {reason}")
         for role in {message["role"] for message in read.messages}.difference(ROLES):
-            raise BadRequest(f"role {role!r} is none of {', '.join(ROLES)}")
+            raise UnservedRequest(f"role {role!r} is none of {', '.join(ROLES)}")
         if not all(isinstance(name, str) for name in names):
-            raise BadRequest("the name of a tool must be a text")
+            raise UnservedRequest("the name of a tool must be a text")
         stops = cast("tuple[Any, ...]", read.stops)
         if len(stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
-            raise BadRequest(f"stops must be texts, at most {_MOST_STOPS}")
+            raise UnservedRequest(f"stops must be texts, at most {_MOST_STOPS}")
         return read
 
     @abstractmethod
@@ -116,7 +116,7 @@ class ChatCompletions(Api):
 
     def _read(self, body: Fields) -> Conversation:
         if body.get("n", 1) not in (1, None):
-            raise BadRequest("n must be 1: an episode has one continuation")
+            raise UnservedRequest("n must be 1: an episode has one continuation")
         messages = tuple(_chat_message(message) for message in _list(body, "messages"))
         stop = body.get("stop") or ()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -158,7 +158,7 @@ class Responses(Api):
         earlier = body.get("previous_response_id")
         if earlier is not None:
             if earlier not in self._earlier:
-                raise BadRequest(f"no response with id {earlier!r} in this episode")
+                raise UnservedRequest(f"no response with id {earlier!r} in this episode")
             before = tuple(message for message in self._earlier[earlier] if message["role"] != "system")
         system = body.get("instructions")
         opening = (Message(role="system", content=str(system)),) if system else ()
@@ -305,7 +305,7 @@ def event_text(data: Json) -> str:
 def _list(body: Fields, key: str) -> list[Fields]:
     value = body.get(key)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast("list[Any]", value)):
-        raise BadRequest(f"{key} must be a list of objects")
+        raise UnservedRequest(f"{key} must be a list of objects")
     return cast("list[Fields]", value)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.http.bounds import Bounds
+from agentrl.http.bounds import ServerBounds
 from agentrl.http.http_server import Typed, listen
 from agentrl.records import Json
 
@@ -112,7 +112,7 @@ async def _start() -> _Server:
 
     async def serve() -> None:
         with server.scope:
-            await listen(server, listeners, bounds=Bounds(body_bytes=MAX_BODY), refuses=server.refuses)
+            await listen(server, listeners, bounds=ServerBounds(body_bytes=MAX_BODY), refuses=server.refuses)
         for listener in listeners:
             with trio.CancelScope(shield=True):
                 await listener.aclose()

@@ -20,7 +20,7 @@ from typing import Any, Final
 import trio
 
 from agentrl.env.agent_programs import recording_proxy
-from agentrl.env.agent_programs.model_apis import Api, BadRequest, Conversation, Reply, apis, event_text
+from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, UnservedRequest, apis, event_text
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.records import Json
@@ -137,7 +137,7 @@ class Running:
             )
         try:
             conversation = api.read(request.body)
-        except BadRequest as error:
+        except UnservedRequest as error:
             return recording_proxy.Response(400, api.error(str(error)))
         pending = Pending(conversation)
         self._waiting.append(pending)

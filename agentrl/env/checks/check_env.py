@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EnvReport:
     """What was checked and what was found. It is true if nothing was found."""
 
     name: str
@@ -63,7 +63,7 @@ def check_env(
     steps: int = 6,
     deadline_s: float = 60.0,
     raises: bool = True,
-) -> Report:
+) -> EnvReport:
     """Check an environment: an id, a class or factory without arguments, or an instance of such a class.
 
     `actions` are tried in turn by every episode that is played; without them, random calls after the environment's
@@ -92,7 +92,7 @@ def check_env(
             ]
             if findings and check is CHECKS[0]:
                 break
-    report = Report(name, tuple(ran), tuple(dict.fromkeys(findings)), tuple(skipped))
+    report = EnvReport(name, tuple(ran), tuple(dict.fromkeys(findings)), tuple(skipped))
     if raises and not report:
         raise EnvCheckFailed(str(report))
     return report

@@ -40,10 +40,10 @@ class HasTasks(Protocol):
     make no task, each with its id or place (`task`) and its `reason`."""
 
     task_count: int
-    bad_tasks: Sequence[BadTask]
+    bad_tasks: Sequence[UnplayableTask]
 
 
-class BadTask(Protocol):
+class UnplayableTask(Protocol):
     """A part of a set that makes no task."""
 
     @property
@@ -53,7 +53,7 @@ class BadTask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OracleResult:
     """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given). `info` is
     the last step's, `task` what the reset's info calls the task, `answer` what the oracle read at last."""
 
@@ -70,9 +70,9 @@ class Verdict:
         return self.got == self.expected
 
 
-async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[Verdict]:
+async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[OracleResult]:
     """Play every oracle of the task of `seed`, each in an environment of its own; nothing if there are none."""
-    verdicts: list[Verdict] = []
+    verdicts: list[OracleResult] = []
     index = 0
     while True:
         env = make()
@@ -89,7 +89,7 @@ async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[Verdict]:
             got = info.get("outcome")
             answer = "\n".join(str(message.get("content") or "") for message in messages)
             outcome = None if got is None else float(got)
-            verdicts.append(Verdict(oracle.name, oracle.outcome, outcome, turns, task, dict(info), answer))
+            verdicts.append(OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), answer))
         finally:
             await env.aclose()
         index += 1

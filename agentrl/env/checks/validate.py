@@ -15,7 +15,7 @@ from typing import cast
 import trio
 
 from agentrl.env import as_async
-from agentrl.env.checks.oracles import HasTasks, Verdict, judge
+from agentrl.env.checks.oracles import HasTasks, OracleResult, judge
 from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
@@ -25,7 +25,7 @@ _WORDS = 400  # characters of a reason
 
 
 @dataclass(slots=True)
-class Tally:
+class OracleTally:
     """An oracle over all tasks: its expected outcome, how many episodes it played, and how many of them `held`, so had
     this outcome. `missed` has the actual outcome of the others by seed; `turns` is the sum over all episodes."""
 
@@ -36,7 +36,7 @@ class Tally:
     turns: int = 0
     missed: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
 
-    def count(self, seed: int, verdict: Verdict) -> None:
+    def count(self, seed: int, verdict: OracleResult) -> None:
         self.episodes += 1
         self.turns += verdict.turns
         if verdict.holds:
@@ -46,7 +46,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TaskFault:
     """A task that is not as it must be: its id (or place in its set, or seed), and the reason. Of its `tests` listed
     test ids, `absent` are not in the log of the gold patch."""
 
@@ -62,17 +62,17 @@ class Validation:
     an oracle got another outcome. `tasks` is how many tasks the set has (0: not a set), `played` how many seeds played.
     Of the `tests` listed test ids of the tasks played, `absent` are not in the log of the gold patch."""
 
-    tallies: Sequence[Tally]
-    bad: Sequence[Fault] = ()
-    failed: Sequence[Fault] = ()
-    missed: Sequence[Fault] = ()
+    tallies: Sequence[OracleTally]
+    bad: Sequence[TaskFault] = ()
+    failed: Sequence[TaskFault] = ()
+    missed: Sequence[TaskFault] = ()
     tasks: int = 0
     played: int = 0
     absent: int = 0
     tests: int = 0
 
     @property
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[TaskFault]:
         return [*self.bad, *self.failed, *self.missed]
 
     def drop(self, file: Path) -> int:
@@ -99,8 +99,8 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
     if given is None and not tasks:
         raise UsageError(f"{env_id} says not how many tasks it has: give --n")
     seeds = range(tasks) if given is None else given
-    verdicts: dict[int, list[Verdict]] = {}
-    failed: dict[int, Fault] = {}
+    verdicts: dict[int, list[OracleResult]] = {}
+    failed: dict[int, TaskFault] = {}
     unknown: list[UnknownIdError] = []
     slots = trio.CapacityLimiter(os.cpu_count() or 1)
 
@@ -120,14 +120,14 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
                 nursery.cancel_scope.cancel()
             except Exception as error:  # named in the result: the other tasks go on
                 task = _task_of(made[-1]) if made else ""
-                failed[seed] = Fault(task or f"seed {seed}", f"{error}"[:_WORDS])
+                failed[seed] = TaskFault(task or f"seed {seed}", f"{error}"[:_WORDS])
 
     async with trio.open_nursery() as nursery:
         for seed in seeds:
             nursery.start_soon(play, seed)
     if unknown:
         raise unknown[0]
-    tallies: dict[tuple[str, float], Tally] = {}
+    tallies: dict[tuple[str, float], OracleTally] = {}
     for seed in seeds:
         if seed in verdicts and not verdicts[seed]:
             raise UsageError(
@@ -135,7 +135,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
             )
         for verdict in verdicts.get(seed, ()):
             key = verdict.name, verdict.expected
-            tallies.setdefault(key, Tally(*key)).count(seed, verdict)
+            tallies.setdefault(key, OracleTally(*key)).count(seed, verdict)
     gold = [verdict for each in verdicts.values() for verdict in each if verdict.name == "gold"]
     return Validation(
         list(tallies.values()),
@@ -149,18 +149,18 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
     )
 
 
-async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[Fault]]:
+async def _set(new: Callable[[], AsyncEnv]) -> tuple[int, list[TaskFault]]:
     """How many tasks an environment's set has, and the parts of it that make none."""
     env = new()
     try:
         if not isinstance(env, HasTasks):
             return 0, []
-        return env.task_count, [Fault(each.task, each.reason) for each in env.bad_tasks]
+        return env.task_count, [TaskFault(each.task, each.reason) for each in env.bad_tasks]
     finally:
         await env.aclose()
 
 
-def _missed(seed: int, verdicts: Sequence[Verdict]) -> Iterator[Fault]:
+def _missed(seed: int, verdicts: Sequence[OracleResult]) -> Iterator[TaskFault]:
     """The first oracle of a task that did not get its outcome, and what is known of why."""
     for verdict in verdicts:
         if not verdict.holds:
@@ -172,11 +172,11 @@ def _missed(seed: int, verdicts: Sequence[Verdict]) -> Iterator[Fault]:
                 why += f", as {named[0]!r}" if isinstance(named, list) and named else ""
             elif verdict.answer:
                 why += f"; it read {verdict.answer[:200]!r}"
-            yield Fault(verdict.task or f"seed {seed}", why[:_WORDS], absent, tests)
+            yield TaskFault(verdict.task or f"seed {seed}", why[:_WORDS], absent, tests)
             return
 
 
-def _number(verdict: Verdict, name: str) -> int:
+def _number(verdict: OracleResult, name: str) -> int:
     value = verdict.info.get(name)
     return value if isinstance(value, int) else 0
 

@@ -50,7 +50,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PrefixTree:
     """The prefix tree of some rows. `_N` are its nodes; `paths` holds every row's node numbers."""
 
     token_ids_N: tuple[int, ...]
@@ -109,7 +109,7 @@ class Pack:
         return replace(self, columns={**self.columns, **columns})
 
 
-def build_tree(rows: Sequence[Row]) -> Tree:
+def build_tree(rows: Sequence[Row]) -> PrefixTree:
     """The prefix tree of `rows`. Its nodes are in preorder: a node's descendants follow it, side by side."""
     ids = [torch.tensor(row.token_ids) for row in rows]
     token_ids: list[Tensor] = []
@@ -125,7 +125,7 @@ def build_tree(rows: Sequence[Row]) -> Tree:
             branches.append(Branch(size, size + new, paths[now]))
         size, last = size + new, now
     depth = [number for branch in branches for number in range(len(branch.path))[branch.start - branch.stop :]]
-    return Tree(tuple(torch.cat(token_ids).tolist()), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
+    return PrefixTree(tuple(torch.cat(token_ids).tolist()), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
 
 
 def _order(rows: Sequence[Row]) -> list[int]:
@@ -140,7 +140,7 @@ def _shared(one: Tensor, other: Tensor) -> int:
     return int((one[:length] == other[:length]).long().cumprod(0).sum())
 
 
-def chains(rows: Sequence[Row]) -> list[Tree]:
+def chains(rows: Sequence[Row]) -> list[PrefixTree]:
     """A tree of each row; rows that are its beginning lie in it. None has a second branch."""
     found: list[list[int]] = []
     for index in _order(rows):
@@ -152,7 +152,7 @@ def chains(rows: Sequence[Row]) -> list[Tree]:
     return [build_tree([rows[index] for index in part]) for part in sorted(map(sorted, found))]
 
 
-def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
+def forest(rows: Sequence[Row], budget: int) -> list[PrefixTree]:
     """One tree, or several of at most `budget` nodes if one would be larger. Rows stay with their neighbours in the
     order of their tokens, divided so that the trees have the fewest nodes together, then so that they are fewest. A
     longer row has a tree of its own."""
@@ -203,7 +203,7 @@ def kinds(groups: Sequence[Sequence[Row]]) -> list[list[list[Row]]]:
 def _packs(
     groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool, stems: bool
 ) -> list[Pack]:
-    filled: list[list[Tree]] = [[]]
+    filled: list[list[PrefixTree]] = [[]]
     room = budget
     apart: list[Pack] = []
     for rows in filter(None, groups):
@@ -221,7 +221,7 @@ def _packs(
     return [_pack(trees, device) for trees in filled if trees] + apart
 
 
-def grown(trees: Sequence[Tree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
+def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
     """The passes of a group that was divided into these trees, if to compute their stem once saves the nodes that it
     must; else none. Of several `ranks` each computes the stem, and some of the passes. Of a mixture a node of the stem
     has the experts of the group's first row that tells any, in every pass."""
@@ -250,7 +250,7 @@ def stem(rows: Sequence[Row], passes: int) -> Stem:
     return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)
 
 
-def _pack(trees: Sequence[Tree], device: torch.device | str, stem_SLK: Tensor | None = None) -> Pack:
+def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Tensor | None = None) -> Pack:
     token_ids: list[int] = []
     depth: list[int] = []
     branches: list[Branch] = []

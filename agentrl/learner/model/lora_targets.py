@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoraTarget:
     """A linear layer called `name`, or the parameter `parameter` of the module `name`."""
 
     name: str
@@ -60,7 +60,7 @@ class Part:
         return not _ROUTERS.isdisjoint(self.name.split("."))
 
 
-def choose(module: Any, targets: Sequence[str]) -> list[Part]:
+def choose(module: Any, targets: Sequence[str]) -> list[LoraTarget]:
     """The parts whose names end with one of `targets`; without targets, all but routers. The embedding and the output
     layer are no parts. Raises ValueError for a target that names no part, or half of one."""
     parts = list(_parts(module))
@@ -97,22 +97,22 @@ def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Pie
     return {name: tuple(sorted(of, key=lambda piece: (piece.expert, piece.start))) for name, of in found.items()}
 
 
-def _parts(module: Any) -> Iterator[Part]:
+def _parts(module: Any) -> Iterator[LoraTarget]:
     output = module.get_output_embeddings()
     stacks: dict[tuple[str, str], torch.Size] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             if layer is not output:
-                yield Part(name)
+                yield LoraTarget(name)
             continue
         for parameter, tensor in layer.named_parameters(recurse=False):
             if tensor.ndim == 3 and not isinstance(layer, _ConvNd):
                 stacks[name, parameter] = tensor.shape
-            elif tensor.ndim == 2 and Part(name).routes:
-                yield Part(name, parameter)
+            elif tensor.ndim == 2 and LoraTarget(name).routes:
+                yield LoraTarget(name, parameter)
     divided = pieces(module, {".".join(key): shape for key, shape in stacks.items()})
     for name, parameter in stacks:
-        yield Part(name, parameter, divided[f"{name}.{parameter}"])
+        yield LoraTarget(name, parameter, divided[f"{name}.{parameter}"])
 
 
 def _named(names: frozenset[str] | set[str], target: str) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learner.data.batch import Row
-from agentrl.learner.data.prefix_trees import Pack, Tree, build_tree, forest, grown, kinds, packs
+from agentrl.learner.data.prefix_trees import Pack, PrefixTree, build_tree, forest, grown, kinds, packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def laid(
     size: int,
     device: torch.device | str,
     *,
-    cost: Callable[[Tree], float],
+    cost: Callable[[PrefixTree], float],
     shared: bool = True,
     stems: bool = False,
 ) -> list[Pack]:
@@ -86,7 +86,7 @@ def laid(
     found: list[Pack] = []
     for own in kinds(groups):
         own = own if shared else [[row] for rows in own for row in rows]
-        trees: list[Tree] = []
+        trees: list[PrefixTree] = []
         for divided in (forest(rows, budget) for rows in own if rows):
             apart = grown(divided, device, size) if stems else []
             found += apart
@@ -96,7 +96,9 @@ def laid(
     return found
 
 
-def _bins(trees: Sequence[Tree], budget: int, size: int, cost: Callable[[Tree], float]) -> list[list[Sequence[Row]]]:
+def _bins(
+    trees: Sequence[PrefixTree], budget: int, size: int, cost: Callable[[PrefixTree], float]
+) -> list[list[Sequence[Row]]]:
     """The rows of the trees of each pass: the dearest trees first, each to the cheapest with room (Graham 1969)."""
     trees = list(trees)
     while len(trees) < size and (parts := [tree for tree in trees if len(tree.rows) > 1]):

@@ -13,10 +13,10 @@ import heapq
 from random import Random
 
 from agentrl.planning.simulate.service import Play
-from agentrl.planning.simulate.simulation import World
+from agentrl.planning.simulate.simulation import SimulatedWorld
 
 
-def best_of_bound(world: World, max_lag: int, *, steps: int, start_up: int, seed: int = 0) -> float:
+def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: int, seed: int = 0) -> float:
     """The share of the bound that such a schedule reaches, in the terms of `Simulation` with the same arguments: the
     episodes take the same times."""
     plays_chance, learner_chance = Random(seed), Random(seed + 1)

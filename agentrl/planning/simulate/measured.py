@@ -20,7 +20,7 @@ _RETURNS = Returns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MeasuredRun:
     """What a run measured. `idle` is its learner's idle share between start-up and end, `skipped` the share of its
     groups then that left without signal."""
 
@@ -34,7 +34,7 @@ class Run:
 
 def measure(
     store: ReadStore, *, start_up: int, end: int, max_lag: int, returns: Returns = _RETURNS, newest: int = _GROUPS
-) -> Run:
+) -> MeasuredRun:
     """What a run to step `end` says: its steps after the first `start_up`, and the `newest` groups. Left out are steps
     before which fewer groups were admitted than `max_lag` allows, since none follow: their learner waits for the last
     episodes on slots that empty. `returns` tell which groups give no signal. Raises UsageError if it is too short."""
@@ -54,7 +54,7 @@ def measure(
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
     took = [one + other for one, other in zip(idle[1:], busy[1:], strict=True)]
     between = statistics.median(gap - known for gap, known in zip(gaps, took, strict=False)) if gaps else 0.0
-    return Run(
+    return MeasuredRun(
         episodes=Measured(groups),
         steps=MeasuredSteps.fit(list(zip(tokens, busy, strict=True))),
         push_s=statistics.median(store.push_times() or [0.0]),

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from agentrl.records import GroupState
-from agentrl.store.buffer.admission import Bounds, Load, admissible_groups
+from agentrl.store.buffer.admission import AdmissionBounds, Load, admissible_groups
 from agentrl.store.buffer.buffer import AtBound, Expired
 from agentrl.store.buffer.closing import FULL, ClosePolicy
 from agentrl.store.episodes.groups import enough
@@ -25,7 +25,7 @@ from agentrl.tokens.staleness import edge, lag_in_step, trains
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimulatedMember:
     """One episode. `newest` and `oldest` are the steps of the weights that sampled its newest and oldest token;
     `left`: it was taken or dropped."""
 
@@ -50,7 +50,7 @@ class SimulatedGroup:
     once it has closed; `silent`: it gives no signal."""
 
     id: int
-    members: list[Member]
+    members: list[SimulatedMember]
     started_step: int = 0
     state: GroupState = GroupState.WAITING
     started_s: float = 0.0
@@ -68,8 +68,8 @@ class Taken(NamedTuple):
     """What a step takes of one group: the members that it trains, and those that leave without a token."""
 
     group: SimulatedGroup
-    trained: list[Member]
-    left_out: list[Member]
+    trained: list[SimulatedMember]
+    left_out: list[SimulatedMember]
 
 
 class MemoryBuffer:
@@ -81,21 +81,21 @@ class MemoryBuffer:
         self.running_episodes = 0  # admitted and not ended
         self._groups = 0
         self._episodes = 0
-        self._waiting: deque[Member] = deque()
+        self._waiting: deque[SimulatedMember] = deque()
         self._started: deque[SimulatedGroup] = deque()  # oldest first; those that have closed are removed lazily
         self._quorate: deque[SimulatedGroup] = deque()  # in the order in which they reached `at_least`
-        self._late: list[tuple[float, int, Member]] = []  # a heap of open late members by their group's start
-        self._late_open: dict[int, Member] = {}
-        self._late_ended: list[Member] = []
+        self._late: list[tuple[float, int, SimulatedMember]] = []  # a heap of open late members by their group's start
+        self._late_open: dict[int, SimulatedMember] = {}
+        self._late_ended: list[SimulatedMember] = []
         self._scored: dict[int, SimulatedGroup] = {}
         self._fresh: list[int] = []  # sorted ids of those in `_scored` that step `_checked` may take
         self._unchecked: list[int] = []
         self._checked = -1
-        self._blocks: Member | None = None  # the last one found that the learner waits for
+        self._blocks: SimulatedMember | None = None  # the last one found that the learner waits for
         self.skipped: list[SimulatedGroup] = []  # those that the last `take` let go without signal
         self._skips = Counter[int]()  # how many left so for the step that is to come
 
-    def admit(self, bounds: Bounds) -> list[SimulatedGroup]:
+    def admit(self, bounds: AdmissionBounds) -> list[SimulatedGroup]:
         """Start as many groups as admission allows, as `RunStore.admit` does; returns them."""
         if self.running_episodes >= bounds.max_running:  # the usual answer, without the way to it
             return []
@@ -114,16 +114,16 @@ class MemoryBuffer:
     def _start(self, size: int) -> SimulatedGroup:
         self._groups += 1
         group = SimulatedGroup(self._groups, [], started_step=self.step, open=size)
-        group.members = [Member(self._episodes + place, group) for place in range(1, size + 1)]
+        group.members = [SimulatedMember(self._episodes + place, group) for place in range(1, size + 1)]
         self._episodes += size
         self._waiting.extend(group.members)
         self.running_episodes += size
         self.counts[GroupState.WAITING] += 1
         return group
 
-    def claim(self, limit: int, now: float) -> list[Member]:
+    def claim(self, limit: int, now: float) -> list[SimulatedMember]:
         """Up to `limit` members to play, oldest group first."""
-        claimed: list[Member] = []
+        claimed: list[SimulatedMember] = []
         while self._waiting and len(claimed) < limit:
             member = self._waiting.popleft()
             if member.ended:
@@ -135,7 +135,9 @@ class MemoryBuffer:
                 self._started.append(member.group)
         return claimed
 
-    def finish(self, member: Member, now: float, *, newest: int | None, oldest: int | None, scored: bool) -> None:
+    def finish(
+        self, member: SimulatedMember, now: float, *, newest: int | None, oldest: int | None, scored: bool
+    ) -> None:
         """A member's episode ends. If it is the last open one of an open group, the group closes."""
         member.newest, member.oldest, member.scored = newest, oldest, scored
         self._end(member)
@@ -168,7 +170,7 @@ class MemoryBuffer:
             if group.running:
                 closed[group.id] = group
             self._quorate.popleft()
-        late: list[Member] = []
+        late: list[SimulatedMember] = []
         while self._late and self._late[0][0] < now - 2 * group_deadline_s:
             member = heapq.heappop(self._late)[-1]
             if not member.ended:
@@ -202,13 +204,15 @@ class MemoryBuffer:
                 found.append(group)
         return found
 
-    def at_bound(self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[Member], int | None]) -> AtBound:
+    def at_bound(
+        self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[SimulatedMember], int | None]
+    ) -> AtBound:
         """As `RunStore.at_bound` says, but its `episodes` is 1 for any number. `acts`: the step of the newest token of
         an open member that samples none now; None of one that does, or has none."""
         oldest = edge(step, max_lag)
         groups = list(self._groups_at_bound(oldest))
 
-        def waits(member: Member) -> bool:
+        def waits(member: SimulatedMember) -> bool:
             if member.ended:
                 return False
             if member.group.running and _waits(member.group, oldest, quorum):
@@ -256,7 +260,7 @@ class MemoryBuffer:
         if taken is None:
             self._late_ended = late + self._late_ended
             return None
-        by_group: dict[int, list[Member]] = {}
+        by_group: dict[int, list[SimulatedMember]] = {}
         for member in sorted(late, key=lambda member: member.id):
             by_group.setdefault(member.group.id, []).append(member)
         for group in taken:
@@ -314,7 +318,7 @@ class MemoryBuffer:
                 heapq.heappush(self._late, (group.started_s, member.id, member))
                 self._late_open[member.id] = member
 
-    def _end(self, member: Member) -> None:
+    def _end(self, member: SimulatedMember) -> None:
         member.ended = True
         member.group.open -= 1
         self._late_open.pop(member.id, None)
@@ -338,9 +342,9 @@ def _judged(group: SimulatedGroup) -> bool:
     return len(group.scored_s) >= enough(len(group.members))
 
 
-def _leave(members: Iterable[Member], step: int, max_lag: int) -> Taken:
-    trained: list[Member] = []
-    left_out: list[Member] = []
+def _leave(members: Iterable[SimulatedMember], step: int, max_lag: int) -> Taken:
+    trained: list[SimulatedMember] = []
+    left_out: list[SimulatedMember] = []
     for member in members:
         (trained if member.trains(step, max_lag) else left_out).append(member)
         member.left = True
@@ -348,6 +352,6 @@ def _leave(members: Iterable[Member], step: int, max_lag: int) -> Taken:
     return Taken(group, trained, left_out)
 
 
-def ids(members: Sequence[Member]) -> list[int]:
+def ids(members: Sequence[SimulatedMember]) -> list[int]:
     """Their ids, in order."""
     return [member.id for member in members]

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from agentrl.planning.simulate.memory import Member, Taken
+from agentrl.planning.simulate.memory import SimulatedMember, Taken
 from agentrl.planning.simulate.policies import Policy
 from agentrl.planning.simulate.service import Episodes, Play, Steps
 from agentrl.records import GroupState
-from agentrl.store.buffer.admission import Bounds
+from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.buffer.patience import Patience
 
 _ALMOST = 1e-6  # seconds that a timer comes late, so that rounding never makes it early
@@ -30,7 +30,7 @@ Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tok
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class SimulatedWorld:
     """What a simulated run takes place in. `slots`: episodes at once; `push_s`: from the end of a step until its
     weights are served; `between_s`: what the learner does between two steps that is neither step nor waiting;
     `skip_at_most`: times `groups_per_step`, the groups without signal that leave for a step."""
@@ -123,12 +123,12 @@ class _Tally:
 class Simulation:
     """A run of `steps` steps, of which the first `start_up` are not measured. Runs once."""
 
-    def __init__(self, world: World, policy: Policy, *, steps: int, start_up: int, seed: int = 0) -> None:
+    def __init__(self, world: SimulatedWorld, policy: Policy, *, steps: int, start_up: int, seed: int = 0) -> None:
         self._world, self._policy = world, policy
         self._steps, self._start_up = steps, start_up
         self._plays, self._learner_chance = Random(seed), Random(seed + 1)
         self._buffer = policy.buffer()
-        self._bounds = Bounds(
+        self._bounds = AdmissionBounds(
             group_size=world.group_size + policy.extra,
             groups_per_step=world.groups_per_step,
             max_lag=policy.max_lag,
@@ -137,7 +137,7 @@ class Simulation:
         )
         self._now = 0.0
         self._free = world.slots
-        self._events: list[tuple[float, int, Member | str]] = []
+        self._events: list[tuple[float, int, SimulatedMember | str]] = []
         self._order = 0
         self._play: dict[int, Play] = {}
         self._began: dict[int, float] = {}
@@ -163,7 +163,7 @@ class Simulation:
             if not self._events:  # nothing runs, and nothing may start
                 raise RuntimeError("a simulated run stands still")
             self._now, _, what = heapq.heappop(self._events)
-            if isinstance(what, Member):
+            if isinstance(what, SimulatedMember):
                 self._end(what)
             elif what == "step":
                 self._end_step()
@@ -179,7 +179,7 @@ class Simulation:
                     self._fill()
         return self._found()
 
-    def _at(self, time_s: float, what: Member | str) -> None:
+    def _at(self, time_s: float, what: SimulatedMember | str) -> None:
         self._order += 1
         heapq.heappush(self._events, (time_s, self._order, what))
 
@@ -212,7 +212,7 @@ class Simulation:
                 self._at(self._now + deadline_s + _ALMOST, "timer")
                 self._at(self._now + 2 * deadline_s + _ALMOST, "timer")
 
-    def _end(self, member: Member) -> None:
+    def _end(self, member: SimulatedMember) -> None:
         if member.ended:  # it expired, or was cancelled
             return
         self._free += 1
@@ -241,7 +241,7 @@ class Simulation:
         self._buffer.expire(self._now, self._world.group_deadline_s, close_policy=self._policy.close)
         self._free += running - self._buffer.running_episodes
 
-    def _sampled(self, member: Member) -> Spans:
+    def _sampled(self, member: SimulatedMember) -> Spans:
         """Which weights sampled the tokens of an episode: each token those served when it began."""
         served, began, play = self._served, self._began[member.id], self._play[member.id]
         spans: Spans = []
@@ -304,7 +304,7 @@ class Simulation:
             return -1
         return 0 if waits else policy.quorum
 
-    def _newest_of_waiting(self, member: Member) -> int | None:
+    def _newest_of_waiting(self, member: SimulatedMember) -> int | None:
         """The step of a member's newest token, if it has some and samples none now."""
         began = self._began.get(member.id)
         if began is None:
@@ -373,7 +373,7 @@ class Simulation:
             while self._served[-1] + step_s < self._now:
                 self._served.append(self._served[-1] + step_s)
             self._step = max(self._step, len(self._served))
-            if isinstance(what, Member):
+            if isinstance(what, SimulatedMember):
                 self._end(what)
             else:
                 self._expire()

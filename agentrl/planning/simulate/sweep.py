@@ -12,7 +12,7 @@ from rich.table import Table
 
 from agentrl.planning.simulate.ideal import best_of_bound
 from agentrl.planning.simulate.policies import Policy
-from agentrl.planning.simulate.simulation import Found, Simulation, World
+from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
 
 START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _AS_GOOD = 0.01  # of throughput: less is no reason to change a setting
@@ -22,10 +22,10 @@ _IN_PARALLEL = 200_000  # episodes from which a sweep takes every core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SweepCase:
     """One simulated run. `present`: it is the one that the run file asks for; `ours`: this project can run it."""
 
-    world: World
+    world: SimulatedWorld
     policy: Policy
     seed: int
     steps: int | None = None
@@ -64,10 +64,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """A case and what it gave."""
 
-    case: Case
+    case: SweepCase
     found: Found
 
     def document(self) -> dict[str, Any]:
@@ -88,23 +88,23 @@ class Row:
         }
 
 
-def run_all(cases: Sequence[Case], on_row: Callable[[Row], None] = lambda _: None) -> list[Row]:
+def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lambda _: None) -> list[SweepRow]:
     """Run every case, in order; a large sweep on all cores."""
-    rows: list[Row] = []
+    rows: list[SweepRow] = []
     if sum(case.size for case in cases) < _IN_PARALLEL or (os.cpu_count() or 1) == 1:
-        found = map(Case.run, cases)
+        found = map(SweepCase.run, cases)
         for case, one in zip(cases, found, strict=True):
-            rows.append(Row(case, one))
+            rows.append(SweepRow(case, one))
             on_row(rows[-1])
         return rows
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
-        for case, one in zip(cases, pool.map(Case.run, cases), strict=True):
-            rows.append(Row(case, one))
+        for case, one in zip(cases, pool.map(SweepCase.run, cases), strict=True):
+            rows.append(SweepRow(case, one))
             on_row(rows[-1])
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[SweepRow]) -> Table:
     """What the cases gave, for a reader."""
     found = Table(title_justify="left")
     split = any(row.case.split for row in rows)
@@ -143,7 +143,7 @@ def table(rows: Sequence[Row]) -> Table:
 _REPRODUCED = 0.1  # of the time: a simulation that is further from the run's own idle share gives no advice
 
 
-def not_reproduced(rows: Sequence[Row], idle: float) -> str:
+def not_reproduced(rows: Sequence[SweepRow], idle: float) -> str:
     """Why these simulations of a run say nothing of it: under the run's own settings the learner is idle for another
     share of the time than it was (`idle`). "" if they do."""
     own = next((row.found.idle for row in rows if row.case.present), None)
@@ -155,7 +155,7 @@ def not_reproduced(rows: Sequence[Row], idle: float) -> str:
     )
 
 
-def advice(rows: Sequence[Row]) -> str:
+def advice(rows: Sequence[SweepRow]) -> str:
     """What to change in the run file, in plain words; rows with other slots are not compared. Of settings that train
     about as many tokens a second, the one with the smallest max_lag is advised, then the one that drops the fewest."""
     present = next((row for row in rows if row.case.present), None)

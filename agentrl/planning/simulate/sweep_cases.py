@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
-from agentrl.planning.simulate.measured import Run
+from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.policies import others, ours, parse_close
 from agentrl.planning.simulate.service import Constant, Episodes, parse_episodes
-from agentrl.planning.simulate.simulation import World
-from agentrl.planning.simulate.sweep import Case
+from agentrl.planning.simulate.simulation import SimulatedWorld
+from agentrl.planning.simulate.sweep import SweepCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class Wishes:
     seed: int = 0
 
 
-def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
+def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:
     """The cases in the order of their rows: by slots or split, lag and policy. That of the run file is among them.
     Raises UsageError."""
-    own, found = _world(config, wishes, measured), list[Case]()
+    own, found = _world(config, wishes, measured), list[SweepCase]()
     size, lag, steps = config.rollout.group_size, config.buffer.max_lag, wishes.steps
     lags = _numbers("--max-lag", wishes.max_lag, least=0) or [lag]
     closes = [parse_close(text.strip(), size) for text in wishes.close.split(",")]
@@ -42,11 +42,11 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
     for split, world, is_own in _worlds(config, wishes, own):
         if wishes.others:
             for policy in others(lags[0], size)[:1]:  # synchronous, whatever the lag bound
-                found.append(Case(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split))
+                found.append(SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split))
         for one in sorted({*lags, lag} if is_own else lags):
             if wishes.others and one in lags:
                 found += [
-                    Case(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split)
+                    SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split)
                     for policy in others(one, size)[1:]
                 ]
             is_present = is_own and one == lag
@@ -54,7 +54,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
             if is_present and present not in mine:
                 mine = [*mine, present]
             found += [
-                Case(
+                SweepCase(
                     world=world,
                     policy=policy,
                     seed=wishes.seed,
@@ -68,7 +68,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
     return found
 
 
-def limits(config: RunConfig, measured: Run | None) -> Iterator[str]:
+def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
     """What of the run file a simulation of `measured` episodes leaves out, or of others, one line each."""
     if config.buffer.order != "oldest":
         yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
@@ -78,7 +78,7 @@ def limits(config: RunConfig, measured: Run | None) -> Iterator[str]:
         yield "not simulated: buffer.skip_without_signal; every group counts as one with signal"
 
 
-def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
+def _world(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> SimulatedWorld:
     """The run file's own world."""
     episodes: Episodes
     if wishes.episode:
@@ -92,7 +92,7 @@ def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
     if wishes.step_s is not None and not 0 < wishes.step_s < math.inf:
         raise UsageError(f"--step-s {wishes.step_s:g}: must be a number of seconds above 0, such as 30")
     learner = measured.steps if measured is not None and wishes.step_s is None else Constant(wishes.step_s or 0.0)
-    return World(
+    return SimulatedWorld(
         episodes=episodes,
         learner=learner,
         slots=config.rollout.max_running,
@@ -105,7 +105,7 @@ def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
     )
 
 
-def _worlds(config: RunConfig, wishes: Wishes, own: World) -> Iterator[tuple[str, World, bool]]:
+def _worlds(config: RunConfig, wishes: Wishes, own: SimulatedWorld) -> Iterator[tuple[str, SimulatedWorld, bool]]:
     """Each world with its split of GPUs, and whether it is the run file's own, which is always there."""
     if wishes.gpus:
         if wishes.slots:

@@ -33,7 +33,7 @@ from agentrl.run.callbacks.callback import (
     name_of,
     overridden,
 )
-from agentrl.run.callbacks.event_feed import MOST, EventFeed, Place, place_key
+from agentrl.run.callbacks.event_feed import MOST, EventFeed, FeedPosition, place_key
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.store import RunStore
@@ -88,9 +88,9 @@ class Teller:
             self.warn(f"is told nothing more until the run goes on: {error}")
 
     def _tell_all(self, reads: ReadStore, writes: ControlStore) -> None:
-        place = Place()
+        place = FeedPosition()
         if not self.callback.from_start:
-            place = Place.parse(self._ask(lambda: reads.meta(place_key(self.label))))
+            place = FeedPosition.parse(self._ask(lambda: reads.meta(place_key(self.label))))
         feed = EventFeed(self._hooks, place)
         self._tell("on_start", self._ask(lambda: self._started(reads)))
         while not self._ends:
@@ -165,7 +165,7 @@ class Teller:
         elif times & (times - 1) == 0:
             self.warn(line + f"; {times} times by now" * (times > 1))
 
-    def _save(self, place: Place, writes: ControlStore) -> None:
+    def _save(self, place: FeedPosition, writes: ControlStore) -> None:
         """Let the store keep the place; if it cannot, it does the next time."""
         if self._abandoned:
             return

@@ -29,7 +29,7 @@ def place_key(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Place:
+class FeedPosition:
     """What was told: steps by their attempt and number, versions by their number, episodes up to `episodes` and those
     in `above`, evaluations by their first episode, with how many groups they had."""
 
@@ -41,7 +41,7 @@ class Place:
     evals: dict[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
-    def parse(cls, text: str | None) -> Place:
+    def parse(cls, text: str | None) -> FeedPosition:
         found: dict[str, Any] = json.loads(text) if text else {}
         place = cls(**found)
         place.above = set(place.above)  # JSON has a list
@@ -56,7 +56,7 @@ class EventFeed:
     """Reads events for hooks of the names `hooks`, from `place` on. Whoever tells an event calls `mark`, and has told
     all that `read` returned before the next `read`."""
 
-    def __init__(self, hooks: Collection[str], place: Place) -> None:
+    def __init__(self, hooks: Collection[str], place: FeedPosition) -> None:
         self._hooks, self.place = hooks, place
         self._attempt, self._after = 0, -1  # of the newest read: steps up to `_after` were in it
         self._ended_up_to = place.episodes

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentrl.config.cluster import Controller, Split
+from agentrl.config.cluster import ControllerSettings, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class WindowFigures:
     """What a window shows. `rate`: tokens trained a second; `gains`: by split beside the present one, the share of more
     of them that it promises; `cost_s`: seconds of training that a move costs; `left_s`: until the run's end."""
 
@@ -41,10 +41,10 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Judge:
+class AutoscaleRule:
     """Looks in the order of time; `now_s` never decreases, in seconds of any clock."""
 
-    settings: Controller
+    settings: ControllerSettings
     _toward: Split | None = None
     _seen: int = 0  # looks in a row that would move there
     _moves: dict[frozenset[Split], list[float]] = field(default_factory=dict[frozenset[Split], list[float]])
@@ -55,13 +55,13 @@ class Judge:
         self._moves.setdefault(frozenset((was, to)), []).append(now_s)
         self._toward, self._seen = None, 0
 
-    def look(self, sight: Sight, now_s: float) -> Decision:
+    def look(self, sight: WindowFigures, now_s: float) -> Decision:
         decision = self._check(sight) or self._judge(sight, now_s)
         if decision.to is not None:
             self.moved(sight.present, decision.to, now_s)
         return decision
 
-    def _check(self, sight: Sight) -> Decision | None:
+    def _check(self, sight: WindowFigures) -> Decision | None:
         """Go back if the last move did harm."""
         if self._before is None:
             return None
@@ -71,7 +71,7 @@ class Judge:
             return None
         return Decision(before, f"{lost:.0%} fewer tokens a second than with {before}")
 
-    def _judge(self, sight: Sight, now_s: float) -> Decision:
+    def _judge(self, sight: WindowFigures, now_s: float) -> Decision:
         asked = self.settings
         best = max(sight.gains, key=lambda split: sight.gains[split], default=None)
         if best is None or (gain := sight.gains[best]) < asked.gain:
@@ -90,5 +90,5 @@ class Judge:
         self._before = (sight.present, sight.rate)
         return Decision(best, promise)
 
-    def _pays(self, gain: float, sight: Sight) -> bool:
+    def _pays(self, gain: float, sight: WindowFigures) -> bool:
         return gain * min(self.settings.horizon_s, sight.left_s) > self.settings.margin * sight.cost_s

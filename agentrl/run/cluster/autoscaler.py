@@ -1,6 +1,6 @@
 """Moves places between engines and the learner's ranks while a run trains (`[cluster.controller]`).
 
-    steps and episodes of a window ─► simulated with each neighbouring split, as `agentrl advise` does ─► Judge
+    steps and episodes of a window ─► simulated with each neighbouring split, as `agentrl advise` does ─► rule
       ─► the row of what is asked for ─► Scaler (engines), the learner (ends between two steps, starts with other ranks)
 
 Owns what it measured of the run: the learner's pace by its ranks, and what a move costs. After each look a row of kind
@@ -20,7 +20,7 @@ from typing import Any
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.config.cluster import Controller as Settings
+from agentrl.config.cluster import ControllerSettings as Settings
 from agentrl.config.cluster import Split, splits
 from agentrl.errors import StoreError, UsageError
 from agentrl.planning.simulate.measured import measure
@@ -28,7 +28,7 @@ from agentrl.planning.simulate.sweep import START_UP
 from agentrl.records import Json
 from agentrl.run.advise import gains
 from agentrl.run.cluster import scale_requests
-from agentrl.run.cluster.autoscale_rule import Decision, Judge, Sight
+from agentrl.run.cluster.autoscale_rule import AutoscaleRule, Decision, WindowFigures
 from agentrl.run.cluster.scaling import Size, wanted
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
@@ -56,14 +56,14 @@ class Controller:
     engines: Callable[[], int]
     engine_start_s: Callable[[], float]
     clock: Callable[[], float] = time.time
-    _judge: Judge = field(init=False)
+    _judge: AutoscaleRule = field(init=False)
     _judged: int = 0  # the last step that a look has seen
     _pace: dict[int, float] = field(default_factory=dict[int, float])  # by ranks: seconds of work for a token
     _moving: tuple[Split, float] | None = None  # from where, and since when
     _cost_s: float | None = None  # of the last move
 
     def __post_init__(self) -> None:
-        self._judge = Judge(self.settings)
+        self._judge = AutoscaleRule(self.settings)
 
     async def keep_looking(self) -> None:
         """For ever."""
@@ -109,7 +109,7 @@ class Controller:
             self._moving = (present, self.clock())
             await self.writes(lambda store: scale_requests.move(store, to, was=present))
 
-    async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> Sight | None:
+    async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> WindowFigures | None:
         """What a window shows; None if it says too little."""
         busy, tokens = (sum(float(row.values[name] or 0) for row in rows) for name in ("busy_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
         spent_s = rows[-1].time_s - rows[0].time_s
@@ -129,7 +129,7 @@ class Controller:
             return None
         step_s = spent_s / (len(rows) - 1)
         rate = sum(float(row.values["tokens_scored"] or 0) for row in rows[1:]) / spent_s  # pyright: ignore[reportArgumentType]
-        return Sight(
+        return WindowFigures(
             present=present,
             rate=rate,
             gains=promised,
@@ -166,7 +166,7 @@ class Controller:
         await self.writes(lambda _: self.telemetry.record(KIND, first.step, row))
         return refused is None
 
-    async def _record(self, step: int, sight: Sight, decision: Decision) -> None:
+    async def _record(self, step: int, sight: WindowFigures, decision: Decision) -> None:
         row: dict[str, Json] = {
             "split": list(sight.present),
             "rate": sight.rate,

@@ -43,7 +43,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 """The beginning of every gRPC connection. A server answers it with its settings, before it asks who calls."""
 
 
-class Answer(Enum):
+class HeadAnswer(Enum):
     """What a head says to a greeting."""
 
     ANSWERS = auto()
@@ -51,7 +51,7 @@ class Answer(Enum):
     SILENT = auto()
 
 
-async def ask(address: str) -> Answer:
+async def ask(address: str) -> HeadAnswer:
     """Greet the head at `address`. It answers as long as its process turns, and refuses when nobody listens there. All
     else is silence: a process that is stopped, a host or a network that is gone."""
     host, _, port = address.rpartition(":")
@@ -59,13 +59,13 @@ async def ask(address: str) -> Answer:
         try:
             stream = await trio.open_tcp_stream(host.strip("[]"), int(port))
         except OSError as error:
-            return Answer.REFUSES if _refused(error) else Answer.SILENT
+            return HeadAnswer.REFUSES if _refused(error) else HeadAnswer.SILENT
         async with stream:
             with suppress(trio.BrokenResourceError):  # an end of the stream is an answer: with TLS nobody greets so
                 await stream.send_all(_GREETING)
                 await stream.receive_some(1)
-            return Answer.ANSWERS
-    return Answer.SILENT
+            return HeadAnswer.ANSWERS
+    return HeadAnswer.SILENT
 
 
 def _refused(error: OSError) -> bool:
@@ -84,22 +84,22 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
     """Returns why the head at `address` counts as gone, once it does. Raises JobEnded once it has ended `job`."""
     one = trio.CapacityLimiter(1)
     ours = await _cluster(address, one)
-    since = dict[Answer, float]()  # when a row of refusals, or of looks without an answer, began
+    since = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
     while True:
         found, now = await ask(address), trio.current_time()
-        if ours and found is Answer.ANSWERS and await _cluster(address, one) not in (ours, None):
+        if ours and found is HeadAnswer.ANSWERS and await _cluster(address, one) not in (ours, None):
             return "was started anew and knows nothing of before"
-        if job is not None and found is Answer.ANSWERS and await _ended(address, job, one):
+        if job is not None and found is HeadAnswer.ANSWERS and await _ended(address, job, one):
             raise JobEnded
-        if found is not Answer.REFUSES:
-            since.pop(Answer.REFUSES, None)
-        if found is Answer.ANSWERS:
+        if found is not HeadAnswer.REFUSES:
+            since.pop(HeadAnswer.REFUSES, None)
+        if found is HeadAnswer.ANSWERS:
             since.clear()
         else:
-            since = {found: now, Answer.SILENT: now} | since
-        if now - since.get(Answer.REFUSES, now) >= away_s:
+            since = {found: now, HeadAnswer.SILENT: now} | since
+        if now - since.get(HeadAnswer.REFUSES, now) >= away_s:
             return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
-        if now - since.get(Answer.SILENT, now) >= silent_s:
+        if now - since.get(HeadAnswer.SILENT, now) >= silent_s:
             return f"has said nothing for {silent_s:g} s (cluster.place_deadline_s)"
         await trio.sleep(_LOOK_S)
 
@@ -167,7 +167,7 @@ async def _one_that_answers(address: str) -> str:
         there = address
         if address == "auto":
             there = os.environ.get("RAY_ADDRESS") or cast("str | None", _SERVICES.find_bootstrap_address(None))
-        if there is None or await ask(there) is Answer.ANSWERS:
+        if there is None or await ask(there) is HeadAnswer.ANSWERS:
             return there or address
         await trio.sleep(_LOOK_S)
 

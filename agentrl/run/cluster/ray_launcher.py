@@ -48,7 +48,7 @@ from agentrl.run.cluster.ray_head import beside, called, result
 from agentrl.run.cluster.scaling import NoRoom, Size
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.keep_alive import AGAIN
-from agentrl.run.processes.launcher import NODE_TMP, ClusterLost, Command, Local, LocalProcess
+from agentrl.run.processes.launcher import NODE_TMP, ChildCommand, ClusterLost, Local, LocalProcess
 from agentrl.run.run_folder import RunDir
 from agentrl.store.databases.open_store import ADDRESS
 
@@ -93,7 +93,7 @@ class Seat:
         host = _host()
         return host, free_port(host, first=port)
 
-    def start(self, command: Command, defaults: Mapping[str, str]) -> Look:
+    def start(self, command: ChildCommand, defaults: Mapping[str, str]) -> Look:
         """Start the child. What is left of an earlier one is ended."""
         self._heard = time.monotonic()
         self.end(True)
@@ -275,7 +275,7 @@ class RayLauncher:
     def release(self, name: str) -> None:
         self._drop(name)
 
-    def start(self, name: str, command: Command) -> RayProcess:
+    def start(self, name: str, command: ChildCommand) -> RayProcess:
         """Start the child in its seat, or in a new one if that is lost; returns at once."""
         process = RayProcess()
         self._nursery.start_soon(self._follow, name, command, process)
@@ -366,7 +366,7 @@ class RayLauncher:
             finally:
                 self._asking.discard(scope)
 
-    async def _follow(self, name: str, command: Command, process: RayProcess) -> None:
+    async def _follow(self, name: str, command: ChildCommand, process: RayProcess) -> None:
         """Start the child and look at it until it has ended. A lost seat's child has ended when its lease has."""
         heard = trio.current_time()
         try:
@@ -474,7 +474,7 @@ async def connected(
             await ray_head.leave(lost=lost)
 
 
-def _portable(command: Command) -> Command:
+def _portable(command: ChildCommand) -> ChildCommand:
     """With its folders spelled out: a node has another working folder. This interpreter becomes the seat's own."""
     places = {name: getattr(command, name).resolve() for name in ("log", "error")}
     ours = command.variables()

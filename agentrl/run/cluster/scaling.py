@@ -63,7 +63,7 @@ class Size:
         return Size(min(self.engines, other.engines), min(self.workers, other.workers))
 
 
-class Part(NamedTuple):
+class ScaledChild(NamedTuple):
     """One child that comes and goes."""
 
     kind: Kind
@@ -153,10 +153,10 @@ class Scaler:
     looks: Looks[Versions]
     children: Elastic
     tell: Callable[[Value[dict[str, Any]], dict[str, Any]], Any]
-    _coming: dict[Part, trio.CancelScope] = field(default_factory=dict[Part, trio.CancelScope])
-    _going: set[Part] = field(default_factory=set[Part])
-    _trouble: dict[Part, str] = field(default_factory=dict[Part, str])
-    _given_up: dict[Part, float] = field(default_factory=dict[Part, float])
+    _coming: dict[ScaledChild, trio.CancelScope] = field(default_factory=dict[ScaledChild, trio.CancelScope])
+    _going: set[ScaledChild] = field(default_factory=set[ScaledChild])
+    _trouble: dict[ScaledChild, str] = field(default_factory=dict[ScaledChild, str])
+    _given_up: dict[ScaledChild, float] = field(default_factory=dict[ScaledChild, float])
     _told: dict[str, Any] = field(default_factory=dict[str, Any])
 
     async def run(self) -> None:
@@ -174,12 +174,12 @@ class Scaler:
     def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:
         for kind in KINDS:
             there, count = self.children.present(kind), size.count(kind)
-            for part in (Part(kind, index) for index in range(count) if index not in there):
+            for part in (ScaledChild(kind, index) for index in range(count) if index not in there):
                 held = part in self._coming or part in self._going
                 if not held and self._given_up.get(part, -1.0) < asked_s:
                     self._coming[part] = trio.CancelScope()
                     nursery.start_soon(self._join, part, asked_s)
-            for part in (Part(kind, index) for index in there if index >= count):
+            for part in (ScaledChild(kind, index) for index in there if index >= count):
                 if part not in self._going:
                     self._going.add(part)
                     nursery.start_soon(self._leave, part)
@@ -189,7 +189,7 @@ class Scaler:
                 self._coming[part].cancel()
             self._trouble.pop(part, None)
 
-    async def _join(self, part: Part, asked_s: float) -> None:
+    async def _join(self, part: ScaledChild, asked_s: float) -> None:
         budget = RestartBudget(allowed=2)
         try:
             with self._coming[part]:
@@ -212,7 +212,7 @@ class Scaler:
         finally:
             del self._coming[part]
 
-    async def _leave(self, part: Part) -> None:
+    async def _leave(self, part: ScaledChild) -> None:
         try:
             await self.children.leave(*part)
         finally:

@@ -42,7 +42,7 @@ from agentrl.errors import (
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
-from agentrl.rollout.env_calls import Guard, TimeUp
+from agentrl.rollout.env_calls import EnvCalls, TimeUp
 from agentrl.run.evaluation.held_out import EvalResult, tasks_of
 from agentrl.sandbox import shared_backend
 
@@ -242,7 +242,7 @@ class _Episode:
 
     def __init__(self, config: RunConfig, endpoint: Endpoint, task: Task) -> None:
         self._config, self._endpoint, self._task = config, endpoint, task
-        self._guard = Guard(task.env, config.rollout.step_deadline_s)
+        self._guard = EnvCalls(task.env, config.rollout.step_deadline_s)
         self._said: list[Message] = []
         self._asked_ids: list[str] = []
         self._as_text = False  # the server takes no tools: they are part of the system message

@@ -24,7 +24,7 @@ from agentrl.errors import AgentRLError
 from agentrl.learner.checkpoints.folders import newest, step_of
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import Weights, attach, halts
+from agentrl.run.processes.engine_process import ServedWeights, attach, halts
 from agentrl.run.run_folder import RunDir
 from agentrl.run.weights.role_policies import objects_of
 from agentrl.store import RunStore
@@ -57,14 +57,14 @@ async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
     return f"{url} was left paused: it has the weights of step {weights.current.step} now and goes on"
 
 
-def _weights(run: RunDir, config: RunConfig) -> Weights:
+def _weights(run: RunDir, config: RunConfig) -> ServedWeights:
     """Those of the newest checkpoint, or those that the run began with; the store is only read."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
     with RunStore.open(run.store_path) as store:
         version = store.version_at(step) or WeightVersion(version=0, step=0)
         there = objects_of(config.engine, config.name, store.meta, None)
-    return Weights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
+    return ServedWeights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
 
 
 def main() -> None:

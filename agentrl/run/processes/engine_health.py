@@ -28,7 +28,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
 from agentrl.errors import AgentRLError, EngineError, StoreAway
-from agentrl.run.processes.engine_process import Weights, WrongWeights, fit, go_on, halts, prove, version_below
+from agentrl.run.processes.engine_process import ServedWeights, WrongWeights, fit, go_on, halts, prove, version_below
 from agentrl.store.asynchronous.reads import Looks
 from agentrl.store.interfaces import Versions
 
@@ -41,7 +41,7 @@ def _say(line: str) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
+class EngineWatch:
     """Watches the engine at `url`. `weights` gives the weights that it has to serve, None for a model that does not
     learn; `locks` is the folder of the engines' locks. `trouble` is why the engine could not be given its weights.
     `chance` gives numbers from 0 to 1, `say` gets a line about what somebody else did to the engine."""
@@ -49,7 +49,7 @@ class Watch:
     url: str
     config: RunConfig
     looks: Looks[Versions]
-    weights: Callable[[], Awaitable[Weights]] | None
+    weights: Callable[[], Awaitable[ServedWeights]] | None
     locks: Path
     trouble: str = ""
     chance: Callable[[], float] = _CHANCE.random

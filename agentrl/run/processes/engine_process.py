@@ -54,7 +54,7 @@ def halts(config: RunConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class ServedWeights:
     """The weights that an engine has to serve: a model folder of version `base`, and the current version. If that is
     another version, `file` is its weight file (or the URL of its entry in `store`) or `adapter` its adapter folder over
     `model`. `canary` is the canary that the current version passed when it was sent. With `store`, an engine reads all
@@ -74,7 +74,7 @@ class WrongWeights(RunFailed):
     """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
-def current_weights(config: RunConfig, store: Versions, start: StartPoint, role: str | None = None) -> Weights:
+def current_weights(config: RunConfig, store: Versions, start: StartPoint, role: str | None = None) -> ServedWeights:
     """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
     all later ones are only in the learner's memory. Those of a `role` with a model of its own, or of all others. Raises
     RunFailed if its files are gone."""
@@ -91,10 +91,10 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint, role:
         base = current if found is None else start.version  # versions of one step have the same weights
         own = start.model_of(role, config)
         file = found if found is None or remote is None else remote.of_version(current.version)
-        return Weights(model=own, base=base, current=current, file=file, canary=proof, store=remote)
+        return ServedWeights(model=own, base=base, current=current, file=file, canary=proof, store=remote)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
     adapter = found or start.adapter
-    return Weights(
+    return ServedWeights(
         model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
     )
 
@@ -107,14 +107,14 @@ def version_below(store: Versions) -> int | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Replica:
+class SupervisedEngine:
     """A supervised engine, on `gpus` if any are named. `weights` is called at every start."""
 
     child: Child
     port: int
     scratch: Path
     config: RunConfig
-    weights: Callable[[], Awaitable[Weights]]
+    weights: Callable[[], Awaitable[ServedWeights]]
     gpus: Sequence[int] = ()
     folder: Path | None = None  # the run's
     socket: Path | None = None  # where it serves, if all of the run is on this machine
@@ -150,7 +150,7 @@ class Replica:
             await trio.sleep(_POLL_S)
 
     async def again(self) -> None:
-        """As `up`, but if the engine does not get its weights here, its `Watch` sends them later."""
+        """As `up`, but if the engine does not get its weights here, its `EngineWatch` sends them later."""
         with suppress(EngineError):
             await self.up()
 
@@ -174,7 +174,7 @@ class Replica:
             await self._start_embedded(weights)
         self.start_s = trio.current_time() - began
 
-    async def _start_embedded(self, weights: Weights) -> None:
+    async def _start_embedded(self, weights: ServedWeights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
         ready_file.unlink(missing_ok=True)
         self.child.argv = embedded_argv(
@@ -212,7 +212,7 @@ class Replica:
         url = self.config.engine.weights_url
         return [*map(str, places), *([url] if url else []), *self.config.engine.weights_from]
 
-    async def _start_vllm(self, weights: Weights) -> None:
+    async def _start_vllm(self, weights: ServedWeights) -> None:
         settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
         server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
         key = self.config.engine.key_of(self.url)
@@ -234,7 +234,7 @@ class Replica:
 async def fit(
     name: str,
     url: str,
-    weights: Callable[[], Awaitable[Weights]],
+    weights: Callable[[], Awaitable[ServedWeights]],
     config: RunConfig,
     locks: Path,
     fits: Callable[[int], Awaitable[bool]] | None = None,
@@ -258,7 +258,9 @@ async def fit(
         return await prove(name, url, found, config)
 
 
-async def prove(name: str, url: str, weights: Weights, config: RunConfig, *, after: str = "was started again") -> bool:
+async def prove(
+    name: str, url: str, weights: ServedWeights, config: RunConfig, *, after: str = "was started again"
+) -> bool:
     """Repeat the canary of the current version on an engine. Raises WrongWeights, which says `after` what, if the
     engine does not pass it.
 
@@ -350,7 +352,7 @@ def check_arguments(config: RunConfig) -> None:
         arguments.check(server)
 
 
-async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool = True) -> None:
+async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: bool = True) -> None:
     """Make a running engine serve the current weights. An engine that is not `fresh` belongs to the run already and
     lacks only the current version. Raises UsageError for a vLLM server that lacks features that training needs, with
     the flags to add; WeightSyncError if it does not take the weights.
@@ -386,7 +388,7 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
             await _load_adapter(client, weights, settings)
 
 
-async def _push_whole(client: EngineClient, weights: Weights, version: int, config: RunConfig) -> None:
+async def _push_whole(client: EngineClient, weights: ServedWeights, version: int, config: RunConfig) -> None:
     """Give an engine all weights of a version, from the store if there is one. An engine elsewhere that gets adapters,
     and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
     adapter compares them with the learner's."""
@@ -427,7 +429,7 @@ async def go_on(client: EngineClient, *, deadline_s: float) -> None:
         await client.call("POST", "/resume", deadline_s=deadline_s)
 
 
-async def _load_adapter(client: EngineClient, weights: Weights, settings: EngineSettings) -> None:
+async def _load_adapter(client: EngineClient, weights: ServedWeights, settings: EngineSettings) -> None:
     assert weights.adapter is not None
     version = weights.current.version
     await adapters.load([client], weights.adapter, version, deadline_s=settings.admin_deadline_s)

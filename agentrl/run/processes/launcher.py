@@ -36,7 +36,7 @@ class ClusterLost(RunFailed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class ChildCommand:
     """A child to start: `argv` follows the interpreter `python`; output is appended to `log`; the child may leave the
     line of its error in `error`, and its marks in `beat`. `mark` names its owner to a janitor of this machine. It
     inherits all variables but the `withheld` ones."""
@@ -90,7 +90,7 @@ class Launcher(Protocol):
         """Find a place for the child `name`. Raises as `place`."""
         ...
 
-    def start(self, name: str, command: Command) -> Process: ...
+    def start(self, name: str, command: ChildCommand) -> Process: ...
     def release(self, name: str) -> None:
         """Give back the place of a child that has ended, and is not started again."""
         ...
@@ -141,7 +141,7 @@ class Local:
     async def reserve(self, name: str) -> None:
         await trio.lowlevel.checkpoint()
 
-    def start(self, name: str, command: Command) -> LocalProcess:
+    def start(self, name: str, command: ChildCommand) -> LocalProcess:
         beat = {} if command.beat is None else heartbeat.prepare(command.beat)
         with command.log.open("ab") as log:
             process = subprocess.Popen(

@@ -33,7 +33,7 @@ from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
 from agentrl.host.disk_space import once_there_is_space, with_space
 from agentrl.host.lifeline import watch_lifeline
-from agentrl.learner.gpu_sender import Sender
+from agentrl.learner.gpu_sender import GpuSender
 from agentrl.learner.learner import Diverged, Learner
 from agentrl.learner.optimizers.offload import Parking
 from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
@@ -118,7 +118,7 @@ class _Learning:
             self._turns.without_weights(self._urls)
         self._telemetry = Telemetry(store, run.metrics, "learner")
         device, memory = self._learner.model.device, self._config.syncs_memory
-        sender = Sender(self._config.transport.backend, device) if memory else None
+        sender = GpuSender(self._config.transport.backend, device) if memory else None
         self._order, self._returns = take_order(self._config), returns_of(self._config)
         if self._config.league_roles:
             self._league = League(self._config, run, store)

@@ -33,8 +33,8 @@ from agentrl.records import WeightVersion
 from agentrl.run import league
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import Kind, NoRoom, Scaler, Size
-from agentrl.run.processes.engine_health import Watch
-from agentrl.run.processes.engine_process import Replica, Weights, WrongWeights, attach, current_weights
+from agentrl.run.processes.engine_health import EngineWatch
+from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, WrongWeights, attach, current_weights
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import LOCAL, Launcher
@@ -86,12 +86,18 @@ class RunProcesses:
     sockets: Path | None = None  # a private folder, where engines listen if all of the run is on this machine
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
-    _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
-    _learning: dict[str | None, dict[int, Replica]] = field(default_factory=dict[str | None, dict[int, Replica]])
+    _watches: dict[str, EngineWatch] = field(
+        default_factory=dict[str, EngineWatch]
+    )  # by child, or by the URL of an attached one
+    _learning: dict[str | None, dict[int, SupervisedEngine]] = field(
+        default_factory=dict[str | None, dict[int, SupervisedEngine]]
+    )
     """By role with a model of its own (None: of all others), and by number; those of a number are on the same GPUs."""
     _workers: dict[int, Child] = field(default_factory=dict[int, Child])
     _start: StartPoint | None = None
-    _given: dict[str, Replica] = field(default_factory=dict[str, Replica])  # by the model that plays a role
+    _given: dict[str, SupervisedEngine] = field(
+        default_factory=dict[str, SupervisedEngine]
+    )  # by the model that plays a role
     _away: set[str] = field(default_factory=set[str])  # children that are being started again
     _keepers: dict[str, _Keeper] = field(default_factory=dict[str, "_Keeper"])
     _closing: bool = False
@@ -121,16 +127,16 @@ class RunProcesses:
     def _policies(self) -> tuple[str | None, ...]:
         return (None, *self.config.role_models)
 
-    def _weights(self, role: str | None, store: ReadStore) -> Weights:
+    def _weights(self, role: str | None, store: ReadStore) -> ServedWeights:
         assert self._start is not None
         start = where_it_stands(self._start, self.run, store)
         found = current_weights(self.config, store, start, role)
         return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
 
-    def _replica(self, role: str | None, index: int) -> Replica:
+    def _replica(self, role: str | None, index: int) -> SupervisedEngine:
         """One of a policy that learns."""
         name = f"engine-{index}" if role is None else f"engine-role-{role}-{index}"
-        return Replica(
+        return SupervisedEngine(
             child=self._child(name, [], self.config.engine.threads),
             port=free_port(),
             socket=self._socket(name),
@@ -170,8 +176,8 @@ class RunProcesses:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
         first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
         for number, policy in enumerate(sorted(self.config.rollout.given_models())):
-            weights = Weights(model=given_model_dir(self.config, policy), base=first, current=first)
-            replica = Replica(
+            weights = ServedWeights(model=given_model_dir(self.config, policy), base=first, current=first)
+            replica = SupervisedEngine(
                 child=self._child(f"engine-given-{number}", [], self.config.engine.threads),
                 port=free_port(),
                 socket=self._socket(f"engine-given-{number}"),
@@ -183,12 +189,12 @@ class RunProcesses:
             self._keep_serving(replica, learns=False)
             self._given[policy] = replica
 
-    async def _serve(self, replica: Replica, at_once: trio.CapacityLimiter) -> None:
+    async def _serve(self, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
         async with at_once:
             await replica.up()
         self._keep_serving(replica)
 
-    def _keep_serving(self, replica: Replica, *, learns: bool = True) -> None:
+    def _keep_serving(self, replica: SupervisedEngine, *, learns: bool = True) -> None:
         watch = self._watch(replica.child.name, replica.url, replica.weights if learns else None)
 
         async def again() -> None:
@@ -200,8 +206,8 @@ class RunProcesses:
 
         self._start_keeping(replica.child, again, watch)
 
-    def _watch(self, name: str, url: str, weights: Callable[[], Awaitable[Weights]] | None) -> Watch:
-        watch = Watch(url=url, config=self.config, looks=self.looks, weights=weights, locks=self.run.locks)
+    def _watch(self, name: str, url: str, weights: Callable[[], Awaitable[ServedWeights]] | None) -> EngineWatch:
+        watch = EngineWatch(url=url, config=self.config, looks=self.looks, weights=weights, locks=self.run.locks)
         self._watches[name] = watch
         return watch
 
@@ -261,7 +267,7 @@ class RunProcesses:
         """Start one more. An engine has the current weights, and has passed the canary, before anybody asks it.
 
         Raises NoRoom if there is no place for it in time, or the error of its start; nothing of it is left then."""
-        new: dict[str | None, Replica] = {}
+        new: dict[str | None, SupervisedEngine] = {}
         if kind == "worker":
             child = self._worker(index)
             try:
@@ -406,7 +412,7 @@ class RunProcesses:
         self,
         child: Child,
         again: Callable[[], Awaitable[None]] | None,
-        watch: Watch | Pulse,
+        watch: EngineWatch | Pulse,
         done: trio.Event | None = None,
         died: Callable[[Child, RestartBudget], Awaitable[bool]] | None = None,
     ) -> None:
@@ -428,7 +434,7 @@ class RunProcesses:
         self,
         child: Child,
         again: Callable[[], Awaitable[None]] | None = None,
-        watch: Watch | Pulse | None = None,
+        watch: EngineWatch | Pulse | None = None,
         done: trio.Event | None = None,
         died: Callable[[Child, RestartBudget], Awaitable[bool]] | None = None,
     ) -> None:

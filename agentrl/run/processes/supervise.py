@@ -17,7 +17,7 @@ import trio
 
 from agentrl.errors import RunFailed
 from agentrl.host.child_environment import NOTHING, Withheld
-from agentrl.run.processes.launcher import LOCAL, Command, Launcher, Process
+from agentrl.run.processes.launcher import LOCAL, ChildCommand, Launcher, Process
 
 _GRACE_S = 8.0
 _PAUSE_S = 4.0  # pause before the second restart in a row
@@ -59,7 +59,7 @@ class Child:
     def start(self) -> None:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
-        command = Command(
+        command = ChildCommand(
             argv=self.argv,
             log=self.log_path,
             error=self.error_path,

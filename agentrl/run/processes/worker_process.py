@@ -79,7 +79,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer, looks = renderer_of(config), Looks[ReadStore](reader)
     known = await looks(partial(known_of, config))
-    sight = Sight(config, looks, known)
+    sight = RunView(config, looks, known)
     fleet = _fleet(sight, known, renderer)
     own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
@@ -125,7 +125,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class FleetView:
     """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
     and by the model that plays a role; which workers there are; the version that new clients begin with."""
 
@@ -135,9 +135,9 @@ class Known:
     version: WeightVersion
 
 
-def known_of(config: RunConfig, store: ReadStore) -> Known:
+def known_of(config: RunConfig, store: ReadStore) -> FleetView:
     """What the store says now."""
-    return Known(
+    return FleetView(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
         given=GIVEN_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
@@ -145,10 +145,10 @@ def known_of(config: RunConfig, store: ReadStore) -> Known:
     )
 
 
-class Sight:
+class RunView:
     """What turns have to know of the run, read while the loop goes on."""
 
-    def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: Known) -> None:
+    def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: FleetView) -> None:
         self.config, self.looks, self._minted = config, looks, set[int]()
         self._current = Newest(lambda: looks(lambda store: store.current_version()), known.version)
 
@@ -186,7 +186,7 @@ class Sight:
 
 
 async def _follow(
-    sight: Sight, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
+    sight: RunView, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
 ) -> None:
     """Follow engines that are started again on another host, share the episodes with workers that come and go, and
     leave if the run wants this one no more. `fleets` are by role."""
@@ -215,14 +215,14 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> Non
             telemetry.append("fleet", step, gauges)
 
 
-def _fleet(sight: Sight, known: Known, renderer: Renderer, role: str | None = None) -> Fleet:
+def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | None = None) -> Fleet:
     """The engines of a role with a model of its own, or of all others."""
     clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
     make = _maker(sight.config, renderer)
     return make(clients, fits=sight.fits, knows=sight.knows, preempt=sight.config.engine.preempt)
 
 
-def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) -> EngineClient:
+def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     config, version = sight.config, known.version.version
     key, tokens = config.engine.key_of(url), vocabulary(model_dir(config.model_of(role)))
@@ -254,7 +254,7 @@ def _concurrency(config: RunConfig) -> Aimd | None:
     return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
 
 
-def _frozen(config: RunConfig, known: Known, renderer: Renderer) -> dict[str, Engine]:
+def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
     given = config.rollout.frozen_roles()
     make, key = _maker(config, renderer), config.rollout.roles_key()

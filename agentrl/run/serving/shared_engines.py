@@ -25,7 +25,7 @@ from agentrl.config.shared_engines import Tenant
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.gateway import QUANTUM, Gateway, SharedEngine
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
-from agentrl.http.bounds import Bounds, raise_open_files
+from agentrl.http.bounds import ServerBounds, raise_open_files
 from agentrl.http.http_server import listen
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
@@ -118,7 +118,7 @@ async def serve(config: FleetConfig, say: Callable[[str], None]) -> None:
         async with trio.open_nursery() as starting:
             for number, engine in enumerate(engines):
                 starting.start_soon(nursery.start, _keep, config, number, engine, key)
-        raise_open_files(Bounds())
+        raise_open_files(ServerBounds())
         nursery.start_soon(partial(listen, gateway, listeners, refuses=gateway.refuses))
         port = listeners[0].socket.getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host

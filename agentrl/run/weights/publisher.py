@@ -30,7 +30,7 @@ from agentrl.engine.weight_sync.transport import (
     Parcel,
     Place,
     PushReport,
-    Sender,
+    WeightSender,
     WeightTransport,
 )
 from agentrl.engine.weight_sync.weight_lock import WeightLock, exclusive, name_of
@@ -64,7 +64,7 @@ class WeightPublisher:
         self,
         engine: EngineSettings,
         sync: str = "full",
-        sender: Sender | None = None,
+        sender: WeightSender | None = None,
         *,
         locks: Path | None = None,
         store: ObjectFolder | None = None,

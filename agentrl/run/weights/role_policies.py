@@ -13,7 +13,7 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.engine.weight_sync.object_store import ObjectFolder
-from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, Sender
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, WeightSender
 from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import matters
 from agentrl.run.weights.publisher import WeightPublisher
@@ -54,7 +54,7 @@ class Publishers:
         engine: EngineSettings,
         sync: str,
         meta: Callable[[str], str | None],
-        sender: Sender | None = None,
+        sender: WeightSender | None = None,
         *,
         name: str = "run",
         roles: Sequence[str] = (),
@@ -62,7 +62,7 @@ class Publishers:
     ) -> None:
         self._meta = meta
 
-        def publisher(role: str | None, sender: Sender | None) -> WeightPublisher:
+        def publisher(role: str | None, sender: WeightSender | None) -> WeightPublisher:
             store = objects_of(engine, name, meta, role)
             return WeightPublisher(engine, sync, sender, locks=locks, store=store)
 

@@ -29,9 +29,9 @@ from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.host.clocks import policy_time
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
-from agentrl.sandbox.bubblewrap.bwrap_process import Run
-from agentrl.sandbox.bubblewrap.shared_host import Host, Place
-from agentrl.sandbox.check_command import REFUSED, Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.bubblewrap.bwrap_process import BoxCommand
+from agentrl.sandbox.bubblewrap.shared_host import BoxPlace, Host
+from agentrl.sandbox.check_command import REFUSED, CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.folder_box import WorkBox
 from agentrl.sandbox.work_folder import WORKSPACE, Folder
 
@@ -121,7 +121,7 @@ class BubblewrapBox(WorkBox):
             place.close()
             raise
 
-    def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: Place) -> None:
+    def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: BoxPlace) -> None:
         self.spec = spec
         self._host, self._siblings, self._place = host, siblings, place
         owner = place.owner if host.drops_user else None
@@ -129,7 +129,7 @@ class BubblewrapBox(WorkBox):
         super().__init__(work, host.snapshots)
         self._bwrap = host.bwrap(spec, self._place)
         self._limited = host.limited(spec.limits, as_group=self._place.group is not None)
-        self._running: set[Run] = set()
+        self._running: set[BoxCommand] = set()
         siblings.add(self)
 
     # --- commands -----------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class BubblewrapBox(WorkBox):
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
             run = self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return refused.result
         kills = self._place.oom_kills()
         with policy_time():
@@ -162,7 +162,7 @@ class BubblewrapBox(WorkBox):
         A command that cannot be run (NUL bytes, missing folder) gives a process that has ended with code 126."""
         try:
             run = self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return NeverStarted(refused.result)
         process = Background(
             run.child,
@@ -173,21 +173,21 @@ class BubblewrapBox(WorkBox):
         await run.admitted.wait()
         return process
 
-    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Run:
+    def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> BoxCommand:
         self._must_be_open()
         command = checked_argv(argv)
         variables = checked_env({**_ENV, **self.spec.env, **(env or {})})
         folder = WORKSPACE
         if cwd not in (None, "", "."):
             if not self._work.is_directory(cwd):
-                raise Refused(f"no folder {cwd!r} in the work folder")
+                raise CommandRefused(f"no folder {cwd!r} in the work folder")
             folder = cwd if cwd.startswith("/") else f"{WORKSPACE}/{cwd}"
         rest = [b"--chdir", os.fsencode(folder)]
         for key, value in variables.items():
             rest += [b"--setenv", key, value]
         rest += [b"--", *self._limited, *command]
         limits = self.spec.limits
-        run = Run(
+        run = BoxCommand(
             self._bwrap,
             rest,
             filter_file=self._host.filter_file,
@@ -197,7 +197,7 @@ class BubblewrapBox(WorkBox):
         self._running.add(run)
         return run
 
-    async def _drive(self, run: Run, stdin: bytes | None, timeout_s: float) -> bool:
+    async def _drive(self, run: BoxCommand, stdin: bytes | None, timeout_s: float) -> bool:
         watch = None if self._place.bounded else self._watch_disk
         try:
             timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=self._place.group, watch=watch)
@@ -218,7 +218,7 @@ class BubblewrapBox(WorkBox):
                 return f"the work folder exceeds {limit} bytes"
             await trio.sleep(_POLL_S)
 
-    def _result(self, run: Run, *, timed_out: bool, oom: bool) -> ExecResult:
+    def _result(self, run: BoxCommand, *, timed_out: bool, oom: bool) -> ExecResult:
         child = run.child
         stdout, stderr = child.stdout.take(), child.stderr.take()
         code = run.exit_code

@@ -24,7 +24,7 @@ import trio
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.bubblewrap.cgroup import ControlGroup
-from agentrl.sandbox.host_process import Child
+from agentrl.sandbox.host_process import HostProcess
 
 _START_S = 30.0  # from the spawn to the report of process 1
 _REAP_S = 10.0
@@ -55,7 +55,7 @@ class Subreaper:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, cls._before, 0, 0, 0)
 
 
-class Run:
+class BoxCommand:
     """A command in a box. Invariant: after `drive` nothing of it runs and no descriptor is open."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Run:
             theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
             argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
             env = {**_ENV, **{os.fsencode(key): os.fsencode(value) for key, value in mark.items()}}
-            self.child = Child(argv, env=env, pass_fds=theirs, output_bytes=output_bytes)
+            self.child = HostProcess(argv, env=env, pass_fds=theirs, output_bytes=output_bytes)
         except BaseException:
             os.close(status_read)
             os.close(gate_write)

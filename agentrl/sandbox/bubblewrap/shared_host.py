@@ -21,7 +21,7 @@ from agentrl.sandbox.bubblewrap.bwrap_process import Subreaper
 from agentrl.sandbox.bubblewrap.cgroup import ControlGroup, ControlGroups
 from agentrl.sandbox.bubblewrap.tmpfs import Enclosure
 from agentrl.sandbox.bubblewrap.visible_programs import USR, Overlay, hidden
-from agentrl.sandbox.folder_snapshots import Snapshots
+from agentrl.sandbox.folder_snapshots import FolderSnapshots
 from agentrl.sandbox.work_folder import WORKSPACE, usage
 
 _LIMITER = "usr/bin/prlimit"
@@ -37,7 +37,7 @@ _GROUPS = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class BoxPlace:
     """The place of one box on the host."""
 
     root: Path  # as this process sees it
@@ -108,7 +108,7 @@ class Host:
         try:
             self.folder.path.chmod(0o711)  # each box has a user of its own
             self._groups = _control_groups(control_group(self.folder.path.name), want_groups)
-            self.snapshots = Snapshots(self.folder.path / "snapshots")
+            self.snapshots = FolderSnapshots(self.folder.path / "snapshots")
             self._etc = self.folder.path / "etc"
             _make_etc(self._etc)
             self._hidden = hidden()
@@ -122,7 +122,7 @@ class Host:
             raise
         Subreaper.hold()
 
-    def place(self, limits: Limits) -> Place:
+    def place(self, limits: Limits) -> BoxPlace:
         """Make the folders and the control group of a new box. Raises SandboxError."""
         name = f"box{next(self._count)}"
         try:
@@ -138,7 +138,7 @@ class Host:
             raise SandboxError(f"cannot make the control group of a box: {error}") from error
         return place
 
-    def _folders(self, name: str, limits: Limits) -> Place:
+    def _folders(self, name: str, limits: Limits) -> BoxPlace:
         """A file system of bounded size: mounted as root, else in a namespace; else a plain folder to be measured."""
         options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
         target = self.folder.path / name
@@ -147,7 +147,7 @@ class Host:
         if self.drops_user:
             uid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
             owner = uid, uid
-        place = Place(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
+        place = BoxPlace(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
         try:
             if os.geteuid() == 0 and self.folder.mount_tmpfs(target, f"{options},uid={owner[0]},gid={owner[1]}"):
                 for folder in (place.work, place.tmp, place.shm):
@@ -172,7 +172,7 @@ class Host:
             place.close()
             raise
 
-    def bwrap(self, spec: SandboxSpec, place: Place) -> list[bytes]:
+    def bwrap(self, spec: SandboxSpec, place: BoxPlace) -> list[bytes]:
         """The bwrap command of a box, up to what differs from one of its commands to the next."""
         argv: list[str] = place.enclosure.entrance if place.enclosure else []
         if self.drops_user:

@@ -67,7 +67,7 @@ async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes)
 
 
 class AttachedStreams:
-    """Both directions of one command. Has the parts that `Background` uses of a `Child`."""
+    """Both directions of one command. Has the parts that `Background` uses of a `HostProcess`."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream, said: bytes, *, output_bytes: int) -> None:
         """Takes over a connection; `said` was read from it before."""

@@ -133,7 +133,7 @@ class Docker:
 
 class DockerEngine:
     """Calls to the engine, in threads; every failure is named as the host's, and their time is the host's. Satisfies
-    `container_engine.Engine`."""
+    `engine_protocol.ContainerEngine`."""
 
     def __init__(self, client: Any, address: EngineAddress) -> None:
         self._client, self._address = client, address

@@ -1,6 +1,6 @@
 """A box whose processes and files only an engine can reach: everything goes through commands run in a container.
 
-The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: an `Engine` calls.
+The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: a `ContainerEngine` calls.
 A command that ended may leave processes. `kill -1` by the box's user ends them at once, whatever they forked; if
 other commands of the box go on, processes that carry their mark in the environment are spared.
 """
@@ -23,10 +23,10 @@ from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError,
 from agentrl.host.clocks import policy_time
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
-from agentrl.sandbox.check_command import Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.docker import tar as archive
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
-from agentrl.sandbox.docker.engine_protocol import Command, Engine, paused
+from agentrl.sandbox.docker.engine_protocol import ContainerCommand, ContainerEngine, paused
 from agentrl.sandbox.docker.shell_scripts import (
     BOUND,
     CLEAR,
@@ -59,13 +59,13 @@ _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
 class Container:
     """One box. Invariant: every process of a command is gone when its `exec` returns, or the container is."""
 
-    def __init__(self, engine: Engine, spec: SandboxSpec, siblings: set[Container]) -> None:
+    def __init__(self, engine: ContainerEngine, spec: SandboxSpec, siblings: set[Container]) -> None:
         self.spec = spec
         self._engine, self._siblings = engine, siblings
         self._uid = engine.next_uid()
         self.name = ""
         self._keeper: AttachedStreams | None = None
-        self._running: set[Command] = set()
+        self._running: set[ContainerCommand] = set()
         self._moving = trio.Lock()  # held while processes are started or swept: a sweep must know all marks
         self._snapshots: dict[str, Path] = {}
         self._broken = ""
@@ -74,7 +74,7 @@ class Container:
         siblings.add(self)
 
     @classmethod
-    async def open(cls, engine: Engine, spec: SandboxSpec, siblings: set[Container]) -> Container:
+    async def open(cls, engine: ContainerEngine, spec: SandboxSpec, siblings: set[Container]) -> Container:
         """Start a container and lay the files of its spec. Raises SandboxError."""
         box = cls(engine, spec, siblings)
         try:
@@ -105,7 +105,7 @@ class Container:
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
             command = await self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return refused.result
         with policy_time():
             timed_out = await self._drive(command, stdin, wall_s)
@@ -117,7 +117,7 @@ class Container:
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
             command = await self._spawn(argv, cwd, env)
-        except Refused as refused:
+        except CommandRefused as refused:
             return NeverStarted(refused.result)
         return Background(
             command.streams,
@@ -126,15 +126,15 @@ class Container:
             kill=command.stop.set,
         )
 
-    async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Command:
+    async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> ContainerCommand:
         words, variables = checked_argv(argv), checked_env({**self.spec.env, **(env or {})})
         self._entered = True
         folder = os.fsencode(cwd or ".")
         if b"\0" in folder:
-            raise Refused("the folder holds a NUL byte")
+            raise CommandRefused("the folder holds a NUL byte")
         script = BOUND.format(pids=self.spec.limits.pids)
         if not all(is_text(part) for pair in variables.items() for part in pair):
-            raise Refused("a variable is not UTF-8")
+            raise CommandRefused("a variable is not UTF-8")
         plain = {key.decode(): value.decode() for key, value in variables.items()}
         before, word = shell_word(folder)
         script += before + ENTER.format(workspace=WORKSPACE, cwd=word)
@@ -144,13 +144,15 @@ class Container:
         script += "".join(before for before, _ in quoted)
         return await self._begin([f"{script}exec {' '.join(word for _, word in quoted)}"], plain)
 
-    async def _begin(self, script: list[str], env: Mapping[str, str], output_bytes: int | None = None) -> Command:
+    async def _begin(
+        self, script: list[str], env: Mapping[str, str], output_bytes: int | None = None
+    ) -> ContainerCommand:
         self._must_be_open()
         if self._broken:
-            raise Refused(self._broken, 137)
+            raise CommandRefused(self._broken, 137)
         mark = secrets.token_hex(8)
         bound = self.spec.limits.output_bytes if output_bytes is None else output_bytes
-        launched: list[Command] = []
+        launched: list[ContainerCommand] = []
         async with self._moving:
             with trio.CancelScope(shield=True):  # what was started must be known
                 try:
@@ -159,13 +161,15 @@ class Container:
                     )
                 except SandboxError as error:
                     if not isinstance(error, SandboxLost) and await self._died_of_memory():
-                        raise Refused(self._broken, 137) from None
+                        raise CommandRefused(self._broken, 137) from None
                     raise
-                launched.append(Command(execution, streams, mark))
+                launched.append(ContainerCommand(execution, streams, mark))
             self._running.update(launched)
         return launched[0]
 
-    async def _drive(self, command: Command, stdin: bytes | None, timeout_s: float, *, ours: bool = False) -> bool:
+    async def _drive(
+        self, command: ContainerCommand, stdin: bytes | None, timeout_s: float, *, ours: bool = False
+    ) -> bool:
         """Run to the end; True if that was the deadline. Under cancellation the processes are ended first."""
         failure: SandboxError | None = None
         timed_out = ended = False
@@ -200,7 +204,7 @@ class Container:
             command.oom, command.exit_code = True, 137
         return timed_out
 
-    async def _until_ended(self, command: Command, deadline: trio.CancelScope) -> None:
+    async def _until_ended(self, command: ContainerCommand, deadline: trio.CancelScope) -> None:
         """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them. While
         the engine is asked, the deadline stands still."""
         failure: list[SandboxError] = []
@@ -230,7 +234,7 @@ class Container:
         if failure:
             raise failure[0]
 
-    async def _finish(self, command: Command, *, timed_out: bool, ours: bool) -> None:
+    async def _finish(self, command: ContainerCommand, *, timed_out: bool, ours: bool) -> None:
         """See that nothing of it is left, and learn how it ended."""
         if self._closed:
             return
@@ -264,7 +268,7 @@ class Container:
         if command.exit_code == 137 and not (timed_out or command.stop.is_set() or self._broken):
             command.oom = await self._engine.out_of_memory(self.name, command.started_at)
 
-    async def _sweep(self, command: Command) -> None:
+    async def _sweep(self, command: ContainerCommand) -> None:
         """End all processes of the box save those of its other commands."""
         async with self._moving:
             if self._closed or self._broken:
@@ -299,7 +303,7 @@ class Container:
         self._broken = why
         await self._engine.remove(self.name)
 
-    def _result(self, command: Command, *, timed_out: bool) -> ExecResult:
+    def _result(self, command: ContainerCommand, *, timed_out: bool) -> ExecResult:
         streams = command.streams
         code = 137 if timed_out or command.stop.is_set() or command.exit_code is None else command.exit_code
         return ExecResult(
@@ -324,7 +328,7 @@ class Container:
         text = f"cd {WORKSPACE} || exit {REFUSED}; {prepare}{script}"
         try:
             command = await self._begin([text], {}, output_bytes=limit)
-        except Refused as refused:
+        except CommandRefused as refused:
             raise SandboxPathError(str(refused)) from None
         with policy_time() if self._entered else nullcontext():
             timed_out = await self._drive(command, stdin, _FILE_S, ours=True)

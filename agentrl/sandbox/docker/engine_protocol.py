@@ -15,7 +15,7 @@ from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
 
 
-class Engine(Protocol):
+class ContainerEngine(Protocol):
     """The calls that a box makes to its host. Every method raises SandboxError; if the host does not answer,
     SandboxLost: then nothing is known of the box."""
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
     async def remove(self, container: str) -> None: ...
 
 
-class Command:
+class ContainerCommand:
     """One command in a container, on its way."""
 
     def __init__(self, execution: str, streams: AttachedStreams, mark: str) -> None:

@@ -1,7 +1,7 @@
 """A box behind calls that carry text: commands, files, copies. Everything goes through `helper`, which runs there.
 
 A call is short and may be made again, so that a connection that breaks costs nothing: commands run on, and their output
-waits. Knows no provider: a `Remote` makes the calls.
+waits. Knows no provider: a `ProviderBox` makes the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.errors import SandboxError, SandboxLost, SandboxPathError, SandboxU
 from agentrl.host.clocks import host_time, policy_time
 from agentrl.protocols import BoxProcess, ExecResult, Limits, SandboxSpec
 from agentrl.sandbox.background_process import NeverStarted
-from agentrl.sandbox.check_command import Refused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.docker import tar
 from agentrl.sandbox.docker.shell_scripts import checked_path
 from agentrl.sandbox.work_folder import WORKSPACE
@@ -39,7 +39,7 @@ _WATCH_S: Final = 600.0  # a box without its owner ends after so long
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-class Remote(Protocol):
+class ProviderBox(Protocol):
     """A box at a provider. Every method raises an exception of any kind if it fails."""
 
     own_machine: bool
@@ -63,7 +63,9 @@ def _helper() -> str:
 class RemoteBox:
     """A box of ours at a provider."""
 
-    def __init__(self, remote: Remote, spec: SandboxSpec, backend: RemoteBackend, *, mark: Mapping[str, str]) -> None:
+    def __init__(
+        self, remote: ProviderBox, spec: SandboxSpec, backend: RemoteBackend, *, mark: Mapping[str, str]
+    ) -> None:
         self.spec = spec
         self._remote, self._backend, self._mark = remote, backend, dict(mark)
         name = secrets.token_hex(8)
@@ -120,7 +122,7 @@ class RemoteBox:
         try:
             wall_s = checked_wall_s(timeout_s, self.spec.limits)
             job = await self._start(argv, stdin, cwd, env, wall_s)
-        except Refused as refused:
+        except CommandRefused as refused:
             return refused.result
         try:
             with policy_time():
@@ -138,7 +140,7 @@ class RemoteBox:
         """Start a background process; it lives until it ends, is killed, or the box closes."""
         try:
             return await self._start(argv, None, cwd, env, math.inf)
-        except Refused as refused:
+        except CommandRefused as refused:
             return NeverStarted(refused.result)
 
     async def _start(
@@ -155,7 +157,7 @@ class RemoteBox:
         variables = checked_env({"TMPDIR": home["HOME"], **home, **self.spec.env, **(env or {}), **self._mark})
         folder = os.fsencode(cwd or ".")
         if b"\0" in folder:
-            raise Refused("the folder holds a NUL byte")
+            raise CommandRefused("the folder holds a NUL byte")
         folder = self._inside(folder)
         job = _Job(self, secrets.token_hex(8))
         self.running.add(job)
@@ -505,7 +507,7 @@ class RemoteBackend:
         self.boxes: set[RemoteBox] = set()
         self._beating: trio.CancelScope | None = None
 
-    async def connect(self, spec: SandboxSpec) -> Remote:
+    async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """A new box at the provider. Raises SandboxUnavailable that says what to install or to set."""
         raise NotImplementedError
 

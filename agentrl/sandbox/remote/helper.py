@@ -69,7 +69,7 @@ def memory_kills():
 # --- a command
 
 
-class Supervisor:
+class CommandSupervisor:
     """Runs one command to its end and answers on a socket until the end was fetched."""
 
     def __init__(self, request, listener):
@@ -319,7 +319,7 @@ def start(request):
     for fd in range(3):
         os.dup2(null, fd)
     try:
-        Supervisor(request, listener).run()
+        CommandSupervisor(request, listener).run()
     finally:
         os.unlink(path)
         os._exit(0)

@@ -21,7 +21,7 @@ from agentrl.errors import SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.remote.box import Remote, RemoteBackend
+from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
 from agentrl.sandbox.remote.loop import AsyncioLoop
 
 _START_S: Final = 300.0
@@ -58,7 +58,7 @@ class Inspect(RemoteBackend):
         self._home: OwnedFolder | None = None
         self._type: Any = None
 
-    async def connect(self, spec: SandboxSpec) -> Remote:
+    async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """One sample's environment."""
         closed = self._kind == "docker" and self._config is None
         if spec.network and closed:
@@ -116,7 +116,7 @@ class Inspect(RemoteBackend):
 
 
 class _Sample:
-    """The environment of one sample. Satisfies `Remote`."""
+    """The environment of one sample. Satisfies `ProviderBox`."""
 
     most_wait_s = 20.0
 

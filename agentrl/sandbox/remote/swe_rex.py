@@ -22,7 +22,7 @@ from agentrl.errors import SandboxUnavailable, UsageError, boundary
 from agentrl.host.clocks import host_time
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.remote.box import Remote, RemoteBackend
+from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
 from agentrl.sandbox.remote.loop import AsyncioLoop
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class SweRex(RemoteBackend):
         self._loop = AsyncioLoop()
         self._home: OwnedFolder | None = None
 
-    async def connect(self, spec: SandboxSpec) -> Remote:
+    async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """Deploy one box."""
         if not (spec.network or self._network):
             raise SandboxUnavailable(
@@ -89,7 +89,7 @@ class SweRex(RemoteBackend):
 
 
 class _Deployment:
-    """One deployment. Satisfies `Remote`."""
+    """One deployment. Satisfies `ProviderBox`."""
 
     def __init__(self, loop: AsyncioLoop, *, blocking: bool) -> None:
         self.own_machine = blocking

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from agentrl.records import MemberRecord
 from agentrl.store.buffer.no_signal import Returns, advantages
 from agentrl.store.codec import unpack_record, unpack_task
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN, record_of, scored
 
 _QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
@@ -62,7 +62,7 @@ class _Episode(NamedTuple):
     trained: bool
 
 
-class Bias(Part):
+class Bias(StorePart):
     """Compare what was played with what was trained."""
 
     def training_bias(self, returns: Returns) -> TrainingBias:

@@ -24,7 +24,7 @@ from agentrl.tokens.staleness import last_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class AdmissionBounds:
     """The bounds of admission in a run file, see `admissible_groups`; `max_replays` is how often at most a task that
     infrastructure lost is played again."""
 
@@ -56,7 +56,7 @@ class Load:
     buffered_tokens: int = 0  # sampled, of ended episodes that wait to be trained
 
 
-def admissible_groups(load: Load, bounds: Bounds, *, step: int) -> int:
+def admissible_groups(load: Load, bounds: AdmissionBounds, *, step: int) -> int:
     """How many groups of `group_size` episodes may start now, at least 0.
 
     `step` is the optimizer step of the weights that sample now, `max_lag` the bound in steps, `max_running` the bound

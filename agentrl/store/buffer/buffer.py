@@ -22,7 +22,7 @@ from agentrl.store.buffer.closing import FULL, ClosePolicy
 from agentrl.store.buffer.group_order import OLDEST, Chosen, Offered, Ready, TakeOrder, choose, to_close
 from agentrl.store.buffer.no_signal import Returns, strength
 from agentrl.store.codec import unpack_record, unpack_task
-from agentrl.store.databases.database import Database, Part, outlasting
+from agentrl.store.databases.database import Database, StorePart, outlasting
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import LATE, OPEN, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.learner_fence import check_lead
@@ -61,7 +61,7 @@ WHERE g.id IN {OPEN} AND g.purpose = '{TRAIN}' AND g.started_step <= ?1 AND e.st
 
 
 class Expired(NamedTuple):
-    """The result of `Buffer.expire`, as ids: groups that closed before all members had ended, groups past their
+    """The result of `GroupBuffer.expire`, as ids: groups that closed before all members had ended, groups past their
     deadline, late members past theirs."""
 
     closed: tuple[int, ...] = ()
@@ -70,8 +70,8 @@ class Expired(NamedTuple):
 
 
 class AtBound(NamedTuple):
-    """What a step would make too old (see `Buffer.at_bound`): how many running episodes the learner may wait for, and
-    how many running groups close with the step."""
+    """What a step would make too old (see `GroupBuffer.at_bound`): how many running episodes the learner may wait for,
+    and how many running groups close with the step."""
 
     episodes: int
     closable: int
@@ -103,7 +103,7 @@ class _Offer(NamedTuple):
     ready: list[Ready]
 
 
-class Buffer(Part):
+class GroupBuffer(StorePart):
     """Take members for a learner step; close groups, and expire what waits too long."""
 
     def __init__(self, db: Database) -> None:

@@ -12,14 +12,14 @@ from typing import Literal
 from agentrl.errors import StoreError
 from agentrl.records import Group
 from agentrl.store.buffer.buffer import skipped_for, taken_for
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN, scored
 
 Gone = Literal["", "tokens", "episodes"]
 """What a step lacks: nothing; tokens, which retention dropped; or episodes, which the store lost with its power."""
 
 
-class Retaking(Part):
+class Retaking(StorePart):
     """Say which steps are still whole, and give their groups."""
 
     def steps_trained(self) -> dict[int, Gone]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agentrl.store.databases.database import Row, Watch
+from agentrl.store.databases.database import ChangeWatch, Row
 from agentrl.store.run_values import PHASE
 
 Role = Literal["rollout", "learner", "control", "reward"]
@@ -35,7 +35,7 @@ _MARKS: dict[Role, str | None] = {
 class Signal:
     """Tells one waiting role of changes. The first look is a change."""
 
-    def __init__(self, watch: Watch, role: Role, *, remote: bool = False) -> None:
+    def __init__(self, watch: ChangeWatch, role: Role, *, remote: bool = False) -> None:
         """`remote`: a look asks a server, which may answer late."""
         self.remote = remote
         self._watch, self._mark_of = watch, _MARKS[role]

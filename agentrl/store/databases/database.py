@@ -59,7 +59,7 @@ class Cursor(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
-class Watch(Protocol):
+class ChangeWatch(Protocol):
     """Tells whether the store was written."""
 
     @property
@@ -178,7 +178,7 @@ class Database(ABC):
         """Give back the space of what was forgotten, outside a transaction, if the database does not by itself."""
 
     @abstractmethod
-    def watch(self) -> Watch:
+    def watch(self) -> ChangeWatch:
         """Watch the store for writes of all processes, on a connection of its own."""
 
     @abstractmethod
@@ -462,7 +462,7 @@ class _Turn:
         self.release()
 
 
-class Part:
+class StorePart:
     """A part of the store's methods. All parts share one database, which holds the state.
 
     A public method is made again from its start if the database went away under it, so it has no transaction after one
@@ -482,7 +482,7 @@ class Part:
 
 
 def outlasting(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """A method of a `Part` that is made again as a whole if the database goes away under it."""
+    """A method of a `StorePart` that is made again as a whole if the database goes away under it."""
 
     @wraps(method)
     def call(self: Any, *arguments: _P.args, **named: _P.kwargs) -> _T:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
 from agentrl.host.disk_space import is_full, no_space_on
 from agentrl.store import schema
-from agentrl.store.databases.database import BUSY_S, Database, Row, Watch, damaged
+from agentrl.store.databases.database import BUSY_S, ChangeWatch, Database, Row, damaged
 
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
@@ -157,8 +157,8 @@ class SQLite(Database):
         given = 0 if row is None else row[0]
         self.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, beyond) + n))
 
-    def watch(self) -> Watch:
-        return Counter(self.path)
+    def watch(self) -> ChangeWatch:
+        return CommitCounter(self.path)
 
     def tables(self) -> dict[str, tuple[str, ...]]:
         found = self.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
@@ -181,7 +181,7 @@ class SQLite(Database):
         return text
 
 
-class Counter:
+class CommitCounter:
     """Reads the counter that SQLite raises when another connection commits (`PRAGMA data_version`, microseconds)."""
 
     def __init__(self, path: Path) -> None:

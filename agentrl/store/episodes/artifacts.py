@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentrl.store.codec import pack_files, unpack_files
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.leases import check_fence
 from agentrl.store.episodes.scores import turn_row
 
 
-class Artifacts(Part):
+class Artifacts(StorePart):
     """Keep the artifacts of turns."""
 
     def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:

@@ -58,7 +58,7 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Rows:
+class TurnRows:
     """Rows of turns that a transaction is to write: one statement for each table."""
 
     turns: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
@@ -129,7 +129,7 @@ class PackedTurn:
         )
 
 
-class Entry(Several):
+class EpisodeWrite(Several):
     """A write of an episode that is held under `fence`."""
 
     __slots__ = ("db", "episode_id", "fence")
@@ -149,7 +149,7 @@ class Entry(Several):
         return 0
 
     @abstractmethod
-    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+    def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         """Add its rows, and to the standing what it changes. Raises StoreError if it may not be written."""
 
     def __call__(self) -> None:
@@ -159,7 +159,7 @@ class Entry(Several):
             raise result.error
 
     @classmethod
-    def all(cls, calls: Sequence[Entry]) -> list[Result]:
+    def all(cls, calls: Sequence[EpisodeWrite]) -> list[Result]:
         """Write entries in their order. Raises StoreError if the database fails, and then all may be half written."""
         refused = dict[int, Exception]()
         for at, entry in enumerate(calls):
@@ -178,7 +178,7 @@ class Entry(Several):
             turns = sum(entry.numbers for _, entry in packed)
             numbers = iter(db.numbers("turns", turns) if turns else ())
             found = {id: row for id, *row in looked}
-            standings, rows = dict[int, Standing](), Rows()
+            standings, rows = dict[int, Standing](), TurnRows()
             for at, entry in packed:
                 try:
                     stands = _held(entry, found.get(entry.episode_id), standings)
@@ -189,7 +189,7 @@ class Entry(Several):
         return [Result(error=refused.get(at)) for at in range(len(calls))]
 
 
-def _held(entry: Entry, row: list[Any] | None, known: dict[int, Standing]) -> Standing:
+def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]) -> Standing:
     """How far the episode of an entry is. Raises LeaseLost if it is not held."""
     check_held(entry.db, entry.episode_id, entry.fence, row)
     assert row is not None
@@ -207,7 +207,7 @@ def _held(entry: Entry, row: list[Any] | None, known: dict[int, Standing]) -> St
     return known[entry.episode_id]
 
 
-class TurnEntry(Entry):
+class TurnEntry(EpisodeWrite):
     """A turn of an episode, see `Journal.journal_turn`. `step_of` gives the step of a version."""
 
     __slots__ = ("_packed", "_step_of", "_turn")
@@ -225,7 +225,7 @@ class TurnEntry(Entry):
         where = f"episode {self.episode_id}, turn {self._turn.index}"
         self._packed = self._packed or PackedTurn.of(self._turn, where, self._step_of)
 
-    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+    def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         turn, episode_id = self._turn, self.episode_id
         if turn.index != stands.last + 1:
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {stands.last}")
@@ -244,7 +244,7 @@ class TurnEntry(Entry):
         stands.under_way, stands.kept = 0, False
 
 
-class StepEntry(Entry):
+class StepEntry(EpisodeWrite):
     """The answer to a turn, see `Journal.journal_step`."""
 
     __slots__ = ("_packed", "_step", "_turn_index")
@@ -257,7 +257,7 @@ class StepEntry(Entry):
     def pack(self) -> None:
         self._packed = self._packed or pack_step(f"episode {self.episode_id}, turn {self._turn_index}", self._step)
 
-    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+    def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         row_id, answered = stands.last_id, stands.answered
         if (index := self._turn_index) != stands.last:
             where = (self.episode_id, stands.trial, index)
@@ -272,7 +272,7 @@ class StepEntry(Entry):
         stands.answered = stands.answered or index == stands.last
 
 
-class PartEntry(Entry):
+class PartEntry(EpisodeWrite):
     """More tokens of the turn under way, see `Journal.journal_partial`."""
 
     __slots__ = ("_packed", "_part")
@@ -285,7 +285,7 @@ class PartEntry(Entry):
     def pack(self) -> None:
         self._packed = self._packed or pack_part(self.episode_id, self._part)
 
-    def add(self, stands: Standing, numbers: Iterator[int], rows: Rows) -> None:
+    def add(self, stands: Standing, numbers: Iterator[int], rows: TurnRows) -> None:
         part = self._part
         if part.index != stands.last + 1:
             raise StoreError(

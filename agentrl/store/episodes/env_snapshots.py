@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentrl.store.codec import printable
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.episodes.leases import check_fence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class EnvSnapshot:
     """The state of an environment after its answer to turn `turn`; the policy had used `seconds` of its time then."""
 
     turn: int
@@ -21,10 +21,10 @@ class Snapshot:
     seconds: float = 0.0
 
 
-class Snapshots(Part):
+class EnvSnapshots(StorePart):
     """Keep the newest snapshot of each running episode."""
 
-    def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
+    def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:
         """Replace the episode's snapshot. Raises LeaseLost if it is no longer held under `fence`."""
         with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)
@@ -34,11 +34,11 @@ class Snapshots(Part):
                 (episode_id, snapshot.turn, snapshot.seconds, snapshot.data),
             )
 
-    def snapshot(self, episode_id: int) -> Snapshot | None:
+    def snapshot(self, episode_id: int) -> EnvSnapshot | None:
         """The newest snapshot of an episode that has not ended; None if there is none."""
         with self._db.read():
             row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
-        return None if row is None else Snapshot(turn=row[0], seconds=row[1], data=row[2])
+        return None if row is None else EnvSnapshot(turn=row[0], seconds=row[1], data=row[2])
 
     def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
         """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the

@@ -12,14 +12,14 @@ from typing import Any
 from agentrl.errors import StoreError, UsageError
 from agentrl.records import GroupState
 from agentrl.store.codec import unpack_task
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN, create_group
 from agentrl.store.versions import latest_confirmed
 
 _MOST = 1024  # continuations of one turn
 
 
-class Forks(Part):
+class Forks(StorePart):
     """Fork episodes."""
 
     def fork(self, episode_id: int, *, turn: int, k: int) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
-from agentrl.store.buffer.admission import Bounds, Load, Room, admissible_groups
+from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
-from agentrl.store.databases.database import Asked, Database, Part, Row
+from agentrl.store.databases.database import Asked, Database, Row, StorePart
 from agentrl.store.episodes.replays import lost_groups, quarantined
 from agentrl.store.reads import WEIGHTS
 from agentrl.store.run_values import NEXT_TASK
@@ -38,17 +38,17 @@ _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupStat
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
 
 
-class Groups(Part):
+class Groups(StorePart):
     """Start groups and count them."""
 
-    def admissible(self, bounds: Bounds, *, limit: int) -> Room:
+    def admissible(self, bounds: AdmissionBounds, *, limit: int) -> Room:
         """How many training groups may start now, at most `limit`, and which. None while no weight version is
         confirmed. Prepare that many tasks, then `admit` them."""
         with self._db.read():
             return self._room(bounds, limit)[0]
 
     def admit(
-        self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int, skipped: Collection[int] = ()
+        self, tasks: Sequence[Task], *, first: int, bounds: AdmissionBounds, limit: int, skipped: Collection[int] = ()
     ) -> int:
         """Start training groups as `admissible` allows now: first those of tasks that infrastructure lost, in the order
         of the lost groups, then those of `tasks`, whose indices begin at `first`. Returns how many it started.
@@ -69,7 +69,7 @@ class Groups(Part):
             self._db.execute(SET_META, (NEXT_TASK.key, NEXT_TASK.text(first + len(new))))
         return len(again) + len(playable)
 
-    def _room(self, bounds: Bounds, limit: int) -> tuple[Room, int]:
+    def _room(self, bounds: AdmissionBounds, limit: int) -> tuple[Room, int]:
         """The room, and the step of the weights that sample now. Inside a transaction."""
         version, first = latest_confirmed(self._db), next_task(self._db)
         if version is None:
@@ -137,7 +137,7 @@ def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collec
     ]
 
 
-def load_of(db: Database, bounds: Bounds) -> Load:
+def load_of(db: Database, bounds: AdmissionBounds) -> Load:
     """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
     member in it. Inside a transaction."""
     counts = _counts(db, TRAIN)

@@ -18,13 +18,13 @@ from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry
 from agentrl.store.episodes.env_snapshots import drop_snapshot
 from agentrl.store.episodes.leases import check_fence, held
 from agentrl.store.episodes.partial_turns import Partial, discard_partial
-from agentrl.store.versions import Versions
+from agentrl.store.versions import MintedVersions
 
 # The index of the last turn of the row `e` of an episode.
 _LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
 
 
-class Journal(Versions):
+class Journal(MintedVersions):
     """Write a running episode down, turn by turn."""
 
     def begin(self, episode_id: int, fence: int, start: Messages) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_messages, unpack_task
-from agentrl.store.databases.database import Database, Part, Row
+from agentrl.store.databases.database import Database, Row, StorePart
 from agentrl.store.episodes.partial_turns import Partial, load_partials
 from agentrl.store.reads import turns_of
 from agentrl.store.versions import LATEST_CONFIRMED
@@ -108,7 +108,7 @@ SELECT MAX(e.deaths) FROM episodes e WHERE e.holder = ? AND e.state = 'running' 
 """
 
 
-class Leases(Part):
+class Leases(StorePart):
     """Claim episodes, keep them, give them back."""
 
     def __init__(self, db: Database) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentrl.store.codec import pack_identity, unpack_task
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 
 # Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing,
 # and it was not played again.
@@ -29,7 +29,7 @@ class Replays:
     given_up: int
 
 
-class ReplayCounts(Part):
+class ReplayCounts(StorePart):
     """Count replays."""
 
     def replays(self, max_replays: int) -> Replays:

@@ -7,7 +7,7 @@ runs that go on from less. What they give up stays in the store, is counted and 
 from __future__ import annotations
 
 from agentrl.records import StopReason
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import TRAIN, create_again
 from agentrl.store.episodes.leases import check_fence
@@ -17,7 +17,7 @@ from agentrl.store.versions import latest_confirmed
 RESTARTED = "restarted"
 
 
-class Restarts(Part):
+class Restarts(StorePart):
     """Give up interrupted work."""
 
     def discard_turn(self, episode_id: int, fence: int) -> None:

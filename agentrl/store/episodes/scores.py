@@ -19,7 +19,7 @@ from typing import Literal
 from agentrl.errors import StoreError
 from agentrl.records import LARGEST, StopReason, turn_id
 from agentrl.store.codec import with_columns
-from agentrl.store.databases.database import Database, Part
+from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.episodes.endings import Ending, end_as, held_ending
 from agentrl.tokens.columns import NONE, Columns
 
@@ -60,7 +60,7 @@ class Scored:
     cost: float
 
 
-class Rewards(Part):
+class Rewards(StorePart):
     """Declare sources, write their scores, and end the episodes that waited."""
 
     def declare_sources(self, sources: Sequence[Source]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from agentrl.records import StopReason, Task
 from agentrl.store.codec import pack_identity, unpack_task
-from agentrl.store.databases.database import Part
+from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import close_if_ended, forget_starts, shift_starts
 
@@ -56,7 +56,7 @@ class Aboard:
         return self.deaths > 0 and self.turns <= self.died_at
 
 
-class Deaths(Part):
+class Deaths(StorePart):
     """Free the episodes of dead workers, and find out which of them killed theirs."""
 
     def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:

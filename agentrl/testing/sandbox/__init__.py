@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import SandboxBackend
-from agentrl.testing.sandbox import commands, escapes, files, lifetime, misuse
+from agentrl.testing.sandbox import box_files, commands, escapes, lifetime, misuse
 from agentrl.testing.sandbox.case import Bench, Case, Suite, case
 
 __all__ = ["CASES", "Bench", "Case", "Outcome", "Report", "case", "check_sandbox", "tables"]
 
-CASES: tuple[Case, ...] = (*commands.CASES, *files.CASES, *lifetime.CASES, *escapes.CASES, *misuse.CASES)
+CASES: tuple[Case, ...] = (*commands.CASES, *box_files.CASES, *lifetime.CASES, *escapes.CASES, *misuse.CASES)
 """All cases, in the order of the tables."""
 
 

@@ -232,7 +232,7 @@ def _of_members(method: Any) -> Any:
     return check
 
 
-class Verdicts(unittest.TestResult):
+class ReportedResult(unittest.TestResult):
     """Tells the host about each test as it ends. A test passes that ran to its end and failed nowhere."""
 
     def __init__(self, court: Court) -> None:
@@ -276,7 +276,7 @@ def main() -> None:
         ("NotIn", _of_members),
     ):
         setattr(case, f"assert{name}", guarded(getattr(case, f"assert{name}")))
-    unittest.TestLoader().discover(_TESTS, "test*.py").run(Verdicts(court))
+    unittest.TestLoader().discover(_TESTS, "test*.py").run(ReportedResult(court))
     court.verdict("", True, "end")
 
 

@@ -21,7 +21,7 @@ from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import DEADLINE_S, Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
 from agentrl_environments.code_repair.templates import LEVELS, Level
-from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
+from agentrl_tools.editing import ReplaceLine, RunTests, Submit, TextLines
 
 _task = lru_cache(maxsize=1024)(make_task)
 
@@ -66,7 +66,7 @@ class CodeRepair(ToolEnv):
         self._sandbox, self._image = sandbox, image
         self._ready, self._remember, self._warm = ready, remember, warm
         self._boxes: SharedBackend | None = None
-        self._document = Document("")
+        self._document = TextLines("")
         own = [ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)]
         super().__init__(tools=[*own, *tools], **settings)
 

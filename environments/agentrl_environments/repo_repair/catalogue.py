@@ -23,7 +23,7 @@ import trio
 
 from agentrl.errors import UsageError
 from agentrl.sandbox import backend
-from agentrl_environments.judging import LIMITS, Judge
+from agentrl_environments.judging import LIMITS, SourceJudge
 from agentrl_environments.repo_repair.breaking import MUTATIONS, Breakage, Edit, applied, features, mutations, stubs
 from agentrl_environments.repo_repair.repository import REPOSITORIES, Repository, encoded, load
 
@@ -35,7 +35,7 @@ _MOST_FAILING: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KnownBreakage:
     """A breakage of a repository, and the tests that it makes fail. All other tests pass before and after."""
 
     repository: str
@@ -44,9 +44,9 @@ class Entry:
 
 
 @lru_cache(maxsize=1)
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[KnownBreakage, ...]:
     """The whole catalogue, in its order. Raises UsageError where it does not belong to the repositories as they are."""
-    found: list[Entry] = []
+    found: list[KnownBreakage] = []
     repository: Repository | None = None
     for line in FILE.read_text("utf-8").splitlines():
         row = json.loads(line)
@@ -58,14 +58,14 @@ def entries() -> tuple[Entry, ...]:
         assert repository is not None
         edits = tuple(Edit(path, line, count, tuple(new)) for path, line, count, new in row["edits"])
         breakage = Breakage(row["kind"], row["subject"], edits, row.get("wanted", ""))
-        found.append(Entry(repository.name, breakage, tuple(repository.test_ids[at] for at in row["fails"])))
+        found.append(KnownBreakage(repository.name, breakage, tuple(repository.test_ids[at] for at in row["fails"])))
     return tuple(found)
 
 
 async def build(names: list[str], *, slots: int) -> list[str]:
     """The catalogue's lines for these repositories."""
     boxes = backend("bubblewrap")
-    judge = Judge(boxes, limits=dataclasses.replace(LIMITS, cpu_s=1.0), slots=slots)
+    judge = SourceJudge(boxes, limits=dataclasses.replace(LIMITS, cpu_s=1.0), slots=slots)
     lines: list[str] = []
     try:
         for name in names:
@@ -94,7 +94,7 @@ def _candidates(repository: Repository) -> Iterator[Breakage]:
         yield from rng.sample(whole, min(_WHOLE, len(whole)))
 
 
-def _combined(repository: Repository, singles: list[Entry]) -> list[Breakage]:
+def _combined(repository: Repository, singles: list[KnownBreakage]) -> list[Breakage]:
     """Two or three mutations of different functions at once, none of which hides another's failures by lines."""
     rng = random.Random(f"{repository.name} several")
     mutants = [entry.breakage for entry in singles if entry.breakage.kind in MUTATIONS]
@@ -109,16 +109,16 @@ def _combined(repository: Repository, singles: list[Entry]) -> list[Breakage]:
     return combined
 
 
-async def _tried(repository: Repository, judge: Judge, candidates: list[Breakage]) -> list[Entry]:
+async def _tried(repository: Repository, judge: SourceJudge, candidates: list[Breakage]) -> list[KnownBreakage]:
     """Those of the candidates that make a task, in their order."""
-    results: dict[int, Entry] = {}
+    results: dict[int, KnownBreakage] = {}
 
     async def run(index: int, breakage: Breakage) -> None:
         sources = applied(repository.sources, breakage.edits)
         verdicts = await judge.run(encoded(sources), encoded(repository.tests))
         fails = tuple(test for test in repository.test_ids if test not in verdicts.passed)
         if verdicts.whole and 0 < len(fails) <= _MOST_FAILING * len(repository.test_ids):
-            results[index] = Entry(repository.name, breakage, fails)
+            results[index] = KnownBreakage(repository.name, breakage, fails)
 
     async with trio.open_nursery() as nursery:
         for index, breakage in enumerate(candidates):
@@ -126,7 +126,7 @@ async def _tried(repository: Repository, judge: Judge, candidates: list[Breakage
     return [results[index] for index in sorted(results)]
 
 
-def _written(repository: Repository, entry: Entry) -> str:
+def _written(repository: Repository, entry: KnownBreakage) -> str:
     breakage = entry.breakage
     row = {
         "kind": breakage.kind,

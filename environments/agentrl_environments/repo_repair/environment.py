@@ -19,7 +19,7 @@ from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
-from agentrl_environments.judging import DEADLINE_S, Judge
+from agentrl_environments.judging import DEADLINE_S, SourceJudge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
@@ -156,6 +156,6 @@ class RepoRepair(ToolEnv):
 
 
 @once_a_loop
-def _judge_in(boxes: SharedBackend, image: str | None, remember: int) -> Judge:
+def _judge_in(boxes: SharedBackend, image: str | None, remember: int) -> SourceJudge:
     """One judge for all episodes of a trio loop, so that siblings share what was judged."""
-    return Judge(boxes, image=image, remembered=remember)
+    return SourceJudge(boxes, image=image, remembered=remember)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final, Literal, get_args
 
 from agentrl_environments.repo_repair.breaking import MUTATIONS, Breakage, applied
-from agentrl_environments.repo_repair.catalogue import Entry, entries
+from agentrl_environments.repo_repair.catalogue import KnownBreakage, entries
 from agentrl_environments.repo_repair.repository import REPOSITORIES, Split, load, without_tests
 
 Level = Literal["easy", "medium", "hard", "all"]
@@ -46,7 +46,7 @@ class RepoTask:
         return tuple(test for test in self.fails if test not in self.hidden)
 
 
-def level_of(entry: Entry) -> Level:
+def level_of(entry: KnownBreakage) -> Level:
     """`easy`: one small bug that three tests or more complain of. `medium`: one that fewer do, or a body to write anew.
     `hard`: several bugs at once, or a function that is missing together with its tests."""
     kind = entry.breakage.kind
@@ -56,7 +56,7 @@ def level_of(entry: Entry) -> Level:
 
 
 @lru_cache(maxsize=16)
-def choices(split: Split, level: Level) -> tuple[Entry, ...]:
+def choices(split: Split, level: Level) -> tuple[KnownBreakage, ...]:
     """The catalogue's entries of a split and a level."""
     return tuple(
         entry for entry in entries() if entry.repository in REPOSITORIES[split] and level in ("all", level_of(entry))
@@ -70,7 +70,7 @@ def make_task(seed: int, split: Split = "train", level: Level = "easy") -> RepoT
     return task_of(rng.choice(choices(split, level)), rng, seed)
 
 
-def task_of(entry: Entry, rng: random.Random, seed: int = 0) -> RepoTask:
+def task_of(entry: KnownBreakage, rng: random.Random, seed: int = 0) -> RepoTask:
     """The task of a catalogue entry; `rng` draws the hidden tests. Of the failing tests at least one is shown, save for
     features: there all of them are hidden, as no test of a missing feature would be in the repository yet."""
     repository = load(entry.repository)

@@ -14,7 +14,7 @@ from agentrl.env import EpisodeLimits, Grade, ToolEnv, tool
 from agentrl.env.checks.oracles import Oracle, say, script
 from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError, ToolError, UsageError
-from agentrl_environments.retrieval.search import Document, Index, excerpt
+from agentrl_environments.retrieval.bm25 import Document, Index, excerpt
 
 _HERE: Final = Path(__file__).parent
 HELD_OUT: Final = frozenset({"tin-bat", "kolm-yard", "winter-post", "fish-hall", "the-patience", "marl-cheese"})

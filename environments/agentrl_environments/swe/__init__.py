@@ -5,7 +5,13 @@ jsonl        SWE rows as tasks     harbor       task folders as tasks           
 verdicts     test logs             environment  `SWE` and `Harbor`
 """
 
-from agentrl_environments.swe.environment import SWE, CodingTasks, Harbor
-from agentrl_environments.swe.task import Task
+from typing import TYPE_CHECKING
 
-__all__ = ["SWE", "CodingTasks", "Harbor", "Task"]
+from agentrl.host.renamed_modules import renamed_names
+from agentrl_environments.swe.environment import SWE, CodingTasks, Harbor
+from agentrl_environments.swe.task import CodingTask
+
+__all__ = ["SWE", "CodingTask", "CodingTasks", "Harbor"]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_names(__name__, {"Task": "CodingTask"})

@@ -10,7 +10,7 @@ from typing import Final
 
 from agentrl.env import Grade
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl_environments.judging import DEADLINE_S, Judge
+from agentrl_environments.judging import DEADLINE_S, SourceJudge
 from agentrl_environments.rewards import carried
 from agentrl_environments.swe.carrying import listing
 from agentrl_environments.swe.verdicts import Log, graded
@@ -32,5 +32,5 @@ class ApartTests:
         files = await carried(box, sorted(path for path in found if path.endswith(".py")))
         tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
         sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}
-        verdicts = await Judge(boxes, image=self.image, remembered=0).run(sources, tests)
+        verdicts = await SourceJudge(boxes, image=self.image, remembered=0).run(sources, tests)
         return graded(Log(frozenset(verdicts.passed)), self.fails, self.passes)

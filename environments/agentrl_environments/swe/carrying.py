@@ -32,7 +32,7 @@ Listing = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AgentChanges:
     """An agent's changes: new contents by path, and the paths that it removed."""
 
     written: Mapping[str, bytes]
@@ -56,7 +56,7 @@ async def listing(box: Sandbox) -> Listing | None:
     return {path.removeprefix("./"): digest for digest, _, path in (entry.partition("  ") for entry in entries)}
 
 
-async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> Work | None:
+async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> AgentChanges | None:
     """The declared changes since `start`; None if they are too many. Raises SandboxError."""
     now = await listing(box)
     if now is None:
@@ -66,7 +66,7 @@ async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]],
         return None
     removed = [path for path in start if path not in now and declared(path, start.keys())]
     written = await carried(box, sorted(changed))
-    return Work(written, removed) if sum(map(len, written.values())) <= _MOST_BYTES else None
+    return AgentChanges(written, removed) if sum(map(len, written.values())) <= _MOST_BYTES else None
 
 
 def is_source(path: str, start: Set[str]) -> bool:

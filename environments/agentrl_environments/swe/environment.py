@@ -29,7 +29,7 @@ from agentrl.sandbox.backend_pool import Setup, set_up
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
 from agentrl_environments.swe import carrying, harbor, jsonl
-from agentrl_environments.swe.task import Act, BadTask, Grading, Task, TaskSet, text_of
+from agentrl_environments.swe.task import Act, BadTask, CodingTask, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import apply_patch
 from agentrl_tools.editing import Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
@@ -224,7 +224,7 @@ class SWE(CodingTasks):
     ) -> None:
         positive_seconds("tests_s", tests_s)
         ours = _HERE.parent / "repositories" if tasks is None else None
-        defaults = jsonl.Defaults(
+        defaults = jsonl.RowDefaults(
             patch_is=patch_is,
             test_command=test_command,
             tests_s=tests_s,
@@ -263,7 +263,7 @@ class Harbor(CodingTasks):
     ) -> None:
         if isinstance(host_env, str):
             raise ConfigError("host_env", host_env, "give a list of names")
-        defaults = harbor.Defaults(
+        defaults = harbor.HarborDefaults(
             images=images or {},
             image=image,
             use_base=sandbox not in _WALL_LESS,
@@ -281,7 +281,7 @@ def _policy(network: Mapping[str, Any]) -> NetworkPolicy:
         raise ConfigError("network", network, f'give {{ allow = ["host:port"] }}: {error}') from error
 
 
-def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[Task]:
+def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
     """The tasks to play. Says what is left out, and why; raises ConfigError if nothing is left."""
     if tasks.bad:
         first = tasks.bad[0]

@@ -37,8 +37,8 @@ from agentrl.records import Json
 from agentrl.sandbox.work_folder import WORKSPACE
 from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
-from agentrl_environments.swe.task import Act, Collect, Grading, Task, TaskSet, text_of
-from agentrl_environments.swe.trees import Tree
+from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, TaskSet, text_of
+from agentrl_environments.swe.trees import WorkTree
 
 _OWN: Final = ".harbor"
 _REWARDS: Final = f"{_OWN}/logs/verifier"
@@ -86,7 +86,7 @@ os._exit(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
+class HarborDefaults:
     """`images` by name of the task folder, each built from its Dockerfile; `image` stands for the base of tasks that
     need no building, which `use_base` would else take from the Dockerfile. `host_env` are the variables of this machine
     that a task's `env` may take. `shared_verifier`: tasks are played too whose agent could write the reward."""
@@ -147,7 +147,7 @@ find . -mindepth 1 -maxdepth 1 ! -name logs -exec rm -rf -- {{}} +
 """
 
 
-def load(folder: Path, defaults: Defaults) -> TaskSet:
+def load(folder: Path, defaults: HarborDefaults) -> TaskSet:
     """The tasks of a folder of task folders, by name. A folder that makes no task is bad for itself alone. Keys of
     `task.toml` that are not honoured are said, each with its tasks. Raises ConfigError for images of no task."""
     found = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
@@ -165,7 +165,7 @@ def load(folder: Path, defaults: Defaults) -> TaskSet:
     return tasks
 
 
-def task_of(folder: Path, defaults: Defaults, ignored: dict[str, list[str]] | None = None) -> Task:
+def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]] | None = None) -> CodingTask:
     """The task of a folder. Raises ConfigError that says what it lacks. The task is added to `ignored`, by each key of
     its `task.toml` that is not honoured."""
     for name in _NEEDED:
@@ -209,7 +209,7 @@ def task_of(folder: Path, defaults: Defaults, ignored: dict[str, list[str]] | No
     }
     if apart:
         cheats["forge the reward"] = (Act.shell(_forging(solve)),)
-    task = Task(
+    task = CodingTask(
         id=folder.name,
         instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
         tree=tree,
@@ -261,7 +261,7 @@ def moved_bytes(data: bytes, workdir: str) -> bytes:
         return data
 
 
-def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) -> tuple[str | None, Tree]:
+def _environment(folder: Path, settings: Mapping[str, Any], defaults: HarborDefaults) -> tuple[str | None, WorkTree]:
     """The image of a task's boxes, and what is in the work folder."""
     file = folder / "environment" / "Dockerfile"
     workdir = _workdir(folder, _table(settings, "environment"))
@@ -269,11 +269,11 @@ def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) 
     if built:
         if not isinstance(built, str):
             raise ConfigError(f"{folder / 'task.toml'}, environment.docker_image", built, "give the name of an image")
-        return built, Tree(in_image=workdir)
+        return built, WorkTree(in_image=workdir)
     if not file.is_file():
         raise ConfigError(str(folder), "environment/Dockerfile", "a Harbor task needs this file, or a docker_image")
     plan = recipe(file)
-    return defaults.image or (plan.base if defaults.use_base else None), Tree(files=plan.files)
+    return defaults.image or (plan.base if defaults.use_base else None), WorkTree(files=plan.files)
 
 
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -374,7 +374,7 @@ def _is_program(path: str) -> bool:
     return _PROGRAMS.fullmatch(posixpath.splitext(path)[1]) is not None
 
 
-def _grading(folder: Path, verifier: Mapping[str, Any], defaults: Defaults, toml: str) -> Grading | None:
+def _grading(folder: Path, verifier: Mapping[str, Any], defaults: HarborDefaults, toml: str) -> Grading | None:
     """The box of a verifier that has an image of its own; None where it has the task's."""
     table = verifier.get("environment", {})
     if not isinstance(table, dict):
@@ -388,10 +388,10 @@ def _grading(folder: Path, verifier: Mapping[str, Any], defaults: Defaults, toml
     if built is None:
         plan = recipe(file)
         image = defaults.image or (plan.base if defaults.use_base else None)
-        return Grading(image=image, tree=Tree(files=plan.files), limits=limits, env=env)
+        return Grading(image=image, tree=WorkTree(files=plan.files), limits=limits, env=env)
     if not isinstance(built, str):
         raise ConfigError(f"{toml}, verifier.environment.docker_image", built, "give the name of an image")
-    tree = Tree(in_image=environment["workdir"]) if "workdir" in environment else Tree()
+    tree = WorkTree(in_image=environment["workdir"]) if "workdir" in environment else WorkTree()
     return Grading(image=built, tree=tree, limits=limits, env=env)
 
 

@@ -24,8 +24,8 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.swe.apart import ApartTests
 from agentrl_environments.swe.carrying import is_source, matching
-from agentrl_environments.swe.task import Act, Task, TaskSet
-from agentrl_environments.swe.trees import Tree, reversed_patch
+from agentrl_environments.swe.task import Act, CodingTask, TaskSet
+from agentrl_environments.swe.trees import WorkTree, reversed_patch
 from agentrl_environments.swe.verdicts import Log, canonical, graded, is_name, read_log
 from agentrl_tools.patching import parse_patch
 
@@ -41,7 +41,7 @@ no tests, no settings. They are judged by tests that you may not see. Call submi
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
+class RowDefaults:
     """What a row may leave out. `repositories` is a folder with a subfolder for each `repo`; without it, the image has
     the repository in `in_image`. `{tests}` of a test command are the files of the test patch. `apart`: the tests run in
     a box without the sources (`apart.py`), and not by the test command."""
@@ -111,7 +111,7 @@ class Matches:
 _MATCHES: dict[str, Matches] = {}  # by source: one process makes an environment for each of its slots
 
 
-def load(source: str, defaults: Defaults) -> TaskSet:
+def load(source: str, defaults: RowDefaults) -> TaskSet:
     """The tasks of JSON lines, or of whatever else `agentrl.env.datasets.read_rows` reads: Parquet, `hf:NAME`. A row
     that makes no task is bad for itself alone. Raises ConfigError, UsageError where nothing can be read."""
     found = TaskSet()
@@ -119,7 +119,7 @@ def load(source: str, defaults: Defaults) -> TaskSet:
     odd: list[str] = []
     tests = 0
 
-    def make(where: str, given: bytes | Mapping[str, Any]) -> Task:
+    def make(where: str, given: bytes | Mapping[str, Any]) -> CodingTask:
         row = _row(where, given) if isinstance(given, bytes) else given
         return task_of(row, defaults, f"{where} ({row['instance_id']})" if "instance_id" in row else where, matches)
 
@@ -167,7 +167,9 @@ def _row(where: str, line: bytes) -> Mapping[str, Any]:
     return cast("dict[str, Any]", row)
 
 
-def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row", matches: Matches | None = None) -> Task:
+def task_of(
+    row: Mapping[str, Any], defaults: RowDefaults, where: str = "row", matches: Matches | None = None
+) -> CodingTask:
     """The task of a row. Raises ConfigError that says what the row lacks."""
     for name in ("instance_id", "repo", "problem_statement", "patch"):
         if not isinstance(row.get(name), str):
@@ -207,7 +209,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row", matc
         raise ConfigError(f"{where}.apart", apart, "give true or false")
     hidden_tests = HiddenTests(command, fails, passes, defaults.tests_s, matches or Matches(where))
     grading = ApartTests(fails, passes, image) if apart else hidden_tests
-    return Task(
+    return CodingTask(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",
         tree=tree,
@@ -220,7 +222,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row", matc
     )
 
 
-def _official_image(row: Mapping[str, Any], defaults: Defaults) -> str | None:
+def _official_image(row: Mapping[str, Any], defaults: RowDefaults) -> str | None:
     """SWE-bench's own image of its rows, which name none. Registries take no double underscore in a name."""
     if defaults.repositories is not None or not all(isinstance(row.get(name), str) for name in _OF_SWE_BENCH):
         return None
@@ -248,13 +250,13 @@ def _paths(patch: str, where: str) -> frozenset[str]:
     return frozenset(path for change in changes for path in (change.old, change.new) if path is not None)
 
 
-def _tree(repo: str, image: str | None, defaults: Defaults, where: str) -> Tree:
+def _tree(repo: str, image: str | None, defaults: RowDefaults, where: str) -> WorkTree:
     if defaults.repositories is None:
         if image is None:
             raise ConfigError(
                 f"{where}.image_name", None, "name an image that has the repository, or give repositories="
             )
-        return Tree(in_image=defaults.in_image)
+        return WorkTree(in_image=defaults.in_image)
     names = (repo, repo.replace("/", "__"), repo.split("/")[-1])
     for name in names:
         parts = Path(name).parts
@@ -262,5 +264,5 @@ def _tree(repo: str, image: str | None, defaults: Defaults, where: str) -> Tree:
             parts
         )  # rows are other people's, and what lies here goes into boxes
         if stays and (folder := defaults.repositories / name).is_dir():
-            return Tree(folder=folder)
+            return WorkTree(folder=folder)
     raise ConfigError(f"{where}.repo", repo, f"{defaults.repositories} has no folder {' or '.join(names)}")

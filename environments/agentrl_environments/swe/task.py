@@ -10,11 +10,11 @@ from typing import Any
 from agentrl.env import Grade
 from agentrl.errors import ConfigError
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl_environments.swe.trees import Tree
+from agentrl_environments.swe.trees import WorkTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class CodingTask:
     """`tree` is the work folder as the agent finds it, in a box of `image`. `declared(path, start)` says whether a file
     that the agent changed is carried to grading; `start` are the paths that were there at first. `grade` judges a
     fresh box that has the tree, the changes of `hidden` (a unified diff, laid first: no work can stand in its way) and
@@ -28,7 +28,7 @@ class Task:
 
     id: str
     instruction: str
-    tree: Tree
+    tree: WorkTree
     declared: Callable[[str, Set[str]], bool]
     grade: Callable[[Sandbox, SandboxBackend], Awaitable[Grade]]
     image: str | None = None
@@ -56,7 +56,7 @@ class Grading:
     `limits` and `env` go above the task's."""
 
     image: str | None = None
-    tree: Tree | None = None
+    tree: WorkTree | None = None
     limits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -72,12 +72,12 @@ class BadTask:
 class TaskSet:
     """What a file or folder holds: `tasks` in order, and `bad`, which are not played and hinder no other."""
 
-    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+    def __init__(self, tasks: Iterable[CodingTask] = ()) -> None:
         self.tasks = list(tasks)
         self.bad: list[BadTask] = []
         self._places = dict.fromkeys((task.id for task in self.tasks), "")
 
-    def add(self, place: str, make: Callable[[], Task]) -> None:
+    def add(self, place: str, make: Callable[[], CodingTask]) -> None:
         """One more task, or why it is none. An id counts once: of two tasks that have it the second is bad."""
         try:
             task = make()

@@ -27,7 +27,7 @@ _BACK |= {back: there for there, back in _BACK.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
+class WorkTree:
     """Laid one over the other: `in_image`, a folder of the image; the host's `folder` and `files`; then diffs."""
 
     in_image: str | None = None

@@ -32,7 +32,7 @@ _FAILED = (ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_ABORTED)
 _T = TypeVar("_T")
 
 
-class Session(psycopg.Connection[Any]):
+class DeadlineConnection(psycopg.Connection[Any]):
     """A connection whose waits end after `ANSWER_S`; then it is closed, and OperationalError raised."""
 
     def wait(self, gen: Generator[Any, Any, _T], *arguments: Any, **named: Any) -> _T:
@@ -84,7 +84,7 @@ class Pipeline:
 
     Errors of a statement are raised by whatever asks the server next, and `leave` asks it for all."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: DeadlineConnection) -> None:
         self._session, self._wire = session, session.pgconn
         self._adapter = Transformer(session)
         self._names: dict[tuple[bytes, Any], bytes] = {}

@@ -10,7 +10,7 @@ from contextlib import suppress
 import psycopg
 
 from agentrl.store.databases.database import PAUSE_S, Row
-from agentrl.store.databases.postgres.connection import Session
+from agentrl.store.databases.postgres.connection import DeadlineConnection
 from agentrl.store.databases.postgres.sql import translated
 
 _LOOK_S = 1.0  # the longest that a lost notification delays anybody
@@ -21,9 +21,9 @@ class Notices:
     If it was lost, something may have been written meanwhile; and a notification may be lost without a word, so once in
     `_LOOK_S` something may have been, too."""
 
-    def __init__(self, dial: Callable[[], Session], channel: str) -> None:
+    def __init__(self, dial: Callable[[], DeadlineConnection], channel: str) -> None:
         self._dial, self._channel = dial, channel
-        self._connection: Session | None = None
+        self._connection: DeadlineConnection | None = None
         self._dialled_s = self._told_s = -math.inf
 
     @property

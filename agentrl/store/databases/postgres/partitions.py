@@ -47,7 +47,7 @@ WHERE t.id >= {start} AND t.id < {until} AND g.tokens_dropped = 0
 """
 
 
-class Parts:
+class Partitions:
     """The parts of a store. `run` runs a statement that no later one resembles; `lock` is the number of the lock that
     whoever makes a part takes."""
 

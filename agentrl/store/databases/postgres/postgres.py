@@ -49,12 +49,12 @@ from psycopg.types.string import StrDumper
 from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.host.disk_space import is_full
 from agentrl.store import schema
-from agentrl.store.databases.database import PAUSE_S, Asked, Cursor, Database, Row, Watch
+from agentrl.store.databases.database import PAUSE_S, Asked, ChangeWatch, Cursor, Database, Row
 from agentrl.store.databases.postgres.arrays import parted
 from agentrl.store.databases.postgres.catalog import Tables
-from agentrl.store.databases.postgres.connection import Pipeline, Session
+from agentrl.store.databases.postgres.connection import DeadlineConnection, Pipeline
 from agentrl.store.databases.postgres.listen import Notices
-from agentrl.store.databases.postgres.partitions import READ, Parts
+from agentrl.store.databases.postgres.partitions import READ, Partitions
 from agentrl.store.databases.postgres.sql import OURS, definition, many, plain_insert, translated
 
 CONNECT_S = 10.0
@@ -108,7 +108,7 @@ class Address(NamedTuple):
         """Write an address file."""
         path.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
 
-    def connect(self, *, reads: bool = False) -> Session:
+    def connect(self, *, reads: bool = False) -> DeadlineConnection:
         """A new connection, outside any transaction. Raises psycopg.Error."""
         settings = {
             "search_path": self.schema,
@@ -121,7 +121,7 @@ class Address(NamedTuple):
             "tcp_user_timeout": f"{int(1000 * _SILENT_S)}",
             "default_transaction_read_only": "on" if reads else "off",
         }
-        connection = Session.connect(
+        connection = DeadlineConnection.connect(
             self.url,
             autocommit=True,
             prepare_threshold=None,  # what psycopg prepares it forgets at a rollback, and all that `Pipeline` prepared
@@ -186,7 +186,7 @@ class Postgres(Database):
         self._tables = Tables(self, address.schema)
         self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
         self._prepared = False  # whether the tables are there, as this agentrl has them
-        self._parts = Parts(self, self._once, lambda: -self._lock_id)
+        self._parts = Partitions(self, self._once, lambda: -self._lock_id)
         if reads:
             self.away_s = CONNECT_S
         try:
@@ -194,7 +194,7 @@ class Postgres(Database):
         except psycopg.Error as error:
             raise self._away(error) from error
 
-    def _dial(self) -> Session:
+    def _dial(self) -> DeadlineConnection:
         connection = self._address.connect(reads=self._reads)
         self._pipeline = Pipeline(connection)
         found = connection.execute(
@@ -494,7 +494,7 @@ class Postgres(Database):
     def reclaim(self) -> None:
         self._parts.reclaim()
 
-    def watch(self) -> Watch:
+    def watch(self) -> ChangeWatch:
         return Notices(partial(self._address.connect, reads=True), self._address.schema)
 
     def tables(self) -> dict[str, tuple[str, ...]]:

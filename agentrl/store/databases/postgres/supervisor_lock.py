@@ -17,7 +17,7 @@ import psycopg
 
 from agentrl.errors import RunFailed, StoreAway, UsageError
 from agentrl.store import schema
-from agentrl.store.databases.postgres.connection import Session
+from agentrl.store.databases.postgres.connection import DeadlineConnection
 from agentrl.store.databases.postgres.postgres import Address
 from agentrl.store.run_values import SUPERVISOR
 
@@ -33,7 +33,7 @@ class Supervision:
     def __init__(self, path: Path, address: Address) -> None:
         self._path, self._address = path, address
         self._name = f"process {os.getpid()} on {socket.gethostname()} (folder {path.parent.resolve()})"
-        self._session: Session | None = None
+        self._session: DeadlineConnection | None = None
         self._refused_at: float | None = None  # since when somebody else has the lock that this one had
 
     def take(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl import registry
-from agentrl.cli.catalogue import KINDS, entries, find
+from agentrl.cli.registered_ids import KINDS, entries, find
 from agentrl.errors import UnknownIdError
 
 

@@ -28,7 +28,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """The class or function behind an id. `text` is its docstring; `open` is whether it takes further arguments."""
 
     kind: registry.Kind
@@ -45,12 +45,12 @@ class Entry:
         return text.partition(". ")[0].rstrip(".")
 
 
-def entries(kind: registry.Kind) -> list[Entry]:
+def entries(kind: registry.Kind) -> list[CatalogueEntry]:
     """All entries of a kind, sorted by id."""
     return [_entry(kind, id) for id in registry.ids(kind)]
 
 
-def find(id: str) -> Entry:
+def find(id: str) -> CatalogueEntry:
     """The entry of an id of any kind, or of a reference `module:Class` or `file.py:Class`. Raises UnknownIdError, which
     names the nearest known ids."""
     for kind in KINDS:
@@ -62,17 +62,17 @@ def find(id: str) -> Entry:
     raise UnknownIdError(f"nothing is registered as {id!r}; " + (f"near: {known}" if known else "see agentrl list"))
 
 
-def _entry(kind: registry.Kind, id: str) -> Entry:
+def _entry(kind: registry.Kind, id: str) -> CatalogueEntry:
     if kind == "columns":
-        return Entry(kind, id, "", repr(column(id)), ())
+        return CatalogueEntry(kind, id, "", repr(column(id)), ())
     try:
         maker: Any = registry.resolve(kind, id)
     except UsageError as error:
-        return Entry(kind, id, "", f"cannot be imported: {error}", ())
+        return CatalogueEntry(kind, id, "", f"cannot be imported: {error}", ())
     target = f"{maker.__module__}:{maker.__qualname__}"
     parameters = list(parameters_of(maker))
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return Entry(
+    return CatalogueEntry(
         kind,
         id,
         target,
