@@ -17,6 +17,7 @@ psycopg in `databases/postgres`.
     recovery       repair after a loss of power
     learner_fence  which process is the learner
     reads          rows back into records
+    episode_search  find episodes: filters, orders, texts
     codec          packing
     metrics        values, drops, length bias of dropping
     durations      how long episodes, turns and pushes took
@@ -47,6 +48,7 @@ from agentrl.store.databases.change_signal import Role, Signal
 from agentrl.store.databases.database import Database
 from agentrl.store.databases.open_store import connect, look, refuse_several
 from agentrl.store.durations import Durations, EpisodeTimes
+from agentrl.store.episode_search import EpisodeFilter, EpisodeSearch, Searched
 from agentrl.store.episodes.artifacts import Artifacts
 from agentrl.store.episodes.env_snapshots import EnvSnapshot, EnvSnapshots
 from agentrl.store.episodes.forks import Forks
@@ -75,6 +77,7 @@ __all__ = [
     "ClosePolicy",
     "DiskFull",
     "EnvSnapshot",
+    "EpisodeFilter",
     "EpisodeLengths",
     "EpisodeRow",
     "EpisodeTimes",
@@ -106,6 +109,7 @@ __all__ = [
     "RunStore",
     "Saved",
     "Scored",
+    "Searched",
     "Side",
     "Source",
     "StoreError",
@@ -137,6 +141,7 @@ class RunStore(
     Metrics,
     Bias,
     Readers,
+    EpisodeSearch,
     ReplayCounts,
     Durations,
     Closing,

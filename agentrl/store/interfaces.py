@@ -77,6 +77,9 @@ class ReadStore(Versions, Protocol):
     results = RunStore.results
     restarts = RunStore.restarts
     episodes = RunStore.episodes
+    find_episodes = RunStore.find_episodes
+    outcomes = RunStore.outcomes
+    search_texts = RunStore.search_texts
     purposes = RunStore.purposes
     counts = RunStore.counts
     ready_count = RunStore.ready_count
@@ -102,6 +105,7 @@ class ReadStore(Versions, Protocol):
     silent_groups = RunStore.silent_groups
     push_times = RunStore.push_times
     latest_checkpoint = RunStore.latest_checkpoint
+    checkpoint_steps = RunStore.checkpoint_steps
     served_versions = RunStore.served_versions
     sources = RunStore.sources
     artifacts = RunStore.artifacts

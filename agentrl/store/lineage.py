@@ -67,6 +67,12 @@ class Lineage(StorePart):
             )
         return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
 
+    def checkpoint_steps(self) -> list[int]:
+        """The steps that have a checkpoint which no rollback undid."""
+        with self._db.read():
+            rows = self._db.rows("SELECT DISTINCT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY step")
+        return [step for (step,) in rows]
+
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
         """Go back to checkpoint `step` (0: the weights that the run started with); returns the new attempt.
 

@@ -32,7 +32,9 @@ EpisodeState = Literal["waiting", "running", "finished", "expired"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One line about an episode, for lists: everything but its turns. Lengths are those of its last trial."""
+    """One line about an episode, for lists: everything but its turns. Lengths are those of its last trial; `late`: its
+    group closed before it ended; `taken_step`: the step in which it left the buffer, `dropped` why it did so untrained.
+    """
 
     id: int
     group_id: int
@@ -52,6 +54,9 @@ class EpisodeRow:
     tokens: int
     started_s: float | None
     ended_s: float | None
+    late: bool
+    taken_step: int | None
+    dropped: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +147,22 @@ class Readers(StorePart):
                 conditions.append(f"{column} = ?")
                 parameters.append(value)  # pyright: ignore[reportArgumentType]
         with self._db.read():
-            rows = self._db.rows(
-                "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
-                " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
-                " FROM episodes e JOIN groups g ON g.id = e.group_id"
-                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
-                f" WHERE {' AND '.join(conditions)} GROUP BY e.id, g.id ORDER BY e.id LIMIT ?",
-                (*parameters, limit),
-            )
-        return [_episode_row(row) for row in rows]
+            return episode_rows(self._db, " AND ".join(conditions), parameters, limit)
+
+
+def episode_rows(
+    db: Database, where: str, parameters: Sequence[int | str | float], limit: int | None = None
+) -> list[EpisodeRow]:
+    """The episodes (`e`, of a group `g`) that `where` selects, by id, inside a transaction."""
+    rows = db.rows(
+        "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
+        " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s,"
+        " e.late, e.taken_step, e.dropped FROM episodes e JOIN groups g ON g.id = e.group_id"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+        f" WHERE {where} GROUP BY e.id, g.id ORDER BY e.id" + (" LIMIT ?" if limit is not None else ""),
+        parameters if limit is None else (*parameters, limit),
+    )
+    return [_episode_row(row) for row in rows]
 
 
 def _episode_row(row: Row) -> EpisodeRow:
@@ -173,6 +185,9 @@ def _episode_row(row: Row) -> EpisodeRow:
         tokens=int(row[15]),
         started_s=row[16],
         ended_s=row[17],
+        late=bool(row[18]),
+        taken_step=row[19],
+        dropped=row[20],
     )
 
 

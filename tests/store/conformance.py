@@ -19,7 +19,7 @@ from agentrl.env.tasks import Seeds
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import FULL, Claim, EnvSnapshot, Quorum, Source
+from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Source
 from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 from agentrl.store.recovery import Saved
 
@@ -35,6 +35,7 @@ __all__ = [
     "test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker",
     "test_an_episode_waits_for_its_sources_and_each_score_counts_once",
     "test_each_member_is_trained_once",
+    "test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts",
     "test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other",
     "test_waiting_ends_when_there_is_work",
 ]
@@ -133,6 +134,42 @@ async def test_each_member_is_trained_once(offer: Offer) -> None:
     assert trained == [members(offer, 1, 2), members(offer, 3)]
     with pytest.raises(StoreError, match="roll back first"):
         offer.learner.take(2, 1, max_lag=1)
+
+
+async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts(offer: Offer) -> None:
+    admit(offer, 3)
+    claims = await claim(offer)
+    ids = [one.episode_id for one in claims]
+    for one, outcome in zip(claims[:5], (0.5, 0.0, 1.0, 1.0, 0.25), strict=True):
+        await play(offer, one, outcome=outcome)
+    await offer.rollout.begin(claims[5].episode_id, claims[5].fence, ({"role": "user", "content": 'say "100%"'},))
+    offer.learner.take(1, 1, max_lag=1)
+    offer.learner.checkpoint(1, 1, "there")
+    read = offer.read
+
+    def found(by: Any = "episode", *, descending: bool = False, offset: int = 0, limit: int = 9, **what: Any) -> Any:
+        rows = read.find_episodes(EpisodeFilter(**what), by=by, descending=descending, offset=offset, limit=limit)
+        return [ids.index(row.id) for row in rows]
+
+    assert found("outcome") == [1, 4, 0, 2, 3, 5], "the one without an outcome is last"
+    assert found("outcome", descending=True, offset=1, limit=4) == [2, 0, 4, 1]
+    assert found("tokens", descending=True, least=0.25, most=0.5) == [4, 0]
+    assert found(step=1) == [0, 1] == found(group=1) and found(step=2) == []
+    assert found(state="running") == [5] and found(stop_reason=StopReason.DONE) == [0, 1, 2, 3, 4]
+    assert found(env="test/Env") == [0, 1, 2, 3, 4, 5] and found(env="test_Env") == [] == found(purpose="eval")
+    assert (
+        found(least_turns=2, most_turns=2, late=False, dropped=False) == [0, 1, 2, 3, 4] and found(dropped=True) == []
+    )
+    assert read.outcomes(EpisodeFilter()) == {None: 1, 0.0: 1, 0.25: 1, 0.5: 1, 1.0: 2}
+    assert read.checkpoint_steps() == [1]
+
+    def texts(text: str) -> Any:
+        return [ids.index(id) for id in read.search_texts(text).ids]
+
+    assert texts("action 1") == texts("Seen 1") == [4, 3, 2, 1, 0] and texts("action 2") == texts("seen _") == []
+    assert texts('"100%"') == [5], "what it was asked, with characters that patterns and JSON write otherwise"
+    late = read.search_texts("action", limit=2, budget_s=0.0)
+    assert (len(late.ids), late.back_to) == (2, None), "all fit into one look"
 
 
 async def test_a_late_member_is_trained_later_against_its_groups_record(offer: Offer) -> None:

@@ -1,0 +1,170 @@
+"""Find episodes: by how they went, by their place in the run, by a text of theirs. Never writes.
+
+A filter costs one pass over the episodes and their groups, without their turns. A text is looked for in what the model
+wrote, in what it was answered and in what it was asked, newest episodes first, for a bounded time: no index of the
+texts is kept beside a run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from agentrl.records import StopReason
+from agentrl.store.databases.database import StorePart
+from agentrl.store.episodes.groups import TRAIN
+from agentrl.store.reads import EpisodeRow, EpisodeState, episode_rows
+
+EpisodeOrder = Literal["episode", "group", "outcome", "turns", "tokens", "seconds", "step", "ended"]
+_COLUMNS: Final[dict[EpisodeOrder, str]] = {
+    "episode": "e.id",
+    "group": "e.group_id",
+    "outcome": "e.outcome",
+    "turns": "e.n_turns",
+    "tokens": "e.n_tokens",
+    "seconds": "e.ended_s - e.started_s",
+    "step": "e.taken_step",
+    "ended": "e.ended_s",
+}
+_FROM = " FROM episodes e JOIN groups g ON g.id = e.group_id"
+_CHUNK = 500  # episodes whose texts are searched in one statement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFilter:
+    """What episodes have in common; None: anything. `step` is the optimizer step that trained them, `dropped` whether
+    they left the buffer untrained, `least` and `most` bound the outcome reward (both included), `ids` names them."""
+
+    purpose: str | None = TRAIN
+    env: str | None = None
+    group: int | None = None
+    step: int | None = None
+    state: EpisodeState | None = None
+    stop_reason: StopReason | None = None
+    success: bool | None = None
+    late: bool | None = None
+    dropped: bool | None = None
+    least: float | None = None
+    most: float | None = None
+    least_turns: int | None = None
+    most_turns: int | None = None
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """The episodes in which a text was found, newest first; `back_to` is the oldest that was searched, None if all
+    were."""
+
+    ids: tuple[int, ...]
+    back_to: int | None
+
+
+class EpisodeSearch(StorePart):
+    """Look for episodes, for lists and pages."""
+
+    def find_episodes(
+        self,
+        wanted: EpisodeFilter,
+        *,
+        by: EpisodeOrder = "episode",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> list[EpisodeRow]:
+        """At most `limit` episodes that a filter lets through, in an order; those without a value come last."""
+        where, parameters = _where(wanted)
+        column, way = _COLUMNS[by], "DESC" if descending else "ASC"
+        with self._db.read():
+            ids = self._db.rows(
+                f"SELECT e.id{_FROM} WHERE {where} ORDER BY {column} IS NULL, {column} {way}, e.id {way}"
+                " LIMIT ? OFFSET ?",
+                (*parameters, limit, offset),
+            )
+            found = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
+        return [found[id] for (id,) in ids]
+
+    def outcomes(self, wanted: EpisodeFilter) -> dict[float | None, int]:
+        """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
+        where, parameters = _where(wanted)
+        with self._db.read():
+            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){_FROM} WHERE {where} GROUP BY e.outcome", parameters)
+        return dict(rows)
+
+    def search_texts(
+        self, text: str, *, purpose: str | None = TRAIN, limit: int = 500, budget_s: float = 1.0
+    ) -> Searched:
+        """At most `limit` episodes with a text in their last trial, after about `budget_s` seconds at most. Letters
+        of ASCII are found in either case; on PostgreSQL not in what the model wrote."""
+        until, found = time.monotonic() + budget_s, list[int]()
+        with self._db.read():
+            row = self._db.row("SELECT MAX(id) FROM episodes")
+        newest = row[0] or 0 if row else 0
+        for high in range(newest, 0, -_CHUNK):
+            low = max(0, high - _CHUNK)
+            with self._db.read():
+                found += self._with_text(text, purpose, low, high)
+            if low and (len(found) >= limit or time.monotonic() > until):
+                return Searched(ids=tuple(found[:limit]), back_to=low + 1)
+        return Searched(ids=tuple(found[:limit]), back_to=None)
+
+    def _with_text(self, text: str, purpose: str | None, low: int, high: int) -> Iterator[int]:
+        written = self._db.any_text(f"%{_escaped(text)}%")
+        answered = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1]).lower()}%"
+        rows = self._db.rows(
+            f"SELECT e.id{_FROM} WHERE e.id > ?1 AND e.id <= ?2 AND g.purpose = COALESCE(?3, g.purpose)"
+            " AND (lower(e.start) LIKE ?5 ESCAPE '!' OR EXISTS (SELECT 1 FROM turns t"
+            " LEFT JOIN steps s ON s.turn_id = t.id WHERE t.episode_id = e.id AND t.trial = e.trial"
+            " AND (t.text LIKE ?4 ESCAPE '!' OR lower(s.observation) LIKE ?5 ESCAPE '!'))) ORDER BY e.id DESC",
+            (low, high, purpose, written, answered),
+        )
+        return (id for (id,) in rows)
+
+
+def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
+    """A filter in SQL, with its parameters."""
+    conditions, parameters = ["TRUE"], list[str | int | float]()
+    compared: dict[str, str | int | float | None] = {
+        "g.purpose = ?": wanted.purpose,
+        "g.task LIKE ? ESCAPE '!'": None if wanted.env is None else _task_of(wanted.env),
+        "e.group_id = ?": wanted.group,
+        "e.taken_step = ?": wanted.step,
+        "e.state = ?": wanted.state,
+        "e.stop_reason = ?": None if wanted.stop_reason is None else wanted.stop_reason.value,
+        "e.success = ?": None if wanted.success is None else int(wanted.success),
+        "e.late = ?": None if wanted.late is None else int(wanted.late),
+        "e.outcome >= ?": wanted.least,
+        "e.outcome <= ?": wanted.most,
+        "e.n_turns >= ?": wanted.least_turns,
+        "e.n_turns <= ?": wanted.most_turns,
+    }
+    for condition, value in compared.items():
+        if value is not None:
+            conditions.append(condition)
+            parameters.append(value)
+    if wanted.step is not None:
+        conditions.append("e.dropped IS NULL")
+    if wanted.dropped is not None:
+        dropped = "(e.dropped IS NOT NULL OR (e.late = 0 AND g.state IN ('expired', 'failed')))"
+        conditions.append(dropped if wanted.dropped else f"NOT {dropped}")
+    if wanted.ids is not None:
+        among, ids = _among(wanted.ids)
+        conditions.append(among)
+        parameters += ids
+    return " AND ".join(conditions), parameters
+
+
+def _among(ids: list[int] | tuple[int, ...]) -> tuple[str, list[int]]:
+    return (f"e.id IN ({', '.join('?' * len(ids))})", list(ids)) if ids else ("FALSE", [])
+
+
+def _task_of(env: str) -> str:
+    """The pattern of a packed task of an environment, see `codec.pack_task`."""
+    return f'{{"index":%,"env":{_escaped(json.dumps(env, ensure_ascii=False))},%'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
