@@ -82,6 +82,12 @@ def _other_user() -> str | None:
     return missing()
 
 
+def _chromium() -> str | None:
+    if not shutil.which("chromium"):
+        return "chromium is not installed"
+    return None if importlib.util.find_spec("playwright") else "playwright is not installed"
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -142,6 +148,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "netns": _netns,
     "other_user": _other_user,
     "compiler": _compiler,
+    "chromium": _chromium,
     "gpu": _gpu,
 }
 

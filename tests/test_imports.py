@@ -87,6 +87,13 @@ RULES = (
         ("inspect_ai",),
         unless=("agentrl.sandbox.remote.inspect_sandboxes",),
     ),
+    Rule(
+        "only view/ and the embedded engine import web servers",
+        OURS,
+        ("starlette", "uvicorn"),
+        unless=("agentrl.view", "agentrl.engine.embedded"),
+    ),
+    Rule("only the command line imports the page", OURS, ("agentrl.view",), unless=("agentrl.view", "agentrl.cli")),
     Rule("nothing imports the command line", OURS, ("agentrl.cli",), unless=("agentrl.cli", "agentrl.__main__")),
 )
 
@@ -323,6 +330,12 @@ def test_a_relative_import_of_a_package_starts_at_itself() -> None:
         ("agentrl.sandbox.backend_pool", "from docker.errors import APIError", "only sandbox/docker imports"),
         ("agentrl.sandbox.remote.box", "import swerex", "only sandbox/remote/swe_rex.py"),
         ("agentrl.sandbox.remote.box", "from inspect_ai.util import sandbox", "only sandbox/remote/inspect"),
+        ("agentrl.run.reporting.live_view", "from starlette.routing import Route", "only view/ and the embedded"),
+        (
+            "agentrl.run.trainer",
+            "from agentrl.view.page_server import served",
+            "only the command line imports the page",
+        ),
         ("agentrl.learner.learner", "import agentrl.cli", "nothing imports the command line"),
         ("agentrl.records", "from agentrl.config import load", "records is standard library only"),
     ],

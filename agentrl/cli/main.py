@@ -31,6 +31,7 @@ from agentrl.cli.shared_engines import fleet
 from agentrl.cli.simulate import simulate
 from agentrl.cli.store import store
 from agentrl.cli.submit import submit
+from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ app.add_typer(_new, name="new")
 add_commands(app)
 for command in (
     status,
+    view,
     logs,
     tasks,
     scale,

@@ -1,0 +1,11 @@
+"""A local web page over runs, `agentrl view`: read-only handles, JSON answers, a server with a token, the page's files.
+
+    opened_runs      which runs a page shows, and a handle of each
+    run_answers      a run as JSON: its state, its curves, what happened when
+    episode_answers  its episodes as JSON: lists, one turn by turn, a group, a step
+    web_page         routes, and who may ask
+    page_server      listening, the address with the token
+    assets/          the page: HTML, style, JavaScript modules without a build step
+
+What a policy wrote is data all the way: JSON in an answer, `textContent` on the page.
+"""

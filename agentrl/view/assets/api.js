@@ -1,0 +1,52 @@
+// Asks the server. The token comes once, behind the address's `#`, which browsers send to nobody; it stays with this origin.
+
+const KEY = "agentrl-token";
+
+export class Refused extends Error {}
+
+// Takes the token out of the address; true if there was one.
+export function takeToken() {
+  const found = /^#token=([\w-]+)/.exec(location.hash);
+  if (!found) return false;
+  localStorage.setItem(KEY, found[1]);
+  history.replaceState(null, "", `${location.pathname}#/`);
+  return true;
+}
+
+const headers = () => ({ authorization: `Bearer ${localStorage.getItem(KEY) ?? ""}` });
+const url = (parts) => `api/${parts.map((part) => encodeURIComponent(part)).join("/")}`;
+
+export async function get(parts, query = {}, signal = undefined) {
+  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const asked = given.length ? `?${new URLSearchParams(given)}` : "";
+  const answer = await fetch(url(parts) + asked, { headers: headers(), signal });
+  const document = await answer.json();
+  if (answer.status === 401) throw new Refused(document.error);
+  if (!answer.ok) throw new Error(document.error ?? `${answer.status}`);
+  return document;
+}
+
+// Calls `changed` with each server-sent event of a run, and `lost` with true while there is no connection. A plain
+// EventSource cannot show a token.
+export async function watch(run, changed, lost, signal) {
+  while (!signal.aborted) {
+    try {
+      const answer = await fetch(url(["runs", run, "events"]), { headers: headers(), signal });
+      if (!answer.ok) return;
+      lost(false);
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      let text = "";
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        const parts = (text + value).split("\n\n");
+        text = parts.pop();
+        if (parts.some((part) => part.startsWith("event: change"))) changed();
+      }
+    } catch {
+      if (signal.aborted) return;
+    }
+    lost(true);
+    await new Promise((resume) => { setTimeout(resume, 3000); });
+  }
+}

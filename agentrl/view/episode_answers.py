@@ -1,0 +1,303 @@
+"""Episodes as JSON: lists with filters, one turn by turn, the members of a group, what a step trained.
+
+Texts that a policy or its tools wrote go out as they are, as strings of JSON; long ones are cut unless all is asked
+for. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Final, cast, get_args
+
+from tokenizers import Tokenizer
+
+from agentrl.errors import UsageError
+from agentrl.records import Group, Messages, StopReason, Trajectory, Turn
+from agentrl.run.order_by_name import returns_of
+from agentrl.store.buffer.no_signal import advantages
+from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder
+from agentrl.store.reads import EpisodeRow
+from agentrl.view.opened_runs import OpenedRun
+
+Json = dict[str, Any]
+_MOST_ROWS = 200  # of one answer
+_MOST_FOUND = 2000  # episodes with a text
+_BINS = 20
+_CUT = 20_000  # characters of a text
+_MOST_TOKENS = 4000  # shown of a turn
+
+
+def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
+    """A page of the episodes that a query asks for, how many there are, and a histogram of their outcome rewards, in
+    which the bounds on the outcome do not count. Raises UsageError for a query that says nothing."""
+    wanted = _filter(query)
+    by, offset = _one_of(query, "sort", get_args(EpisodeOrder), "episode"), _whole(query, "offset") or 0
+    limit = min(_whole(query, "limit") or 50, _MOST_ROWS)
+    descending = query.get("order", "desc") == "desc"
+    with opened.store() as store:
+        back_to = None
+        if text := query.get("q", "").strip():
+            searched = store.search_texts(text, purpose=wanted.purpose, limit=_MOST_FOUND)
+            wanted, back_to = replace(wanted, ids=searched.ids), searched.back_to
+        outcomes = store.outcomes(replace(wanted, least=None, most=None))
+        rows = store.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)
+    low, high = wanted.least, wanted.most
+    bounded = low is not None or high is not None
+    total = sum(
+        n
+        for value, n in outcomes.items()
+        if not bounded or (value is not None and (low is None or value >= low) and (high is None or value <= high))
+    )
+    return {
+        "total": total,
+        "offset": offset,
+        "rows": [_row(row) for row in rows],
+        "histogram": histogram(outcomes),
+        "searched_back_to": back_to,
+    }
+
+
+def histogram(outcomes: Mapping[float | None, int]) -> Json:
+    """Counts of outcome rewards: by value if there are few, else in equal bins. A bin includes both of its bounds."""
+    known = {value: n for value, n in outcomes.items() if value is not None}
+    values = sorted(known)
+    if len(values) <= _BINS:
+        bins = [{"low": value, "high": value, "n": known[value]} for value in values]
+    else:
+        width = (values[-1] - values[0]) / _BINS
+        held: list[list[float]] = [[] for _ in range(_BINS)]
+        for value in values:
+            held[min(_BINS - 1, int((value - values[0]) / width))].append(value)
+        bins = [{"low": own[0], "high": own[-1], "n": sum(known[value] for value in own)} for own in held if own]
+    return {"bins": bins, "without": outcomes.get(None, 0)}
+
+
+def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
+    """One episode turn by turn, with the members of its group. Raises StoreError for an unknown id."""
+    with opened.store() as store:
+        found = store.trajectory(id)
+        (row,) = store.find_episodes(EpisodeFilter(purpose=None, ids=(id,)))
+        group = store.group(found.group_id)
+        restarts = store.restarts(id)
+    judged = _advantages(opened, group)
+    cut = None if query.get("whole") == "yes" else _CUT
+    frozen = opened.config.rollout.frozen_roles()
+    roles = {turn.role for turn in found.turns} - {*frozen}
+    of_turns = iter(judged.get(found.member, ()) if len(roles) == 1 else ())  # those of several come role by role
+    return {
+        **_row(row),
+        "detail": row.detail[:_CUT],
+        "group_state": row.group_state.value,
+        "start": _messages(found.start, cut),
+        "turns": [
+            _turn(opened.tokenizer, turn, cut) | {"advantage": next(of_turns, None) if turn.role in roles else None}
+            for turn in found.turns
+        ],
+        "siblings": _members(group, judged),
+        "outcomes": dict(found.outcomes),
+        "weights": dict(found.weights),
+        "restarts": [{"trial": one.trial, "reason": one.reason[:_CUT], "turns": len(one.turns)} for one in restarts],
+    }
+
+
+def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
+    """The members of a group with their conversations, side by side. Raises StoreError for an unknown id."""
+    with opened.store() as store:
+        found = store.group(id)
+    cut = None if query.get("whole") == "yes" else _CUT // 5
+    members = _members(found, _advantages(opened, found))
+    for member, trajectory in zip(members, found.trajectories, strict=True):
+        member["turns"] = [
+            {"text": _text(turn.text, cut), "role": turn.role, "reward": turn.reward} for turn in trajectory.turns
+        ]
+    return {
+        "id": id,
+        "state": found.state.value,
+        "size": found.size,
+        "task": {"env": found.task.env, "seed": found.task.seed, "index": found.task.index},
+        "started_step": found.started_step,
+        "taken_step": found.taken_step,
+        "start": _messages(found.trajectories[0].start if found.trajectories else (), cut),
+        "members": members,
+    }
+
+
+def step(opened: OpenedRun, number: int, _query: Mapping[str, str]) -> Json:
+    """What an optimizer step measured and which episodes it trained. Raises UsageError for one that was not made."""
+    row = next((row for row in opened.steps() if row.step == number), None)
+    if row is None:
+        raise UsageError(f"step {number}: it has not been made yet, or was undone")
+    with opened.store() as store:
+        ids = store.lineage(number)
+        episodes = store.find_episodes(EpisodeFilter(purpose=None, ids=tuple(ids)), by="group", limit=len(ids) or 1)
+    return {
+        "step": number,
+        "time_s": row.time_s,
+        "attempt": row.attempt,
+        "values": opened.values()[opened.steps().index(row)],
+        "alarms": [str(alarm) for alarm in cast("list[object]", row.values.get("alarms") or [])],
+        "episodes": [_row(one) for one in episodes],
+    }
+
+
+def _row(row: EpisodeRow) -> Json:
+    return {
+        "id": row.id,
+        "group": row.group_id,
+        "member": row.member,
+        "size": row.size,
+        "purpose": row.purpose,
+        "env": row.task.env,
+        "seed": row.task.seed,
+        "state": row.state,
+        "stop_reason": None if row.stop_reason is None else row.stop_reason.value,
+        "outcome": row.outcome,
+        "success": row.success,
+        "turns": row.turns,
+        "tokens": row.tokens,
+        "seconds": None if row.ended_s is None or row.started_s is None else row.ended_s - row.started_s,
+        "late": row.late,
+        "step": row.taken_step if row.dropped is None else None,
+        "dropped": row.dropped,
+        "trial": row.trial,
+        "started_s": row.started_s,
+        "ended_s": row.ended_s,
+    }
+
+
+def _turn(tokenizer: Tokenizer | None, turn: Turn, cut: int | None) -> Json:
+    shown = len(turn.token_ids) if cut is None else _MOST_TOKENS
+    return {
+        "id": turn.id,
+        "index": turn.index,
+        "parent": turn.parent,
+        "role": turn.role,
+        "learns": turn.learns,
+        "finish": turn.finish,
+        "text": _text(turn.text, cut),
+        "reward": turn.reward,
+        "rewards": turn.rewards,
+        "seconds": turn.ended_s - turn.started_s,
+        "started_s": turn.started_s,
+        "prompt_tokens": len(turn.prompt_ids),
+        "n_tokens": len(turn.token_ids),
+        "tokens": [
+            {"id": id, "text": text, "logprob": logprob, "version": version}
+            for id, text, logprob, version in zip(
+                turn.token_ids[:shown],
+                _pieces(tokenizer, turn.token_ids[:shown]),
+                turn.logprobs[:shown],
+                turn.versions[:shown],
+                strict=True,
+            )
+        ],
+        "observation": None if turn.step is None else _messages(turn.step.observation, cut),
+        "terminated": turn.step is not None and turn.step.terminated,
+        "truncated": turn.step is not None and turn.step.truncated,
+    }
+
+
+def _pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str | None]:
+    """The text of each token by itself; None if nobody knows. A token may be part of a character."""
+    if tokenizer is None:
+        return [None] * len(ids)
+    pieces = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+    return [
+        (tokenizer.id_to_token(id) or piece) if "\ufffd" in piece or not piece else piece
+        for id, piece in zip(ids, pieces, strict=True)
+    ]
+
+
+def _messages(messages: Messages, cut: int | None) -> list[Json]:
+    return [
+        {
+            "role": str(message["role"]),
+            "content": _text(str(message["content"]), cut),
+            "calls": [
+                {"name": str(call["function"].get("name", "")), "arguments": str(call["function"].get("arguments", ""))}
+                for call in message.get("tool_calls", ())
+            ],
+        }
+        for message in messages
+    ]
+
+
+def _text(text: str, cut: int | None) -> Json:
+    """A text with its length, cut at so many characters."""
+    return {"text": text if cut is None else text[:cut], "length": len(text)}
+
+
+def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
+    """By member, the advantage of each turn that learns, over the others of its group, before any scale. Members that
+    ended after the group closed are judged by its record. Nothing for a group that is still open."""
+    if group.record is None:
+        return {}
+    late = {one.member: one.record for one in group.trajectories if one.member not in group.record and one.scored}
+    return advantages(group.record, returns_of(opened.config).of(group.task.env), late)
+
+
+def _members(group: Group, judged: Mapping[int, Sequence[float]]) -> list[Json]:
+    return [_member(one, judged.get(one.member, ())) for one in group.trajectories]
+
+
+def _member(one: Trajectory, judged: Sequence[float]) -> Json:
+    return {
+        "id": one.episode_id,
+        "member": one.member,
+        "outcome": one.outcome,
+        "success": one.success,
+        "stop_reason": None if one.stop_reason is None else one.stop_reason.value,
+        "n_turns": len(one.turns),
+        "tokens": sum(len(turn.token_ids) for turn in one.turns),
+        "reward": (one.outcome or 0.0) + sum(one.rewards),
+        "advantage": fmean(judged) if judged else None,
+    }
+
+
+_YES_NO: Final = {"yes": True, "no": False}
+
+
+def _filter(query: Mapping[str, str]) -> EpisodeFilter:
+    purpose = query.get("purpose") or "train"
+    stop = _one_of(query, "stop", [reason.value for reason in StopReason], None)
+    return EpisodeFilter(
+        purpose=None if purpose == "all" else purpose,
+        env=query.get("env") or None,
+        group=_whole(query, "group"),
+        step=_whole(query, "step"),
+        state=_one_of(query, "state", ("waiting", "running", "finished", "expired"), None),
+        stop_reason=None if stop is None else StopReason(stop),
+        success=_YES_NO.get(query.get("success", "")),
+        late=_YES_NO.get(query.get("late", "")),
+        dropped=_YES_NO.get(query.get("dropped", "")),
+        least=_decimal(query, "min"),
+        most=_decimal(query, "max"),
+        least_turns=_whole(query, "min_turns"),
+        most_turns=_whole(query, "max_turns"),
+    )
+
+
+def _one_of(query: Mapping[str, str], key: str, known: Sequence[str], unset: Any) -> Any:
+    value = query.get(key) or unset
+    if value is not None and value not in known:
+        raise UsageError(f"{key} = {value!r}: give one of {', '.join(known)}")
+    return value
+
+
+def _whole(query: Mapping[str, str], key: str) -> int | None:
+    value = query.get(key)
+    if not value:
+        return None
+    if not value.isascii() or not value.isdigit() or len(value) > 15:
+        raise UsageError(f"{key} = {value[:50]!r}: give a whole number from 0 on")
+    return int(value)
+
+
+def _decimal(query: Mapping[str, str], key: str) -> float | None:
+    value = query.get(key)
+    try:
+        return float(value) if value else None
+    except ValueError:
+        raise UsageError(f"{key} = {str(value)[:50]!r}: give a number") from None

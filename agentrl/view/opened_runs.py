@@ -1,0 +1,206 @@
+"""Which runs a page shows, by id, and a read-only handle of each. Knows nothing of HTTP, and writes nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, cast
+
+from tokenizers import Tokenizer
+
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, UsageError
+from agentrl.models.resolve import model_dir
+from agentrl.run.evaluation import held_out
+from agentrl.run.reporting import status
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.interfaces import ReadStore
+from agentrl.store.metrics import Metric, finite
+
+_LIVE_S, _OVER_S = 2.0, 20.0
+"""How long a run's state is taken as known, of one under way and of one that is not."""
+_AWAY_S = 5.0  # for a database that does not answer
+
+
+class OpenedRun:
+    """One run of a page. Threads may share it. What is read of a run that goes on is at most `_LIVE_S` old."""
+
+    def __init__(self, id: str, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+        self.id, self.run, self._clock = id, run, clock
+        self._lock = threading.RLock()
+        self._handle: ReadStore | None = None
+        self._inode = 0
+        self._rows: list[Metric] = []
+        self._flat: list[dict[str, float | None]] = []
+        self._status: tuple[float, dict[str, Any]] | None = None
+        self._evaluations: dict[str, held_out.EvalResult] = {}  # those that are finished
+
+    @contextmanager
+    def store(self) -> Generator[ReadStore]:
+        """The run's store, to look at. A handle of a store that failed, or was replaced, is opened anew next time."""
+        with self._lock:
+            inode = self.run.store_path.stat().st_ino if self.run.store_path.exists() else 0
+            if inode != self._inode:
+                self._forget()
+            if self._handle is None:
+                self._handle, self._inode = RunStore.read(self.run.store_path, away_s=_AWAY_S), inode
+            handle = self._handle
+        try:
+            yield handle
+        except AgentRLError:
+            with self._lock:
+                if handle is self._handle and not self._answers(handle):
+                    self._forget()
+            raise
+
+    @staticmethod
+    def _answers(handle: ReadStore) -> bool:
+        try:
+            handle.progress()
+        except AgentRLError:
+            return False
+        return True
+
+    def _forget(self) -> None:
+        if self._handle is not None:
+            with suppress(AgentRLError):
+                self._handle.close()
+        self._handle, self._rows, self._flat, self._status, self._evaluations = None, [], [], None, {}
+        self.__dict__.pop("config", None)
+        self.__dict__.pop("tokenizer", None)
+
+    close = _forget
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's configuration, as the page first read it."""
+        return self.run.config()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's model, to show single tokens; None if its files are not here."""
+        for name in (str(self.run.path), self.config.model):
+            with suppress(AgentRLError, OSError):
+                return Tokenizer.from_file(str(model_dir(name) / "tokenizer.json"))
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What `agentrl status --json` says."""
+        with self._lock:
+            if self._status is not None:
+                at, known = self._status
+                if self._clock() - at < (_LIVE_S if is_live(known) else _OVER_S):
+                    return known
+            found = status.status(self.run)
+            self._status = self._clock(), found
+            return found
+
+    def steps(self) -> list[Metric]:
+        """The rows of the optimizer steps that count, by step. Only new ones are read, unless the run went back."""
+        with self.store() as store, self._lock:
+            if self._rows and self._rows[-1].attempt != store.attempt:
+                self._rows, self._flat = [], []
+            new = store.metrics("step", after=self._rows[-1].step if self._rows else -1)
+            self._rows += new
+            self._flat += (dict(_flat(row.values)) for row in new)
+            return list(self._rows)
+
+    def values(self) -> list[dict[str, float | None]]:
+        """The numbers of each of `steps`; a dot goes into a table (`measures.entropy`)."""
+        with self._lock:
+            self.steps()
+            return list(self._flat)
+
+    def step_at(self, time_s: float) -> int:
+        """The last step that was made by a time, in seconds since the epoch; 0 before the first."""
+        rows = self.steps()
+        at = bisect_right([row.time_s for row in rows], time_s)
+        return rows[at - 1].step if at else 0
+
+    def evaluation(self, name: str, purpose: str) -> held_out.EvalResult | None:
+        """The result of one evaluation; None as long as it goes on."""
+        with self._lock:
+            if purpose not in self._evaluations:
+                with self.store() as store:
+                    found = held_out.result(store, name, purpose) if held_out.finished(store, purpose) else None
+                if found is None:
+                    return None
+                self._evaluations[purpose] = found
+            return self._evaluations[purpose]
+
+
+def is_live(state: Mapping[str, Any]) -> bool:
+    """Whether somebody holds the run, by its state."""
+    return state["state"] not in ("over", "not under way")
+
+
+class OpenedRuns:
+    """The runs in `places`, each the folder of a run or a folder of such. Those that begin later come along."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        for place in places:
+            if not place.is_dir():
+                raise UsageError(f"{place} is no folder: give run directories, or a folder with run directories")
+        self._places: Final = [place.resolve() for place in places]
+        self._lock = threading.Lock()
+        self._known: dict[Path, OpenedRun] = {}
+        self.closing = threading.Event()  # then nobody is told of news any more
+
+    def all(self) -> list[OpenedRun]:
+        """Every run that is there now, those that were begun last first."""
+        with self._lock:
+            there = [path for place in self._places for path in _runs_in(place)]
+            for path in there:
+                if path not in self._known:
+                    self._known[path] = OpenedRun(self._free_id(path.name), RunDir(path))
+            found = [self._known[path] for path in dict.fromkeys(there)]
+        return sorted(found, key=lambda one: _begun(one.run), reverse=True)
+
+    def __getitem__(self, id: str) -> OpenedRun:
+        """Raises KeyError for an id of no run that is there."""
+        return next(iter([one for one in self.all() if one.id == id]), None) or self._missing(id)
+
+    @staticmethod
+    def _missing(id: str) -> OpenedRun:
+        raise KeyError(id)
+
+    def _free_id(self, name: str) -> str:
+        taken = {one.id for one in self._known.values()}
+        ids = (name if n == 1 else f"{name}~{n}" for n in range(1, len(taken) + 2))
+        return next(id for id in ids if id not in taken)
+
+    def close(self) -> None:
+        """Close every handle."""
+        self.closing.set()
+        for one in self._known.values():
+            one.close()
+
+
+def _runs_in(place: Path) -> list[Path]:
+    if RunDir(place).store_path.exists():
+        return [place]
+    with suppress(OSError):
+        return [path for path in place.iterdir() if path.is_dir() and RunDir(path).store_path.exists()]
+    return []
+
+
+def _begun(run: RunDir) -> float:
+    for file in (run.path / "config.json", run.store_path):
+        with suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            if name != "group_weights":  # by a group's number
+                yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            yield prefix + name, cast("float | None", finite(float(value)))

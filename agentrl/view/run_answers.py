@@ -1,0 +1,197 @@
+"""A run as JSON: a line for the list, its state, its curves, what happened at which step. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, cast
+
+from agentrl import config as configuration
+from agentrl.records import StopReason
+from agentrl.store.metrics import Metric, finite
+from agentrl.store.run_values import CREATED_S, TRAIN_ENDED_S, TRAIN_STARTED_S
+from agentrl.view.opened_runs import OpenedRun, is_live
+
+Json = dict[str, Any]
+_SPARK = 60  # points of a curve in a line of the list
+_RECENT = 10  # steps in a mean
+_PACE = 20  # steps from which the next ones' time is told
+_FAULTS = 50  # marks of one kind
+
+
+def line(opened: OpenedRun) -> Json:
+    """One run, for the list."""
+    state, rows, config = opened.state(), opened.steps(), opened.config
+    values = [row.values for row in rows]
+    with opened.store() as store:
+        created = CREATED_S.of(store.meta)
+    return {
+        "id": opened.id,
+        "path": str(opened.run.path),
+        "name": config.name,
+        "env": config.env.id,
+        "model": config.model,
+        "algo": config.algo.kind,
+        "seed": config.seed,
+        "state": state["state"],
+        "live": is_live(state),
+        "phase": state["phase"],
+        "step": state["step"],
+        "steps": state["steps"],
+        "eta_s": _eta(rows, config.train.steps) if is_live(state) else None,
+        "reward": _mean(values[-_RECENT:], "outcome_mean"),
+        "success": state["success"],
+        "held_out": [list(point) for point in state["held_out"].items()],
+        "spark": _thinned([_number(row.get("outcome_mean")) for row in values]),
+        "created_s": created,
+        "updated_s": rows[-1].time_s if rows else created,
+    }
+
+
+def summary(opened: OpenedRun) -> Json:
+    """All about a run but its curves."""
+    state, config, rows = opened.state(), opened.config, opened.steps()
+    with opened.store() as store:
+        purposes, failures = store.purposes(), store.failures()
+        told: Json = {
+            "purposes": purposes,
+            "sources": [{"name": one.name, "weight": one.weight} for one in store.sources()],
+            "endings": {reason.value: n for reason, n in store.endings().items()},
+            "flow": {
+                "groups": {group.value: n for group, n in store.counts().items()},
+                "dropped": store.drops(),
+                "members_dropped": store.members_dropped(),
+                "late_open": store.late_open(),
+            },
+            "failures": {"failed": failures.failed, "ended": failures.ended, "last": failures.detail},
+            "train_started_s": TRAIN_STARTED_S.of(store.meta),
+            "train_ended_s": TRAIN_ENDED_S.of(store.meta),
+        }
+    return (
+        line(opened)
+        | told
+        | {
+            "status": state,
+            "alarms": state["alarms"],
+            "names": metric_names(opened),
+            "evaluations": evaluations(opened, purposes),
+            "marks": _marks(opened, rows),
+            "environments": sorted({config.env.id, *(table.id for table in config.tasks if table.id)}),
+            "stop_reasons": [reason.value for reason in StopReason],
+            "summary": _final(opened),
+            "config": cast("Json", json.loads(configuration.to_json(config))),
+        }
+    )
+
+
+def metrics(opened: OpenedRun, names: Sequence[str]) -> Json:
+    """The values of metrics by step, null where a step has none; how old the tokens of the last steps were."""
+    rows, flat = opened.steps(), opened.values()
+    return {
+        "step": [row.step for row in rows],
+        "time_s": [row.time_s for row in rows],
+        "values": {name: [row.get(name) for row in flat] for name in names},
+        "lags": _lags(rows[-_RECENT:]),
+    }
+
+
+def metric_names(opened: OpenedRun) -> list[str]:
+    """The names that the first and the last steps measured."""
+    flat = opened.values()
+    return sorted({name for row in (*flat[:5], *flat[-25:]) for name in row})
+
+
+def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
+    """Results by held-out set, each with the step after which it was measured."""
+    found: dict[str, list[Json]] = {}
+    last = opened.state()["step"]
+    for purpose in purposes:
+        head, _, rest = purpose.partition(":")
+        name, _, when = rest.rpartition(":")
+        if head != "eval" or (result := opened.evaluation(name, purpose)) is None:
+            continue
+        at = {"before": 0, "after": last}.get(when)
+        step = int(when.partition("@")[2]) if at is None and when.partition("@")[2].isdigit() else at
+        found.setdefault(name, []).append(
+            {
+                "purpose": purpose,
+                "when": when,
+                "step": step,
+                "success": result.success,
+                "outcome": result.outcome,
+                "turns": result.turns,
+                "tokens": result.tokens,
+                "n": result.n,
+                "failed": result.failed,
+            }
+        )
+    return {name: sorted(points, key=lambda one: one["step"] or 0) for name, points in sorted(found.items())}
+
+
+def fingerprint(opened: OpenedRun) -> list[Any]:
+    """Changes whenever a page of the run has something new to show. Constant time."""
+    with opened.store() as store:
+        return [*store.progress(), store.attempt, sorted(store.counts().items()), store.meta("phase")]
+
+
+def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
+    """What happened at which step, beside the steps themselves."""
+    with opened.store() as store:
+        served, saved, failed = store.served_versions(), store.checkpoint_steps(), store.failed_tasks()
+    events: list[Json] = []
+    for before, after in itertools.pairwise(rows):
+        if after.attempt != before.attempt:
+            events.append({"kind": "restart", "step": after.step, "text": f"went on from step {after.step - 1}"})
+    for one in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
+        text = f"{one.times} times {one.reason.value}: {one.detail}"[:300]
+        events.append({"kind": "fault", "step": opened.step_at(one.last_s), "text": text, "episode": one.episode})
+    for row in rows:
+        for alarm in cast("list[object]", row.values.get("alarms") or [])[:3]:
+            events.append({"kind": "alarm", "step": row.step, "text": str(alarm)[:300]})
+    events.sort(key=lambda event: event["step"])
+    return {"weights": [one.step for one in served], "checkpoints": saved, "events": events[-4 * _FAULTS :]}
+
+
+def _lags(rows: Sequence[Metric]) -> Json:
+    """Of the last steps: tokens trained and tokens too old, by their age in steps (`4_7`: of four to seven)."""
+    trained, stale = Counter[str](), Counter[str]()
+    for row in rows:
+        by_lag = cast("Mapping[str, Mapping[str, float]]", row.values.get("by_lag") or {})
+        trained.update({lag: int(one.get("tokens") or 0) for lag, one in by_lag.items()})
+        stale.update(cast("Mapping[str, int]", row.values.get("tokens_stale_by_lag") or {}))
+    order = sorted({*trained, *stale}, key=lambda lag: int(lag.partition("_")[0]))
+    return {"lag": order, "trained": [trained[lag] for lag in order], "stale": [stale[lag] for lag in order]}
+
+
+def _number(value: Any) -> float | None:
+    return finite(float(value)) if isinstance(value, int | float) else None  # pyright: ignore[reportReturnType]
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found = [float(row[key]) for row in rows if row.get(key) is not None]
+    return fmean(found) if found else None
+
+
+def _thinned(values: Sequence[float | None]) -> list[float | None]:
+    """At most `_SPARK` means of neighbours."""
+    if len(values) <= _SPARK:
+        return list(values)
+    edges = [len(values) * k // _SPARK for k in range(_SPARK + 1)]
+    parts = ([one for one in values[a:b] if one is not None] for a, b in itertools.pairwise(edges))
+    return [fmean(part) if part else None for part in parts]
+
+
+def _eta(rows: Sequence[Metric], steps: int) -> float | None:
+    """Seconds until the last step, by the median time of the last steps; None before there are two."""
+    gaps = [after.time_s - before.time_s for before, after in itertools.pairwise(rows[-_PACE:])]
+    return median(gaps) * max(0, steps - rows[-1].step) if gaps else None
+
+
+def _final(opened: OpenedRun) -> Json | None:
+    try:
+        return cast("Json", json.loads(opened.run.summary.read_text()))
+    except (OSError, ValueError):
+        return None

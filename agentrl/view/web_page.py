@@ -1,0 +1,221 @@
+"""The page's routes, and who may ask.
+
+The page's own files hold nothing of a run, and go to everybody. Each answer under `/api/` needs the token in the header
+`Authorization`, where no link, no cookie and no script of another origin can put it. `Host` must name this server, so
+that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from importlib import resources
+from threading import Event
+from typing import Any, Final, NamedTuple
+
+import anyio
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentrl.errors import AgentRLError, UsageError
+from agentrl.view import episode_answers, run_answers
+from agentrl.view.opened_runs import OpenedRun, OpenedRuns
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_LOOK_S = 1.0  # between two looks for changes
+_QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
+_MOST_NAMES = 64  # metrics of one answer
+
+Query = Mapping[str, str]
+
+
+class Visitors(NamedTuple):
+    """Who gets in: those who show the `token`, by one of the `hosts`; by any host if there are none."""
+
+    token: str
+    hosts: frozenset[str] = frozenset()
+
+
+def page_files() -> dict[str, bytes]:
+    """The page's own files by name."""
+    return {file.name: file.read_bytes() for file in (resources.files("agentrl.view") / "assets").iterdir()}
+
+
+def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
+    """The application that serves a page of `runs`."""
+    files = page_files()
+
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in files:
+            return _problem(404, f"no file {name!r}")
+        return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
+
+    def answering(answer: Callable[[OpenedRuns, Request], Any]) -> Callable[[Request], Any]:
+        return partial(_answered, runs, answer)
+
+    app = Starlette(
+        routes=[
+            Route("/", file),
+            Route("/assets/{name}", file),
+            Route("/api/runs", answering(lambda runs, _: _lines(runs))),
+            Route("/api/runs/{run}", answering(_of_run(lambda run, _: run_answers.summary(run)))),
+            Route("/api/runs/{run}/metrics", answering(_of_run(_metrics))),
+            Route("/api/runs/{run}/episodes", answering(_of_run(episode_answers.listed))),
+            Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
+            Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
+            Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
+            Route("/api/runs/{run}/events", partial(_events, runs)),
+        ]
+    )
+    return _Guard(app, visitors)
+
+
+class _Guard:
+    """Lets requests through that may ask, and gives every answer the headers."""
+
+    def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
+        self._app, self._visitors = app, visitors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *named]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        await (refusal or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._visitors.hosts and _host(headers.get(b"host", b"").decode("latin-1")) not in self._visitors.hosts:
+            return _problem(421, "this page is not served under that name: open the address that the command printed")
+        if scope["method"] not in ("GET", "HEAD"):
+            return _problem(405, "this page only looks")
+        shown = headers.get(b"authorization", b"")
+        if scope["path"].startswith("/api/") and not _same(shown, f"Bearer {self._visitors.token}".encode()):
+            return _problem(401, "open the address that the command printed: it ends in the token")
+        return None
+
+
+def loopback_hosts(host: str) -> frozenset[str]:
+    """The names by which a server that listens on `host` may be asked; none, if it listens beyond this machine."""
+    try:
+        inside = all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
+        raise UsageError(f"--host {host!r} is no address of this machine: give 127.0.0.1, or one of its own") from None
+    return frozenset({"127.0.0.1", "localhost", "[::1]", host}) if inside else frozenset()
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without its port."""
+    name, _, port = header.rpartition(":")
+    return (name if name and port.isdigit() else header).lower()
+
+
+def _same(shown: bytes, right: bytes) -> bool:
+    return hmac.compare_digest(hashlib.sha256(shown).digest(), hashlib.sha256(right).digest())
+
+
+async def _answered(runs: OpenedRuns, answer: Callable[[OpenedRuns, Request], Any], request: Request) -> Response:
+    """What a call answers, made in a thread; its errors as an answer of one line."""
+    try:
+        return _json(await to_thread.run_sync(answer, runs, request))
+    except KeyError as error:
+        return _problem(404, f"no run {error.args[0]!r} is here")
+    except UsageError as error:
+        return _problem(400, str(error))
+    except AgentRLError as error:
+        return _problem(404 if "no episode" in str(error) or "no group" in str(error) else 503, str(error))
+
+
+def _of_run(answer: Callable[[OpenedRun, Query], Any]) -> Callable[[OpenedRuns, Request], Any]:
+    return lambda runs, request: answer(runs[request.path_params["run"]], request.query_params)
+
+
+def _numbered(answer: Callable[[OpenedRun, int, Query], Any]) -> Callable[[OpenedRuns, Request], Any]:
+    return lambda runs, request: answer(
+        runs[request.path_params["run"]], request.path_params["id"], request.query_params
+    )
+
+
+def _lines(runs: OpenedRuns) -> list[Any]:
+    """A line for each run; of one that cannot be read, why."""
+    found: list[Any] = []
+    for opened in runs.all():
+        try:
+            found.append(run_answers.line(opened))
+        except AgentRLError as error:
+            found.append({"id": opened.id, "path": str(opened.run.path), "error": str(error)})
+    return found
+
+
+def _metrics(run: OpenedRun, query: Query) -> Any:
+    names = [name for name in query.get("names", "").split(",") if name]
+    if len(names) > _MOST_NAMES:
+        raise UsageError(f"names has {len(names)} metrics: ask for {_MOST_NAMES} at most")
+    return run_answers.metrics(run, names)
+
+
+async def _events(runs: OpenedRuns, request: Request) -> Response:
+    """Server-sent events: one whenever the run's page has something new to show."""
+    try:
+        opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
+    except KeyError as error:
+        return _problem(404, f"no run {error.args[0]!r} is here")
+    return StreamingResponse(_changes(opened, runs.closing), media_type="text/event-stream")
+
+
+async def _changes(opened: OpenedRun, closing: Event) -> AsyncIterator[str]:
+    last: object = None
+    quiet = 0
+    while not closing.is_set():
+        try:
+            now = await to_thread.run_sync(run_answers.fingerprint, opened)
+        except (AgentRLError, OSError) as error:
+            now = [str(error)]
+        if now != last:
+            last, quiet = now, 0
+            yield f"event: change\ndata: {json.dumps(now)}\n\n"
+        elif (quiet := quiet + 1) % _QUIET_LOOKS == 0:
+            yield ": nothing new\n\n"
+        await anyio.sleep(_LOOK_S)
+
+
+def _json(document: Any, status: int = 200) -> Response:
+    # ASCII, since a text of a policy may hold what UTF-8 cannot
+    return Response(json.dumps(document, allow_nan=False), status_code=status, media_type="application/json")
+
+
+def _problem(status: int, text: str) -> Response:
+    return _json({"error": text}, status)

@@ -1,0 +1,51 @@
+"""A small run for the page's tests: a trained group, one that goes on, an evaluation, and texts that mean harm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from store.play import START, admit, answer, play, serve, turn
+
+from agentrl.config import parse
+from agentrl.records import StopReason, Task
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+
+HOSTILE = (
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+    "\x1b[31mred\x1b[0m \u202eesrever\u202c \x00 \ud800 javascript:alert(1)"
+)
+LONG = "x" * 60_000
+
+
+def make_run(path: Path) -> RunDir:
+    """Group 1, of episodes 1 and 2, is trained by step 1; of group 2 episode 3 has failed and 4 goes on; episode 5 is
+    of an evaluation. Episode 1 wrote `HOSTILE`, and was answered it and `LONG`."""
+    run = RunDir.create(
+        path, parse({"name": "made", "model": "m", "env": {"id": "test/Env-v0"}, "train": {"steps": 4}})
+    )
+    with RunStore.open(run.store_path) as store:
+        serve(store, 0)
+        admit(store)
+        store.add_groups([Task(index=0, env="test/Env-v0", seed=5)], size=1, purpose="eval:tasks:before")
+        held_out, first, second, failed, _ = store.claim("worker", 5, lease_s=1e6)
+        play(store, held_out, turns=1, outcome=1.0)
+        store.begin(first.episode_id, first.fence, START)
+        store.journal_turn(first.episode_id, first.fence, replace(turn(0, 1), text=HOSTILE))
+        said = ({"role": "tool", "content": HOSTILE}, {"role": "tool", "content": LONG})
+        store.journal_step(
+            first.episode_id, first.fence, 0, replace(answer(0, last=True), observation=said, reward=0.5)
+        )
+        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        play(store, second, turns=2, outcome=0.0)
+        play(store, failed, turns=1, stop=StopReason.ENV_FAILED, outcome=None)
+        store.take(1, 1, max_lag=1)
+        store.checkpoint(1, serve(store, 1), "there")
+        for step in (1, 2, 3):
+            by_lag = {"0": {"tokens": 10 * step}, "1": {"tokens": 3}}
+            values = {"outcome_mean": step / 4, "success_mean": 0.5, "loss": float("nan") if step == 2 else 1.0 / step}
+            more = {"by_lag": by_lag, "tokens_stale_by_lag": {"2_3": 1}, "alarms": ["kl: 9 > 1"] if step == 3 else []}
+            times = {"busy_s": 3.0, "idle_s": 1.0, "lag_mean": 0.5, "lag_max": 1, "tokens_scored": 9, "kl_k3": 0.01}
+            store.record("step", step, {**values, **more, **times})  # pyright: ignore[reportArgumentType]
+    return run

@@ -1,0 +1,91 @@
+"""The page in a browser, clicked through: it shows a run, hostile texts stay texts, and nothing leaves the origin."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.view.page_server import served
+
+from .made_run import HOSTILE, make_run
+
+pytestmark = pytest.mark.chromium
+_DEADLINE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path: Path) -> None:
+    for name in ("made", "other"):
+        make_run(tmp_path / name)
+    wrong: list[str] = []
+    with served([tmp_path]) as address:
+        origin = address.partition("#")[0]
+        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        context.set_default_timeout(_DEADLINE_MS)
+        page = context.new_page()
+        page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}") if said.type != "info" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith(origin) else wrong.append(asked.url))
+
+        def shows(name: str) -> None:
+            page.wait_for_selector(f"main > .page-{name}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, f"{name} is wider than the window"
+
+        page.goto(address)
+        shows("runs")
+        assert "token" not in page.url, "it is in no history, and in no address that somebody copies"
+        for name in ("made", "other"):
+            page.check(f"input[aria-label='compare {name}']")
+        page.click("text=Compare 2 runs")
+        shows("compare")
+        assert page.locator(".page-compare svg .line").count() >= 2
+        page.keyboard.press("g")
+        shows("runs")
+        page.click(".run a[href='#/run/made']")
+        shows("run")
+        assert page.locator(".plot svg").count() >= 5
+        page.fill("input[list]", "kl_k3")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("h3:has-text('kl_k3')")
+
+        page.keyboard.press("Escape")
+        page.keyboard.press("e")
+        shows("episodes")
+        page.click("[aria-label='outcome 1: 1 episodes']")
+        page.wait_for_selector("p:has-text('of 1 episodes')")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        shows("episode")
+        said = page.locator(".turn .said pre").first.text_content()
+        # half of a character is nothing that a browser shows
+        assert said.replace("\ufffd", "\ud800") == HOSTILE
+        assert page.locator("main script, main img, main [onerror]").count() == 0
+        assert page.evaluate("window.hacked === undefined")
+        page.click("text=by probability")
+        assert page.locator(".token.shade1").count() == 1, "one token had between 50% and 90%"
+        page.click("a:has-text('Group 1')")
+        shows("group")
+        assert page.locator(".member").count() == 2
+        page.click("a:has-text('taken by step 1')")
+        shows("step")
+        page.keyboard.press("t")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+        stranger = browser.new_context().new_page()
+        stranger.goto(origin)
+        stranger.wait_for_selector("text=This page needs its token")
+        context.close()
+    assert wrong == []

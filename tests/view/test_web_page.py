@@ -1,0 +1,240 @@
+"""`agentrl view`: what the page is answered, and who is answered at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from store.play import admit
+
+from agentrl.errors import UsageError
+from agentrl.store import RunStore
+from agentrl.view import web_page
+from agentrl.view.opened_runs import OpenedRuns
+from agentrl.view.page_server import served
+from agentrl.view.web_page import Visitors, loopback_hosts, page_files
+
+from .made_run import HOSTILE, LONG, make_run
+
+TOKEN = "secret-of-the-test"
+KEY = {"authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_run(path / "made")
+    return path
+
+
+@pytest.fixture
+def runs(folder: Path) -> Iterator[OpenedRuns]:
+    found = OpenedRuns([folder])
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(runs: OpenedRuns) -> TestClient:
+    app = web_page.web_page(runs, Visitors(TOKEN, loopback_hosts("127.0.0.1")))
+    return TestClient(app, base_url="http://127.0.0.1:8642", headers=KEY)
+
+
+def get(page: TestClient, path: str, **query: Any) -> Any:
+    answer = page.get(f"/api/runs{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_list_and_the_summary_of_a_run(page: TestClient) -> None:
+    (line,) = get(page, "")
+    assert (line["id"], line["name"], line["env"], line["state"], line["live"]) == (
+        *("made", "made", "test/Env-v0"),
+        *("not under way", False),
+    )
+    assert (line["step"], line["steps"], line["reward"], line["spark"]) == (3, 4, 0.5, [0.25, 0.5, 0.75])
+    run = get(page, "/made")
+    assert run["marks"]["checkpoints"] == [1] and run["marks"]["weights"] == [0, 1]
+    assert [(event["kind"], event["step"]) for event in run["marks"]["events"]] == [("fault", 0), ("alarm", 3)]
+    assert run["endings"] == {"done": 2, "env_failed": 1} and run["failures"]["failed"] == 1
+    assert run["flow"]["groups"] == {"waiting": 2, "running": 1, "trained": 1}
+    assert "loss" in run["names"] and "by_lag.0.tokens" in run["names"]
+    assert run["purposes"] == ["eval:tasks:before", "train"] and run["config"]["train"]["steps"] == 4
+    (held_out,) = run["evaluations"]["tasks"]
+    assert (held_out["step"], held_out["success"], held_out["n"]) == (0, 1.0, 1)
+
+
+def test_metrics_by_name_with_those_of_later_steps(page: TestClient, folder: Path) -> None:
+    found = get(page, "/made/metrics", names="loss,by_lag.0.tokens,nothing")
+    assert found["step"] == [1, 2, 3]
+    assert found["values"] == {"loss": [1.0, None, 1 / 3], "by_lag.0.tokens": [10, 20, 30], "nothing": [None] * 3}
+    assert found["lags"] == {"lag": ["0", "1", "2_3"], "trained": [60, 9, 0], "stale": [0, 0, 3]}
+    refused = page.get("/api/runs/made/metrics", params={"names": ",".join("abc" * 30)})
+    assert refused.status_code == 400 and "64 at most" in refused.json()["error"]
+
+
+def test_a_list_of_episodes_with_filters_an_order_and_a_histogram(page: TestClient) -> None:
+    def ids(**query: Any) -> list[int]:
+        return [row["id"] for row in get(page, "/made/episodes", sort="episode", order="asc", **query)["rows"]]
+
+    everything = ids()
+    first, second, failed, running = everything[:4]
+    assert ids(success="yes") == [first] == ids(min=0.5, max=1) == ids(q="onerror=") and ids(step=1) == [first, second]
+    assert ids(stop="env_failed") == [failed] and ids(state="running") == [running]
+    assert ids(min_turns=2) == [second] and ids(purpose="eval:tasks:before") not in (everything, [])
+    assert ids(q="nowhere") == [] and len(ids(limit=2, offset=1)) == 2
+    found = get(page, "/made/episodes", min=1, max=1)
+    assert found["histogram"]["bins"] == [{"low": 0.0, "high": 0.0, "n": 1}, {"low": 1.0, "high": 1.0, "n": 1}]
+    assert (found["total"], found["histogram"]["without"]) == (1, len(everything) - 2)
+    for bad in ({"sort": "id; DROP"}, {"stop": "x"}, {"offset": "-1"}, {"min": "much"}, {"step": "9" * 40}):
+        refused = page.get("/api/runs/made/episodes", params=bad)
+        assert refused.status_code == 400 and next(iter(bad)) in refused.json()["error"]
+
+
+def test_an_episode_its_group_and_the_step_that_trained_it(page: TestClient) -> None:
+    first = get(page, "/made/episodes", success="yes")["rows"][0]
+    found = get(page, f"/made/episodes/{first['id']}")
+    (turn,) = found["turns"]
+    assert (turn["reward"], turn["rewards"], turn["text"]["text"]) == (0.5, {"env": 0.5}, HOSTILE)
+    # its return is 1 + 0.5; the other member has 0 + 0 + 0.25 from its first turn on
+    assert turn["advantage"] == pytest.approx(1.25)
+    assert [token["logprob"] for token in turn["tokens"]] == [-0.5, -1.0, -1.5]
+    assert {token["version"] for token in turn["tokens"]} == {1}
+    hostile, long = turn["observation"]
+    assert hostile["content"]["text"] == HOSTILE
+    assert (len(long["content"]["text"]), long["content"]["length"]) == (20_000, 60_000)
+    whole = get(page, f"/made/episodes/{first['id']}", whole="yes")
+    assert whole["turns"][0]["observation"][1]["content"]["text"] == LONG
+    group = get(page, f"/made/groups/{first['group']}")
+    assert [member["outcome"] for member in group["members"]] == [1.0, 0.0] and group["taken_step"] == 1
+    step = get(page, "/made/steps/1")
+    assert [row["id"] for row in step["episodes"]] == [member["id"] for member in group["members"]]
+    assert step["values"]["outcome_mean"] == 0.25
+    for gone in ("/made/episodes/999", "/made/groups/999", "/nowhere", "/made/nowhere", "/nowhere/events"):
+        assert page.get(f"/api/runs{gone}").status_code == 404, gone
+    assert page.get("/api/runs/made/steps/99").status_code == 400
+
+
+def test_a_text_that_utf_8_cannot_hold_goes_out_as_ascii(page: TestClient) -> None:
+    body = page.get("/api/runs/made/episodes", params={"q": "esrever"}).content
+    first = json.loads(body)["rows"][0]["id"]
+    body = page.get(f"/api/runs/made/episodes/{first}").content
+    assert body.isascii() and b"\\ud800" in body and b"\\u0000" in body
+
+
+def test_who_does_not_show_the_token_reads_nothing(page: TestClient) -> None:
+    for path in ("/api/runs", "/api/runs/made", "/api/runs/made/events", "/api/nothing"):
+        for shown in ("", "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer \u00e9"):
+            answer = page.get(path, headers={"authorization": shown.encode("latin-1")})
+            assert (answer.status_code, TOKEN in answer.text) == (401, False), (path, shown)
+    assert page.get("/api/runs", params={"token": TOKEN}, headers={"authorization": ""}).status_code == 401
+    assert page.get("/api/runs", headers={"authorization": "", "cookie": f"token={TOKEN}"}).status_code == 401
+
+
+def test_beyond_this_machine_the_token_is_asked_for_too(runs: OpenedRuns) -> None:
+    hosts = loopback_hosts("0.0.0.0")
+    assert hosts == frozenset()
+    page = TestClient(web_page.web_page(runs, Visitors(TOKEN, hosts)), base_url="http://node-7:8642")
+    assert page.get("/").status_code == 200 and page.get("/api/runs").status_code == 401
+    assert page.get("/api/runs", headers=KEY).status_code == 200
+    with pytest.raises(UsageError, match="--host 'no such host'"):
+        loopback_hosts("no such host")
+
+
+@pytest.mark.parametrize("path", ["/", "/assets/app.js", "/api/runs", "/nothing", "/assets/nothing"])
+def test_every_answer_has_the_strict_headers(page: TestClient, path: str) -> None:
+    for answer in (page.get(path), page.get(path, headers={"host": "evil.example"}), page.post(path)):
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_name_that_points_here_from_elsewhere_gets_nothing(page: TestClient) -> None:
+    for host in ("evil.example", "evil.example:8642", "127.0.0.1.evil.example:8642", "localhost@evil.example", ""):
+        assert page.get("/api/runs", headers={"host": host}).status_code == 421, host
+    for host in ("127.0.0.1:8642", "localhost:1", "[::1]:8642", "LOCALHOST"):
+        assert page.get("/api/runs", headers={"host": host}).status_code == 200, host
+    assert [page.request(method, "/api/runs").status_code for method in ("POST", "PUT", "DELETE")] == [405] * 3
+
+
+OUT = (
+    *("/assets/../opened_runs.py", "/assets/..%2fopened_runs.py", "/assets/%2e%2e/__init__.py", "/assets//etc/passwd"),
+    *("/api/runs/..%2f..%2fetc", "/api/runs/%2fetc%2fpasswd", "/api/runs/made%00", "/api/runs/made/episodes/..%2f1"),
+)
+
+
+@pytest.mark.parametrize("path", OUT)
+def test_no_path_leads_out(page: TestClient, path: str) -> None:
+    assert page.get(path).status_code == 404
+
+
+def test_the_files_load_nothing_from_elsewhere_and_hold_no_script() -> None:
+    files = {name: content.decode() for name, content in page_files().items()}
+    assert {"index.html", "app.js", "style.css"} <= files.keys()
+    for name, text in files.items():
+        used = text.replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in used and "https:" not in used and "//cdn" not in used, name
+        assert not any(
+            word in text for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "document.write")
+        )
+    assert "<script>" not in files["index.html"] and " style=" not in files["index.html"]
+
+
+def test_a_change_of_the_run_is_told_once(runs: OpenedRuns, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_page, "_LOOK_S", 0.001)
+    monkeypatch.setattr(web_page, "_QUIET_LOOKS", 3)
+
+    async def listen() -> list[str]:
+        told = web_page._changes(runs["made"], runs.closing)
+        heard = [await anext(told), await anext(told)]
+        with RunStore.open(folder / "made" / "store.sqlite") as store:
+            admit(store, max_running=1000, groups_per_step=8)
+        heard += [await anext(told), await anext(told)]
+        return heard
+
+    first, quiet, changed, again = asyncio.run(asyncio.wait_for(listen(), 60))
+    assert first.startswith("event: change\n") and changed.startswith("event: change\n") and first != changed
+    assert quiet == again == ": nothing new\n\n"
+
+
+def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:
+    runs = OpenedRuns([tmp_path])
+    assert runs.all() == []
+    run = make_run(tmp_path / "one")
+    make_run(tmp_path / "other" / "one")
+    opened = runs["one"]
+    assert len(opened.steps()) == 3
+    run.store_path.rename(tmp_path / "away.sqlite")
+    for end in ("-wal", "-shm"):
+        run.store_path.with_name(f"store.sqlite{end}").unlink(missing_ok=True)
+    with RunStore.create(run.store_path, "{}"):
+        pass
+    assert opened.steps() == [], "the handle of the run that was there is not asked any more"
+    both = OpenedRuns([tmp_path / "one", tmp_path / "other"])
+    assert sorted(one.id for one in both.all()) == ["one", "one~2"]
+    with pytest.raises(UsageError, match="nothing is no folder"):
+        OpenedRuns([tmp_path / "nothing"])
+    both.close()
+    runs.close()
+
+
+def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> None:
+    with served([folder]) as address:
+        base, _, token = address.partition("/#token=")
+        answer = httpx.get(f"{base}/api/runs", headers={"authorization": f"Bearer {token}"}, timeout=30)
+        assert [run["id"] for run in answer.json()] == ["made"] and len(token) >= 32
+        port = int(base.rpartition(":")[2])
+        with (
+            pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port}: .* choose another --port"),
+            served([folder], port=port),
+        ):
+            pass
+    with pytest.raises(httpx.TransportError):
+        httpx.get(base, timeout=30)
