@@ -12,7 +12,7 @@ AgentRLError
 │   └── CallbackError          a callback of the user's raised
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
-│   │                          ├── EngineTimeout       ├── EngineRefusal
+│   │                          ├── EngineTimeout       ├── EngineRefusal  └── ContextFull
 │   │                          ├── WeightSyncError     └── CanaryMismatch
 │   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable  ├── SandboxLost
@@ -121,6 +121,10 @@ class EngineBroke(EngineUnavailable):
 
 class EngineRefusal(EngineError):
     """The engine refuses the request itself: it would refuse the same request again."""
+
+
+class ContextFull(EngineRefusal):
+    """A conversation has outgrown the context of a policy whose limit nobody knew: the episode ends there, scored."""
 
 
 class EngineTimeout(EngineError):
@@ -330,9 +334,10 @@ _PLACE = re.compile(r" \(([^()]+:\d+)\)$")
 
 class Tracebacks:
     """Logs the traceback of the first error of each kind: of one class, raised at one place. A run that fails a
-    thousand times for one reason has it once in its log."""
+    thousand times for one reason has it once in its log. `quiet`: logs none, for callers that raise the error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._seen: set[tuple[str, str]] = set()
 
     def log(self, error: BaseException, what: str) -> None:
@@ -341,7 +346,7 @@ class Tracebacks:
         while isinstance(root, AgentRLError) and cause is not None and (inner := matters(cause)) is not root:
             root, cause = inner, inner.__cause__  # an error that came out of a group has the group as its cause
         kind = type(root).__name__, place_of(root)
-        if kind not in self._seen:
+        if kind not in self._seen and not self._quiet:
             self._seen.add(kind)
             log.error("%s; the first of its kind:\n%s", what, "".join(traceback.format_exception(root)).rstrip())
 

@@ -356,6 +356,33 @@ class Engine(Protocol):
     async def aclose(self) -> None: ...
 
 
+class MessageRenderer(Protocol):
+    """Messages to the tokens of a conversation, and sampled tokens to text, as `agentrl.engine.rendering.renderer`
+    does it by a model's chat template. Raises ModelError for messages that it refuses."""
+
+    stop_token_ids: tuple[int, ...]
+    """Each of them ends a turn."""
+
+    @property
+    def tool_format(self) -> str | None:
+        """The dialect in which the policy is to write tool calls; None if it is not known."""
+        ...
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> tuple[int, ...]:
+        """The prompt of a fresh conversation, up to where the policy speaks."""
+        ...
+
+    def extend(
+        self, sampled: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
+    ) -> tuple[int, ...]:
+        """The tokens to append after a turn's `sampled` ones: those of the new messages."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a turn's sampled tokens, without the one that ends it."""
+        ...
+
+
 # --- rewards ----------------------------------------------------------------------------------------------------
 
 

@@ -260,7 +260,7 @@ def test_play_of_an_environment_that_raises_is_one_line() -> None:
     code, _, stderr = agentrl("play", f"{ENVS}:Raising", stdin="x\n")
     assert code == 1
     line = 1 + ENVS.read_text().splitlines().index('        raise KeyError("no such tool")')
-    assert one_line(stderr) == f"agentrl: {ENVS}:Raising raised KeyError: 'no such tool' ({ENVS}:{line})"
+    assert one_line(stderr) == f"agentrl: {ENVS}:Raising: step raised KeyError: 'no such tool' ({ENVS}:{line})"
 
 
 def test_play_that_is_left_says_no_outcome() -> None:

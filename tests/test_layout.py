@@ -107,9 +107,10 @@ BESIDE_A_RUN = (
     "sandbox",
     "engine/embedded",
     "engine/vllm/plugin",
+    "rollout/text_policy.py",
 )
 """Rooms that no token and no setting passes on its way through a run: loops of one's own, forecasts, tests, the inside
-of an engine."""
+of an engine, policies that write texts."""
 
 
 def names_in(path: Path) -> set[str]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import trio
 
+from agentrl.config import Rollout
 from agentrl.env import as_async
 from agentrl.env.gymnasium_wrappers import shown
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
-from agentrl.errors import EnvError, PolicyFault, boundary
+from agentrl.errors import EnvError, Tracebacks, boundary
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Messages, StopReason
+from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
+from agentrl.rollout.memory_store import MemoryStore
+from agentrl.rollout.text_policy import TextAnswer, TextPolicy, cause_of, play_text
 
+_LIMITS = Rollout(max_context=1 << 30)  # messages, of which a person reads any number
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
 
 
@@ -33,43 +37,75 @@ async def _play(
 ) -> bool:
     with boundary(EnvError, f"{env_id} raised", place=True):
         env: AsyncEnv = as_async(make(env_id, **kwargs))
-        try:
-            return await _episode(env, seed, read, write)
-        finally:
-            await env.aclose()
+        person = _Person(env, read, write)
+    task = Task(index=0, env=env_id, seed=seed, kwargs=kwargs)
+    policy = TextPolicy(person.answer, tool_format=env.template_format)
+    try:
+        trajectory, ending = await play_text(
+            env, task, policy, _LIMITS, store=_Shown(env, write), tracebacks=Tracebacks(quiet=True)
+        )
+    except _Left:
+        return False
+    if ending.error is not None:
+        raise cause_of(ending.error)
+    if ending.stop_reason is StopReason.POLICY_FAULT:
+        write(f"episode over: {ending.stop_reason.value} ({ending.detail.partition(': ')[2]})")
+        return False
+    last = trajectory.turns[-1].step
+    assert last is not None
+    person.show(last.observation)
+    total = sum(turn.reward for turn in trajectory.turns)
+    write(f"episode over: outcome {last.outcome}, success {last.success}, step rewards {total:+.2f}")
+    return bool(last.success)
 
 
-async def _episode(env: AsyncEnv, seed: int, read: Callable[[str], str], write: Callable[[str], None]) -> bool:
-    tool_format = format_of(env).name
-    messages, info = await env.areset(seed=seed)
-    write(f"({_HELP})")
-    for schema in env.tool_schemas():
-        write(f"tool {_signature(schema)}")
-    total, over = 0.0, False
-    while not over:
-        _show(messages, write)
-        try:
-            line = read("> ")
-        except EOFError:
-            return False
-        if line.strip() == "/quit":
-            return False
-        try:
-            action = action_of(line, tool_format)
-        except ValueError as error:
-            write(f"({error})")
-            continue
-        try:
-            messages, reward, terminated, truncated, info = await env.astep(action)
-        except PolicyFault as fault:
-            write(f"episode over: {StopReason.POLICY_FAULT.value} ({fault})")
-            return False
-        total, over = total + reward, terminated or truncated
-        if reward:
-            write(f"(reward {reward:+.2f})")
-    _show(messages, write)
-    write(f"episode over: outcome {info.get('outcome')}, success {info.get('success')}, step rewards {total:+.2f}")
-    return bool(info.get("success"))
+class _Left(Exception):
+    """The person ends the episode."""
+
+
+class _Person:
+    """Shows the person what is new, and asks for each action."""
+
+    def __init__(self, env: AsyncEnv, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+        self._read, self._write, self._format = read, write, format_of(env).name
+
+    def show(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._write(shown(message))
+
+    async def answer(self, messages: object, news: Sequence[Message], tools: object) -> TextAnswer:
+        """A typed action. Raises _Left."""
+        while True:
+            self.show(news)
+            try:
+                line = self._read("> ")
+            except EOFError:
+                raise _Left from None
+            if line.strip() == "/quit":
+                raise _Left
+            try:
+                return TextAnswer(action_of(line, self._format))
+            except ValueError as error:
+                self._write(f"({error})")
+
+
+class _Shown(MemoryStore):
+    """The journal of an episode that a person reads while it is written."""
+
+    def __init__(self, env: AsyncEnv, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._env, self._write = env, write
+
+    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
+        await super().begin(episode_id, fence, start)
+        self._write(f"({_HELP})")
+        for schema in self._env.tool_schemas():
+            self._write(f"tool {_signature(schema)}")
+
+    async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
+        await super().journal_step(episode_id, fence, turn_index, step)
+        if step.reward:
+            self._write(f"(reward {step.reward:+.2f})")
 
 
 def action_of(line: str, tool_format: str = "hermes") -> str:
@@ -97,8 +133,3 @@ def _signature(schema: Mapping[str, Json]) -> str:
     function = schema.get("function", schema)
     parameters = function.get("parameters", {}).get("properties", {})
     return f"/{function['name']} {' '.join(f'{key}=…' for key in parameters)}: {function.get('description', '')}"
-
-
-def _show(messages: Messages, write: Callable[[str], None]) -> None:
-    for message in messages:
-        write(shown(message))

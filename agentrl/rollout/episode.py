@@ -27,10 +27,9 @@ from typing import Any
 import trio
 
 from agentrl.config import Rollout
-from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env import step_results
-from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
-from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
+from agentrl.errors import ContextFull, EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
+from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, MessageRenderer, Rewarder, SnapshotEnv
 from agentrl.records import (
     POLICY,
     Json,
@@ -61,7 +60,7 @@ class RolloutContext:
     """What all episodes of a worker share. `frozen` binds roles to engines whose policy does not learn."""
 
     engine: Engine
-    renderer: Renderer
+    renderer: MessageRenderer
     store: EpisodeStore
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
@@ -78,10 +77,12 @@ class RolloutContext:
 
 @dataclass(frozen=True, slots=True)
 class StopCause:
-    """How an episode ended; `detail` is the one-line cause of a failure."""
+    """How an episode ended; `detail` is the one-line cause of a failure, `error` one that the policy could not have
+    caused."""
 
     stop_reason: StopReason
     detail: str = ""
+    error: InfrastructureError | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class _Episode:
 
     def failed(self, error: InfrastructureError, cause: Exception | None = None) -> StopCause:
         """The ending by a failure that the policy could not have caused; the first of each kind is logged whole."""
-        ending = StopCause(reason_of(error), one_line(error))
+        ending = StopCause(reason_of(error), one_line(error), error)
         claim, task = self._claim, self._claim.task
         where = f"{task.env}, seed {task.seed} (task {task.index}, episode {claim.episode_id})"
         self._context.tracebacks.log(cause or error, f"{where}: {ending.detail}")
@@ -288,13 +289,20 @@ class _Episode:
             return StopCause(StopReason.POLICY_FAULT, one_line(fault))
         room = settings.max_context - len(prompt.context)
         if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
-            self._said = step_results.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             which = f"the prompt of turn {len(self._turns)}" if self._turns else "the first prompt"
-            return StopCause(StopReason.CONTEXT_LIMIT, f"{which} {_beyond(len(prompt.context), settings.max_context)}")
-        turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
+            return await self._no_room(f"{which} {_beyond(len(prompt.context), settings.max_context)}")
+        try:
+            turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
+        except ContextFull as error:
+            return await self._no_room(one_line(error))
         await context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
         return await self._answer()
+
+    async def _no_room(self, detail: str) -> StopCause:
+        """The ending before a turn for which the context has no room."""
+        self._said = step_results.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
+        return StopCause(StopReason.CONTEXT_LIMIT, detail)
 
     async def _answer(self) -> StopCause | None:
         """Have the last turn answered, and journal the answer. If a limit of the run or a fault ends the episode here,

@@ -242,6 +242,36 @@ def test_a_conversation_that_outgrew_the_servers_context_is_scored(tmp_path: Pat
     assert {row["stop_reason"] for row in rows_of(tmp_path) if row["seed"] % 2} == {"context_limit"}
 
 
+class Forgetful(agentrl.Env):
+    """Rewrites the history after the first turn, and owes a reward for every turn that does not end the episode."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._turns = 0
+        return ({"role": "user", "content": "begin"},), {}
+
+    def step(self, action: str) -> Any:
+        self._turns += 1
+        info: dict[str, Any] = {"unsettled": 0.25}
+        if self._turns == 1:
+            info["history"] = ({"role": "user", "content": "anew"},)
+        return ({"role": "user", "content": "on"},), 1.0, False, False, info
+
+
+def test_a_server_sees_a_rewritten_history_and_what_is_due_is_paid_at_its_limit(tmp_path: Path) -> None:
+    asked: list[list[Any]] = []
+
+    def refuses_the_third(request: dict[str, Any]) -> httpx.Response:
+        asked.append(request["messages"])
+        return says("go on") if len(asked) < 3 else httpx.Response(400, json={"error": "too long"})
+
+    measured(refuses_the_third, tmp_path, n=1, env=f"{__name__}:Forgetful")
+    (row,) = rows_of(tmp_path)
+    assert (row["stop_reason"], row["turns"], row["reward"]) == ("context_limit", 2, 2.25)
+    said = [{"role": "user", "content": "anew"}, {"role": "assistant", "content": "go on"}]
+    assert asked[1] == said[:1] and asked[2] == [*said, {"role": "user", "content": "on"}]
+
+
 def test_results_under_other_settings_or_of_another_server_are_not_mixed(tmp_path: Path) -> None:
     measured(lambda _: says("go on"), tmp_path, "rollout.max_turns=2")
     others = {

@@ -70,10 +70,14 @@ class Renderer:
         self._ends: set[int] = set()
         self._ends, self.stop_token_ids = self._find_stops(tokens["eos_token"])
 
-    @cached_property
+    @property
     def tool_format(self) -> str | None:
         """The dialect in which the template writes tool calls, and the policy is to write them; `json` for a template
         that knows no calls. None if the template writes them in a dialect that is not known here."""
+        return self._spoken
+
+    @cached_property
+    def _spoken(self) -> str | None:
         template = self._template(tools=True)
         return spoken_by(template.written_call, template.source, ToolCall(PROBE_NAME, {"key": MARK}), PROBE)
 

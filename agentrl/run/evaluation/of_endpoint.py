@@ -1,8 +1,9 @@
 """Evaluation of a model that somebody else serves: episodes over any OpenAI-compatible chat endpoint, no tokens needed.
 
-Owns the conversation (the environment's messages to the API's, its tool calls to the environment's text) and the
-results file, one line per episode: an episode in it is not played again. If the endpoint or the environment's host
-fails, the episode is tried again, then counted as failed; it is never a score of the model.
+Owns the model's side of the conversation (the environment's messages to the API's, its tool calls to the environment's
+text) and the results file, one line per episode: an episode in it is not played again. `agentrl.rollout.episode` plays
+it. If the endpoint or the environment's host fails, the episode is tried again, then counted as failed; it is never a
+score of the model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -24,25 +24,26 @@ from agentrl import config as configuration
 from agentrl.config import Rollout, RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.engine.scoring_client import ScoringClient
-from agentrl.env import as_async, step_results
+from agentrl.env import as_async
 from agentrl.env.chat_messages import plain_messages
 from agentrl.env.tools.calls import Malformed, ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import (
     ConfigError,
+    ContextFull,
     EngineRefusal,
     EnvError,
     InfrastructureError,
-    PolicyFault,
     RunFailed,
     Tracebacks,
     UsageError,
     boundary,
 )
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Message, Messages, Step, StopReason, Task
+from agentrl.records import Json, Message, Task, Trajectory
 from agentrl.registration import make
-from agentrl.rollout.env_calls import EnvCalls, TimeUp
+from agentrl.rollout.env_calls import one_line
+from agentrl.rollout.text_policy import TextAnswer, TextPolicy, play_text
 from agentrl.run.evaluation.held_out import EvalResult, tasks_of
 from agentrl.sandbox import shared_backend
 
@@ -229,147 +230,126 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
     failure = ""
     for _ in range(endpoint.attempts):
         try:
-            return await _Episode(config, endpoint, task).play()
+            with boundary(EnvError, f"{task.env} raised", place=True):
+                env = as_async(make(task.env, **task.kwargs))
         except InfrastructureError as error:
-            failure = " ".join(str(error).split())
+            failure = one_line(error)
             endpoint.tracebacks.log(error, f"{task.env}, seed {task.seed}: {failure}")
+            continue
+        started, model = time.time(), _Served(config, endpoint, env)
+        trajectory, ending = await play_text(
+            env, task, model.policy, _limits(config.rollout), tracebacks=endpoint.tracebacks
+        )
+        if ending.error is None:
+            return _row(trajectory, model, time.time() - started)
+        failure = one_line(ending.error)
     return {"seed": task.seed, "error": failure}
 
 
-class _Episode:
-    """One episode: `_said` is the conversation in the API's form. It ends as an episode of a run does, see
-    `agentrl.rollout.episode`; its context is full if the server refuses to go on with what it answered so far."""
+def _limits(settings: Rollout) -> Rollout:
+    """The settings with the limits that hold where a server is asked."""
+    return settings.model_copy(update={"max_turns": _most_turns(settings), "turn_deadline_s": _turn_s(settings)})
 
-    def __init__(self, config: RunConfig, endpoint: Endpoint, task: Task) -> None:
-        self._config, self._endpoint, self._task = config, endpoint, task
-        self._guard = EnvCalls(task.env, config.rollout.step_deadline_s)
-        self._said: list[Message] = []
-        self._asked_ids: list[str] = []
+
+def _row(trajectory: Trajectory, model: _Served, seconds: float) -> dict[str, Json]:
+    turns, outcome = trajectory.turns, trajectory.outcome or 0.0
+    last = turns[-1].step if turns else None
+    due = 0.0 if last is None or last.terminated or last.truncated else last.unsettled  # its context was full
+    assert trajectory.stop_reason is not None
+    return {
+        "seed": trajectory.task.seed,
+        "outcome": outcome,
+        "success": outcome >= 1.0 if trajectory.success is None else trajectory.success,
+        "reward": sum(turn.reward for turn in turns) + due,
+        "turns": len(turns),
+        "stop_reason": trajectory.stop_reason.value,
+        "seconds": round(seconds, 3),
+        "messages": cast("Json", _as_api(model.policy.conversation(trajectory))),
+        **({} if model.tokens is None else {"tokens": model.tokens}),
+    }
+
+
+class _Served:
+    """The served model in one episode, as a text policy. Its context is full if the server refuses to go on with what
+    it answered so far."""
+
+    def __init__(self, config: RunConfig, endpoint: Endpoint, env: AsyncEnv) -> None:
+        self._endpoint, self._env, self._deadline_s = endpoint, env, _turn_s(config.rollout)
         self._as_text = False  # the server takes no tools: they are part of the system message
-        self._turns, self._total = 0, 0.0
-        self._tokens: int | None = 0  # None: the server does not count them
+        self._answered = False
+        self.tokens: int | None = 0  # None: the server does not count them
+        self.policy = TextPolicy(self._ask, tool_format=env.template_format)
 
-    async def play(self) -> Mapping[str, Json]:
-        """Raises InfrastructureError."""
-        started, task = time.time(), self._task
-        with boundary(EnvError, f"{task.env} raised", place=True):
-            env: AsyncEnv = as_async(make(task.env, **task.kwargs))
-            try:
-                reason, last = await self._run(env)
-            finally:
-                with trio.move_on_after(self._config.rollout.step_deadline_s, shield=True):
-                    await env.aclose()
-        outcome = last.outcome or 0.0
-        return {
-            "seed": task.seed,
-            "outcome": outcome,
-            "success": outcome >= 1.0 if last.success is None else last.success,
-            "reward": self._total,
-            "turns": self._turns,
-            "stop_reason": reason.value,
-            "seconds": round(time.time() - started, 3),
-            "messages": cast("Json", self._said),
-            **({} if self._tokens is None else {"tokens": self._tokens}),
-        }
-
-    async def _run(self, env: AsyncEnv) -> tuple[StopReason, Step]:
-        task, limits, guard = self._task, self._config.rollout, self._guard
-        most, most_turns = limits.max_observation_bytes, _most_turns(limits)
-        seen: Step = await guard("reset", lambda: step_results.start(env, task, most))
-        tools: dict[str, Json] = {"tools": schemas} if (schemas := list(env.tool_schemas())) else {}
-        while True:
-            self._hear(seen.observation)
-            left_s = limits.episode_deadline_s - guard.seconds
-            if self._turns >= most_turns or left_s <= 0:
-                reason = StopReason.TURN_LIMIT if self._turns >= most_turns else StopReason.TIME_LIMIT
-                return reason, await self._cut(env, seen, reason)
-            try:
-                action = await self._ask(env, tools)
-            except EngineRefusal:
-                if not self._turns:  # the endpoint takes no such request at all
-                    raise
-                return StopReason.CONTEXT_LIMIT, await self._cut(env, seen, StopReason.CONTEXT_LIMIT)
-            step_s = min(limits.step_deadline_s, left_s)
-            try:
-                step: Step = await guard("step", partial(step_results.act, env, action, task, most), policy_s=step_s)
-            except PolicyFault:
-                self._total += seen.unsettled
-                return StopReason.POLICY_FAULT, Step(observation=())
-            except TimeUp:
-                self._total += seen.unsettled
-                return StopReason.TIME_LIMIT, await self._last_word(env, StopReason.TIME_LIMIT)
-            seen = step
-            self._total += step.reward
-            if step.terminated or step.truncated:
-                self._hear(step.observation)
-                return step.stop_reason or (StopReason.DONE if step.terminated else StopReason.TRUNCATED), step
-
-    async def _cut(self, env: AsyncEnv, seen: Step, reason: StopReason) -> Step:
-        """The last step of an episode that ends at a limit between two turns."""
-        self._total += seen.unsettled
-        return step_results.joined(seen, await self._last_word(env, reason))
-
-    async def _last_word(self, env: AsyncEnv, reason: StopReason) -> Step:
-        """How the environment judges the work so far; what cannot be judged, or not in time, is worth 0."""
-        deadline_s = self._config.rollout.step_deadline_s
-        try:
-            return await self._guard("end", lambda: step_results.end(env, reason, self._task), policy_s=deadline_s)
-        except (TimeUp, PolicyFault):
-            return Step(observation=(), outcome=0.0, success=False)
-
-    async def _ask(self, env: AsyncEnv, tools: Mapping[str, Json]) -> str:
+    async def _ask(
+        self, messages: list[Message], news: list[Message], tools: Sequence[Mapping[str, Json]]
+    ) -> TextAnswer:
         """The model's next action. Raises EngineError."""
-        client, deadline_s = self._endpoint.client, _turn_s(self._config.rollout)
-        said = self._taught(tools) if self._as_text else self._said
-        offered = dict[str, Json]() if self._as_text else dict(tools)
+        client, said = self._endpoint.client, _as_api(messages)
+        offered: dict[str, Json] = {}
+        if tools and self._as_text:
+            said = _taught(said, tools)
+        elif tools:
+            offered["tools"] = cast("Json", list(tools))
         try:
-            answer, tokens = await client.completion(said, deadline_s=deadline_s, **self._endpoint.options, **offered)
+            answer, tokens = await client.completion(
+                said, deadline_s=self._deadline_s, **self._endpoint.options, **offered
+            )
         except EngineRefusal as error:
-            if self._turns or not offered or "tool" not in str(error):
+            if self._answered:
+                raise ContextFull(str(error)) from error
+            if not offered or "tool" not in str(error):  # the endpoint takes no such request at all
                 raise
             warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
             self._as_text = True
-            return await self._ask(env, tools)
-        self._turns += 1
-        self._tokens = None if self._tokens is None or tokens is None else self._tokens + tokens
-        return self._say(answer, format_of(env).name)
+            return await self._ask(messages, news, tools)
+        self._answered = True
+        self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
+        return self._read(answer, tokens)
 
-    def _taught(self, tools: Mapping[str, Json]) -> list[Message]:
-        """The conversation for a server that takes no tools."""
-        how = _TEXT.instructions(tools["tools"])
-        first, rest = self._said[0], self._said[1:]
-        if first["role"] != "system":
-            return [Message(role="system", content=how), *self._said]
-        return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
-
-    def _hear(self, messages: Messages) -> None:
-        """Add the environment's messages; answers to calls get the ids of the calls, in their order."""
-        for message in messages:
-            heard = Message(role=message["role"], content=message["content"])
-            if message["role"] == "tool":
-                if not self._asked_ids:  # the model wrote the call as text: the API has no call
-                    heard["role"] = "user"
-                else:
-                    heard["tool_call_id"] = self._asked_ids.pop(0)
-            self._said.append(heard)
-
-    def _say(self, answer: Mapping[str, Json], dialect: str) -> str:
-        """Add the model's answer to the conversation; returns it as a policy's text for the environment."""
+    def _read(self, answer: Mapping[str, Json], tokens: int | None) -> TextAnswer:
+        """The model's answer as a policy's text for the environment, and as a message of the conversation."""
+        dialect = format_of(self._env).name
         content, calls = str(answer.get("content") or ""), list(answer.get("tool_calls") or [])
         said = Message(role="assistant", content=content)
-        self._asked_ids = []
         written = [_written(call, dialect) for call in calls]
         if calls and all(written):
             said["tool_calls"] = calls
-            self._asked_ids = [str(call.get("id") or "") for call in calls]
-        self._said.append(said)
         if self._as_text:
             found = _TEXT.parse(content)
             texts = (
                 call.raw if isinstance(call, Malformed) else get_format(dialect).write(call) for call in found.calls
             )
-            return found.text + "".join(texts)
-        return content + "".join(text or json.dumps(call) for text, call in zip(written, calls, strict=True))
+            return TextAnswer(found.text + "".join(texts), said, tokens)
+        text = content + "".join(text or json.dumps(call) for text, call in zip(written, calls, strict=True))
+        return TextAnswer(text, said, tokens)
+
+
+def _taught(said: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
+    """The conversation for a server that takes no tools."""
+    how = _TEXT.instructions(tools)
+    first, rest = said[0], said[1:]
+    if first["role"] != "system":
+        return [Message(role="system", content=how), *said]
+    return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
+
+
+def _as_api(messages: Sequence[Message]) -> list[Message]:
+    """A conversation in the API's form: answers to calls have the ids of the calls, in their order."""
+    found: list[Message] = []
+    asked: list[str] = []
+    for message in messages:
+        said = Message(role=message["role"], content=message["content"])
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls", [])
+            asked = [str(call.get("id") or "") for call in calls]
+            if calls:
+                said["tool_calls"] = calls
+        elif message["role"] == "tool" and asked:
+            said["tool_call_id"] = asked.pop(0)
+        elif message["role"] == "tool":  # the model wrote the call as text: the API has no call
+            said["role"] = "user"
+        found.append(said)
+    return found
 
 
 def _written(call: Any, dialect: str) -> str | None:

@@ -1,0 +1,131 @@
+"""A policy that writes texts and not tokens (a served chat model, a person, a script), as the engine and the renderer
+of one episode: so `play` drives it as it drives an engine.
+
+Each message is a token, whose id is its place in a table: a prompt lists the messages that are new, a turn has the
+policy's answer, once for each token that is known to be in it. Nobody trains on such turns. Owns the table; never knows
+the environment or the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.config import Rollout
+from agentrl.env.tools.parsers import DEFAULT
+from agentrl.errors import InfrastructureError, Tracebacks, UsageError
+from agentrl.protocols import AsyncEnv, Chunk, GenerateRequest
+from agentrl.records import Generation, Json, Message, Task, Trajectory, VersionSpan
+from agentrl.rollout.episode import RolloutContext, StopCause, play
+from agentrl.rollout.memory_store import MemoryStore
+
+Tools = Sequence[Mapping[str, Json]]
+_MOST_TOKENS = 1 << 20  # of one answer: what a server claims is not believed beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """What a text policy said: `text` as the environment reads it, `message` as the conversation goes on with it (None:
+    with the text), `tokens` as far as somebody counted them."""
+
+    text: str
+    message: Message | None = None
+    tokens: int | None = None
+
+
+class TextPolicy:
+    """An `Engine` and a `MessageRenderer` over `answer`, which gets the conversation so far, those of its messages that
+    came since the policy spoke in it, and the tools that the environment offers. It may raise EngineError; ContextFull
+    ends the episode at the limit of its context."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        answer: Callable[[list[Message], list[Message], Tools], Awaitable[TextAnswer]],
+        *,
+        tool_format: str = DEFAULT,
+    ) -> None:
+        self._tool_format, self._answer = tool_format, answer
+        self._said: list[Message | Tools] = []
+        self._texts: dict[int, str] = {}
+
+    @property
+    def tool_format(self) -> str | None:
+        return self._tool_format
+
+    def start(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+        """The tools of a conversation, then its messages."""
+        return tuple(map(self._add, (tools, *messages)))
+
+    def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+        return tuple(map(self._add, messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._texts.get(at, "") for at in dict.fromkeys(ids))
+
+    def messages(self, ids: Iterable[int]) -> list[Message]:
+        """The messages among tokens, in their order."""
+        found = (self._said[at] for at in dict.fromkeys(ids))
+        return [one for one in found if isinstance(one, dict)]
+
+    def conversation(self, trajectory: Trajectory) -> list[Message]:
+        """All that was said in an episode of this policy, the environment's last answer included."""
+        if not trajectory.turns:
+            return list(trajectory.start)
+        step = trajectory.turns[-1].step
+        ids = (at for turn in trajectory.turns for at in (*turn.prompt_ids, *turn.token_ids))
+        return [*self.messages(ids), *(step.observation if step else ())]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        tools = self._said[request.token_ids[0]]
+        assert not isinstance(tools, dict), "a conversation begins with its tools"
+        ids = list(dict.fromkeys(request.token_ids))
+        spoken = max((place for place, at in enumerate(ids) if at in self._texts), default=-1)
+        answer = await self._answer(self.messages(ids), self.messages(ids[spoken + 1 :]), tools)
+        at = self._add(answer.message or Message(role="assistant", content=answer.text))
+        self._texts[at] = answer.text
+        n = min(max(answer.tokens or 1, 1), _MOST_TOKENS)
+        return Generation(token_ids=(at,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish="stop")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        whole = await self.generate(request)
+        yield Chunk(token_ids=whole.token_ids, logprobs=whole.logprobs, spans=whole.spans, finish=whole.finish)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+    def _add(self, said: Message | Tools) -> int:
+        self._said.append(said)
+        return len(self._said) - 1
+
+
+async def play_text(
+    env: AsyncEnv,
+    task: Task,
+    policy: TextPolicy,
+    settings: Rollout,
+    *,
+    store: MemoryStore | None = None,
+    tracebacks: Tracebacks | None = None,
+) -> tuple[Trajectory, StopCause]:
+    """Play a task in `env`, which is closed then, to its end. Raises as `play`, and what the policy raised."""
+    journal = store or MemoryStore()
+    claim = journal.claim(task)
+    context = RolloutContext(
+        engine=policy,
+        renderer=policy,
+        store=journal,
+        settings=settings.model_copy(update={"snapshot_every_turns": 0}),  # nobody goes on with the episode
+        make_env=lambda _: env,
+        tracebacks=tracebacks or Tracebacks(),
+    )
+    ending = await play(claim, context)
+    trajectory, _ = journal.take(claim.episode_id)
+    return trajectory, ending
+
+
+def cause_of(error: InfrastructureError) -> Exception:
+    """What to tell the user of an episode that failed: a mistake of theirs that the environment found (a sandbox that
+    is not there, say), else the failure."""
+    return error.__cause__ if isinstance(error.__cause__, UsageError) else error
