@@ -20,6 +20,7 @@ from rich.table import Table
 
 from agentrl.cli import tables
 from agentrl.cli.chaos import chaos
+from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands
 from agentrl.cli.export import export
 from agentrl.cli.plan import advise, plan
@@ -62,6 +63,7 @@ for command in (
     advise,
     chaos,
     retrain,
+    demos,
     sft,
     export,
     fleet,
