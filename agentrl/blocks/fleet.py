@@ -75,14 +75,7 @@ class EngineFleet:
         self.nursery = nursery
         clients = [EngineClient(url, api_key=settings.key_of(url), vocabulary=self.vocabulary) for url in urls]
         self._clients = clients
-        self.engine = Fleet(
-            clients,
-            decode=self.renderer.decode,
-            stall_s=settings.stall_s,
-            probe_s=settings.admin_deadline_s,
-            outage_deadline_s=settings.outage_deadline_s,
-            hedge_after=settings.hedge_after,
-        )
+        self.engine = Fleet.configured(clients, settings, decode=self.renderer.decode, preempt=settings.preempt)
         self.publisher = WeightPublisher(settings)
         self._requests, self._published = count(1), 0
 

@@ -21,20 +21,19 @@ from agentrl.blocks.publishing import Weights
 from agentrl.config import Train, algorithms
 from agentrl.config.learner_settings import LearnerSettings
 from agentrl.config.sections import read_section
-from agentrl.engine.weight_sync.canary import Canary, Dtype, probe_tokens
+from agentrl.engine.weight_sync.canary import Dtype
 from agentrl.errors import ConfigError, UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.with_block import Closing
 from agentrl.learner.learner import Accumulated, OwnLoss
-from agentrl.learner.learner import Learner as Steps
 from agentrl.learner.step_report import StepReport
 from agentrl.models.resolve import model_dir
 from agentrl.records import Group, GroupState, Trajectory
+from agentrl.run.processes.build_learner import build_learner
+from agentrl.run.weights.weight_proof import proof_of
 
 Rows = Batch | Sequence[Group] | Sequence[Sequence[Trajectory]]
 """What a learner trains on: a buffer's batch, groups, or the trajectories of each group."""
-
-_PROBE = 128  # tokens by which an engine's weights are compared with the learner's
 
 
 class Learner(Closing):
@@ -67,13 +66,10 @@ class Learner(Closing):
         table = {"kind": algo} if isinstance(algo, str) else algo
         judge = cast("Algorithm", algorithms.read(table if isinstance(table, Algorithm) else dict(table), "algo"))
         self.folder = model_dir(str(model))
-        self._inner = Steps(
+        self._inner = build_learner(
             LearnerSettings(
                 model=str(model), train=chosen, algo=judge, seed=seed, temperature=temperature, max_lag=max_lag
-            ),
-            self.folder,
-            torch.device(chosen.device),
-            folder_of=lambda name: model_dir(name),
+            )
         )
         self._versions: dict[int, int] = {0: 0}  # the step of each version that was published
         self._pending: list[Accumulated] = []
@@ -129,19 +125,9 @@ class Learner(Closing):
             self._scratch = OwnedFolder()
             (self._scratch.path / "weights").mkdir()
         path = self._scratch.path / "weights" / f"{time.time_ns()}.safetensors"
-        held = getattr(torch, dtype)
-        file = self._inner.export(path, dtype=held)
+        file = self._inner.export(path, dtype=getattr(torch, dtype))
         train = self._inner.settings.train
-        rounded = dtype == "float32" or not (train.lora_rank or train.compile)
-        probe = probe_tokens(self._inner.model.vocab, _PROBE)
-        proof = Canary(
-            version=0,
-            token_ids=probe,
-            logprobs=self._inner.score(probe, held if rounded else torch.float32),
-            dtype=dtype,
-            rounded=rounded,
-            fingerprints=file.fingerprints,
-        )
+        proof = proof_of(self._inner, file.fingerprints, version=0, dtype=dtype, train=train)  # `publish` numbers it
         return Weights(
             step=self.step_index, path=file.path, sha256=file.sha256, proof=proof, published=self._versions.__setitem__
         )

@@ -25,6 +25,7 @@ from agentrl.errors import ConfigError, StoreError, UsageError, matters
 from agentrl.protocols import AsyncEnv, Rewarder
 from agentrl.records import Json, Task, Trajectory
 from agentrl.rollout.admitter import Admitter
+from agentrl.rollout.env_calls import make_env
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.rollout.worker import Worker
@@ -263,8 +264,7 @@ def _environment(env: EnvLike) -> tuple[str, Callable[[Task], AsyncEnv]]:
         name, make = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__name__)}", env
 
     def made(task: Task) -> AsyncEnv:
-        of_task = make if task.env == name else registry.resolve("environments", task.env)
-        return as_async(of_task(**task.kwargs))
+        return as_async(make(**task.kwargs)) if task.env == name else make_env(task)
 
     return name, made
 

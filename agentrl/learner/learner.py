@@ -146,16 +146,12 @@ class Learner:
         A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False), as
         does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
         row."""
-        watch = self._watch = Stopwatch()
+        self._watch = Stopwatch()
         ready = self._rows(groups, step_of, undone, max_lag)
-        updates = self._packed(self._minibatches([one for one in ready if not one.skipped]))
-        updates = [prepared(part, self._routers, self.settings.train.routing_replay) for part in updates]
-        watch.lap("pack")
-        updates = self._with_proximal(updates, every=len(updates) * self.settings.train.epochs > 1)
-        updates = self._with_advantages(updates, self.algorithms)
-        watch.lap("proximal")
+        parts, epochs = self._minibatches([one for one in ready if not one.skipped]), self.settings.train.epochs
+        updates = self._prepared(parts, self.algorithms, epochs)
         tally = StepTally(self.algorithms)
-        for _ in range(self.settings.train.epochs):
+        for _ in range(epochs):
             for part in updates:
                 if part:
                     self._update(part, tally)
@@ -175,16 +171,11 @@ class Learner:
         `finish_step`. The weights of the tokens sum to 1 in each call. `algo` takes the place of the settings' one, and
         needs no other models; `own_loss` that of its loss. Raises ConfigError for a loss that is no scalar with a
         gradient."""
-        watch = self._watch = Stopwatch()
-        judge = self.settings.algo if algo is None else algo
+        self._watch = Stopwatch()
+        algorithms = {**self.algorithms, "algo": self.settings.algo if algo is None else algo}
         ready = self._rows(groups, step_of, undone, max_lag, algo)
-        (part,) = self._packed([[one for one in ready if not one.skipped]])
-        part = prepared(part, self._routers, self.settings.train.routing_replay)
-        watch.lap("pack")
-        (part,) = self._with_proximal([part], every=False)
-        (part,) = self._with_advantages([part], {**self.algorithms, "algo": judge})
-        watch.lap("proximal")
-        tally = StepTally({**self.algorithms, "algo": judge})
+        (part,) = self._prepared([[one for one in ready if not one.skipped]], algorithms)
+        tally = StepTally(algorithms)
         self._own_loss = own_loss
         try:
             names, loss = self._accumulated(part, tally) if part else (set[str](), 0.0)
@@ -267,6 +258,17 @@ class Learner:
         if n > 1:
             random.Random(f"{self.settings.seed}/{self.step_index}").shuffle(order)
         return [order[index::n] for index in range(n)]
+
+    def _prepared(
+        self, parts: Sequence[Sequence[GroupRows]], algorithms: Mapping[str, Algorithm], epochs: int = 1
+    ) -> list[list[Pack]]:
+        """The passes of each update, with all that their losses read."""
+        updates = [prepared(part, self._routers, self.settings.train.routing_replay) for part in self._packed(parts)]
+        self._watch.lap("pack")
+        updates = self._with_proximal(updates, every=len(updates) * epochs > 1)
+        updates = self._with_advantages(updates, algorithms)
+        self._watch.lap("proximal")
+        return updates
 
     def _packed(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
         """The passes of each update, without rows that cannot move the weights; if their algorithm looks ahead, without

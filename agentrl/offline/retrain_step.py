@@ -24,9 +24,9 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.optimizers import master_weights
 from agentrl.learner.token_dump import TokenDump
 from agentrl.learner.weight_hashes import circumstances
-from agentrl.models.resolve import model_dir, slot_dir
+from agentrl.models.resolve import slot_dir
 from agentrl.records import Group
-from agentrl.run.processes.learner_process import device_of
+from agentrl.run.processes.build_learner import build_learner
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.interfaces import ReadStore
@@ -142,9 +142,7 @@ class _Replay:
 
     def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
         self._config, self._store, self._as_it_was = config, store, True
-        self.learner = Learner(
-            config.learner, model_dir(config.model), device_of(config.train), folder_of=partial(slot_dir, config)
-        )
+        self.learner = build_learner(config.learner, folder_of=partial(slot_dir, config))
         if begun is not None:
             try:
                 self.learner.load(begun)
@@ -161,9 +159,7 @@ class _Replay:
         """Train the next step with other settings, from the same weights and optimizers. A model that only these need
         is new."""
         old = self.learner
-        new = Learner(
-            config.learner, model_dir(config.model), device_of(config.train), folder_of=partial(slot_dir, config)
-        )
+        new = build_learner(config.learner, folder_of=partial(slot_dir, config))
         for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
             master_weights.load(mine.module, master_weights.state(theirs.module))
         if new.models.critic is not None:

@@ -39,7 +39,7 @@ from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.offline.demonstrations import read
 from agentrl.records import Group, GroupState, Trajectory
-from agentrl.run.processes.learner_process import device_of
+from agentrl.run.processes.build_learner import build_learner
 from agentrl.run.run_folder import RunDir
 
 SETTINGS = "sft.json"
@@ -159,7 +159,7 @@ class _Training:
     def __init__(self, config: SFTConfig, out: Path) -> None:
         self._config, self._out = config, out
         folder = model_dir(config.model)
-        self._learner = Learner(config.learner(), folder, device_of(config.train))
+        self._learner = build_learner(config.learner())
         renderer = Renderer(folder, template_kwargs=config.template)
         vocab = self._learner.model.vocab
         self._data, self._held_out = (

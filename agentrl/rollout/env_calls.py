@@ -9,12 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.env import sync_async
+from agentrl import registry
+from agentrl.env import as_async, sync_async
 from agentrl.errors import AgentRLError, EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, boundary
 from agentrl.host import clocks
 from agentrl.host.clocks import Whose
-from agentrl.protocols import Rewarder
-from agentrl.records import LARGEST, StopReason, Trajectory
+from agentrl.protocols import AsyncEnv, Rewarder
+from agentrl.records import LARGEST, StopReason, Task, Trajectory
+
+
+def make_env(task: Task) -> AsyncEnv:
+    """The environment of a task, by its id or `module:attribute` reference; a plain gymnasium.Env is wrapped."""
+    return as_async(registry.resolve("environments", task.env)(**task.kwargs))
 
 
 class TimeUp(Exception):

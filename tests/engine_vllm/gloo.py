@@ -91,8 +91,8 @@ if "learner" in sys.orig_argv:
     import stand_in_gloo
     import torch
 
-    from agentrl.run.processes import learner_process as learner
+    from agentrl.run.processes import build_learner
 
     stand_in_gloo.register()
-    learner.device_of = lambda config: torch.device("cpu")
+    build_learner.device_of = lambda config: torch.device("cpu")
 """)

@@ -26,7 +26,7 @@ from agentrl.learner.weight_snapshot import take
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.alarms import LagBound
-from agentrl.run.processes import engine_process, learner_process
+from agentrl.run.processes import build_learner, engine_process, learner_process
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, evaluate
@@ -222,7 +222,7 @@ def test_an_evaluation_has_no_learner_to_send_from(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert learner_process.device_of(run_config().train) == torch.device("cuda")
+    assert build_learner.device_of(run_config().train) == torch.device("cuda")
     train = {"train": run_config().train.model_copy(update={"device": "cuda:1"})}
     with pytest.raises(ConfigError, match=r"train\.device = 'cuda:1': torch sees 1 CUDA devices"):
-        learner_process.device_of(run_config().model_copy(update=train).train)
+        build_learner.device_of(run_config().model_copy(update=train).train)

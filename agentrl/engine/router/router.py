@@ -21,9 +21,11 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from typing import Self
 
 import trio
 
+from agentrl.config import EngineSettings
 from agentrl.engine.client import collect
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.hedging import Hedges, race
@@ -88,6 +90,31 @@ class Fleet:
         self._homes = Homes(slack)
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
+
+    @classmethod
+    def configured(
+        cls,
+        clients: Sequence[Servable],
+        settings: EngineSettings,
+        *,
+        decode: Decode,
+        fits: Callable[[int], Awaitable[bool]] | None = None,
+        knows: version_check.Knows | None = None,
+        preempt: bool = False,
+    ) -> Self:
+        """A fleet with the deadlines of the table `[engine]`."""
+        return cls(
+            clients,
+            decode=decode,
+            fits=fits,
+            knows=knows,
+            stall_s=settings.stall_s,
+            probe_s=settings.admin_deadline_s,
+            outage_deadline_s=settings.outage_deadline_s,
+            preempt=preempt,
+            hedge_after=settings.hedge_after,
+            sleeps=settings.colocated,
+        )
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole turn. Raises as `stream` does, and any error of `on_chunk`."""

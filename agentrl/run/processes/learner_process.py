@@ -25,27 +25,26 @@ from typing import Any
 import torch
 import trio
 
-from agentrl.config import RunConfig, Train
+from agentrl.config import RunConfig
 from agentrl.engine.weight_sync import canary
-from agentrl.engine.weight_sync.canary import Canary, probe_tokens
+from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import WeightLock
-from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
+from agentrl.errors import RunFailed, StoreError, WornOut
 from agentrl.host.disk_space import once_there_is_space, with_space
 from agentrl.host.lifeline import watch_lifeline
 from agentrl.learner.gpu_sender import GpuSender
-from agentrl.learner.learner import Diverged, Learner
+from agentrl.learner.learner import Diverged
 from agentrl.learner.optimizers.offload import Parking
-from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.learner.weight_hashes import circumstances
-from agentrl.models.resolve import engine_dtype, model_dir, slot_dir
+from agentrl.models.resolve import engine_dtype, slot_dir
 from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
 from agentrl.run.league import League
 from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import heartbeat
-from agentrl.run.processes.exit_status import give_up
+from agentrl.run.processes.build_learner import build_learner, ranks_of
 from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
@@ -53,6 +52,7 @@ from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
 from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
+from agentrl.run.weights.weight_proof import proof_of
 from agentrl.store import Patience, RunStore
 from agentrl.store.interfaces import LearnerStore
 from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PHASE
@@ -63,7 +63,6 @@ _LONG_S = 30.0  # after which a wait for members is named
 _HOLD = -1  # in the place of a number of members: no group is taken
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
 _Write = Callable[[Callable[[], None]], Path]
-_PROBE = 128  # number of tokens that the canary compares
 
 
 def learn(path: Path) -> None:
@@ -102,10 +101,8 @@ class _Learning:
             engine, level = self._config.engine, 1 if self._config.sends_adapters else 2
             self._turns = Turns(engine, run.locks, self._heartbeat.mark, level=level)
             self._turns.begin(self._urls, weights_follow=False)
-        self._learner = Learner(
+        self._learner = build_learner(
             self._config.learner,
-            model_dir(self._config.model),
-            device_of(self._config.train),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
             may_save=store.still_leads,
@@ -378,23 +375,19 @@ class _Learning:
     ) -> Canary | None:
         """The log-probs of a fixed probe under the weights that are sent to the engines of a role with a model of its
         own, or of all others, and the fingerprints of these weights."""
-        config, train = self._config, self._config.train
+        config = self._config
         if not config.engine.canary:
             return None
-        held_in = self._dtype(role)
-        tokens = probe_tokens(self._learner.models.of(role).vocab, min(_PROBE, config.rollout.max_context - 1))
-        merged = train.lora_rank > 0 and not config.sends_adapters
-        rounded = held_in == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
-        dtype = getattr(torch, held_in) if rounded else torch.float32
-        logprobs = self._learner.score(tokens, dtype, role=role)
-        return Canary(
+        return proof_of(
+            self._learner,
+            fingerprints,
             version=version.version,
-            token_ids=tokens,
-            logprobs=logprobs,
-            dtype=held_in,
-            rounded=rounded,
-            fingerprints=fingerprints,
-            by_role={role: self._learner.score(tokens, dtype, role=role) for role in config.adapted_roles},
+            dtype=self._dtype(role),
+            train=config.train,
+            role=role,
+            most_tokens=config.rollout.max_context - 1,
+            as_adapter=config.sends_adapters,
+            adapted=config.adapted_roles,
         )
 
     def _settle(self) -> float:
@@ -508,29 +501,3 @@ def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     """The configuration of a learner over so many ranks."""
     return config.model_copy(update={"train": config.train.over(ranks)})
-
-
-def device_of(train: Train) -> torch.device:
-    """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
-    seen = torch.cuda.device_count()
-    if train.gpus and max(train.gpus) >= seen:
-        if train.parallel.ranks == 1:
-            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
-        hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
-        raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
-    return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
-
-
-def ranks_of(train: Train, start_s: float, progress: Callable[[], None]) -> Ranks:
-    """The ranks of the learner, started within `start_s`. They end with this process. Raises ConfigError, RankLost."""
-    plan, first = train.parallel, device_of(train)
-    if plan.ranks == 1:
-        return ALONE
-    others = [torch.device("cuda", gpu) for gpu in train.gpus[1:]] or [first] * (plan.ranks - 1)
-    return Leader(
-        [first, *others],
-        deadline_s=plan.deadline_s,
-        start_s=start_s,
-        progress=progress,
-        ends=partial(give_up, "learner"),
-    )

@@ -22,14 +22,14 @@ from agentrl.engine.router.by_role import Policies
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.router import Fleet
 from agentrl.engine.weight_sync.adapters import AdapterClient
-from agentrl.env import as_async
 from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.host.clocks import HostClock
 from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.host.lifeline import watch_lifeline
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
-from agentrl.protocols import AsyncEnv, Engine, Rewarder
-from agentrl.records import Task, WeightVersion
+from agentrl.protocols import Engine, Rewarder
+from agentrl.records import WeightVersion
+from agentrl.rollout.env_calls import make_env
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
@@ -51,11 +51,6 @@ from agentrl.store.run_values import GIVEN_URLS
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
 _SWITCH_S = 0.0005  # a busy loop lets the store's thread on so soon; by Python's 5 ms it wrote half as many turns
-
-
-def make_env(task: Task) -> AsyncEnv:
-    """The environment of a task, by its id or `module:attribute` reference; a plain gymnasium.Env is wrapped."""
-    return as_async(registry.resolve("environments", task.env)(**task.kwargs))
 
 
 def serve(path: Path, index: int) -> None:
@@ -218,8 +213,10 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> Non
 def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | None = None) -> Fleet:
     """The engines of a role with a model of its own, or of all others."""
     clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
-    make = _maker(sight.config, renderer)
-    return make(clients, fits=sight.fits, knows=sight.knows, preempt=sight.config.engine.preempt)
+    engine = sight.config.engine
+    return Fleet.configured(
+        clients, engine, decode=renderer.decode, fits=sight.fits, knows=sight.knows, preempt=engine.preempt
+    )
 
 
 def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = None) -> EngineClient:
@@ -232,20 +229,6 @@ def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = No
     return EngineClient(url, version=version, api_key=key, vocabulary=tokens)
 
 
-def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
-    """Makes fleets with the deadlines of the run file."""
-    engine = config.engine
-    return partial(
-        Fleet,
-        decode=renderer.decode,
-        stall_s=engine.stall_s,
-        probe_s=engine.admin_deadline_s,
-        outage_deadline_s=engine.outage_deadline_s,
-        hedge_after=engine.hedge_after,
-        sleeps=engine.colocated,
-    )
-
-
 def _concurrency(config: RunConfig) -> Aimd | None:
     """The limit of a worker's requests at one vLLM server: first the server's batch, at most all of the run."""
     if config.engine.kind != "vllm":
@@ -256,13 +239,14 @@ def _concurrency(config: RunConfig) -> Aimd | None:
 
 def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
-    given = config.rollout.frozen_roles()
-    make, key = _maker(config, renderer), config.rollout.roles_key()
+    key = config.rollout.roles_key()
+
+    def engine(policy: str) -> EngineClient:
+        return _given(config, known.given[policy]) if policy in known.given else EngineClient(policy, api_key=key)
+
     return {
-        role: make(
-            [_given(config, known.given[policy]) if policy in known.given else EngineClient(policy, api_key=key)]
-        )
-        for role, policy in given.items()
+        role: Fleet.configured([engine(policy)], config.engine, decode=renderer.decode)
+        for role, policy in config.rollout.frozen_roles().items()
     }
 
 

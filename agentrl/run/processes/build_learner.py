@@ -1,0 +1,68 @@
+"""A learner as its settings describe it: on its device, over its ranks, with the folders of its models.
+
+One way for the process of a run, for `agentrl.blocks.Learner` and for what trains offline. Knows neither store nor
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from agentrl.config import Train
+from agentrl.config.learner_settings import LearnerSettings
+from agentrl.errors import ConfigError
+from agentrl.learner.learner import Learner
+from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
+from agentrl.models.resolve import model_dir
+from agentrl.run.processes.exit_status import give_up
+
+
+def build_learner(
+    settings: LearnerSettings,
+    *,
+    folder_of: Callable[[str], Path] = model_dir,
+    ranks: Ranks = ALONE,
+    progress: Callable[[], None] = lambda: None,
+    may_save: Callable[[], None] = lambda: None,
+) -> Learner:
+    """The learner of `settings` before its first step; the rest is as for `Learner`. Raises ConfigError for a device
+    that is not there, ModelError."""
+    return Learner(
+        settings,
+        model_dir(settings.model),
+        device_of(settings.train),
+        folder_of=folder_of,
+        progress=progress,
+        may_save=may_save,
+        ranks=ranks,
+    )
+
+
+def device_of(train: Train) -> torch.device:
+    """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
+    seen = torch.cuda.device_count()
+    if train.gpus and max(train.gpus) >= seen:
+        if train.parallel.ranks == 1:
+            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
+        hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
+        raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
+    return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
+
+
+def ranks_of(train: Train, start_s: float, progress: Callable[[], None]) -> Ranks:
+    """The ranks of the learner, started within `start_s`. They end with this process. Raises ConfigError, RankLost."""
+    plan, first = train.parallel, device_of(train)
+    if plan.ranks == 1:
+        return ALONE
+    others = [torch.device("cuda", gpu) for gpu in train.gpus[1:]] or [first] * (plan.ranks - 1)
+    return Leader(
+        [first, *others],
+        deadline_s=plan.deadline_s,
+        start_s=start_s,
+        progress=progress,
+        ends=partial(give_up, "learner"),
+    )

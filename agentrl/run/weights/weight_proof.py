@@ -1,0 +1,46 @@
+"""What proves on an engine that it has a learner's weights: the log-probs of a fixed probe, and fingerprints.
+
+One way for the process of a run and for `agentrl.blocks.Learner`; `agentrl.engine.weight_sync.canary` compares. Sends
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from agentrl.config import Train
+from agentrl.engine.weight_sync.canary import Canary, Dtype, probe_tokens
+from agentrl.learner.learner import Learner
+
+PROBE = 128  # tokens
+
+
+def proof_of(
+    learner: Learner,
+    fingerprints: Mapping[str, str],
+    *,
+    version: int,
+    dtype: Dtype,
+    train: Train,
+    role: str | None = None,
+    most_tokens: int = PROBE,
+    as_adapter: bool = False,
+    adapted: Collection[str] = (),
+) -> Canary:
+    """The proof of the weights that engines hold in `dtype`: those of a `role` with a model of its own, or of all
+    others; with those of the `adapted` roles over them. `as_adapter`: the adapter is sent by itself, not merged."""
+    tokens = probe_tokens(learner.models.of(role).vocab, min(PROBE, most_tokens))
+    merged = train.lora_rank > 0 and not as_adapter
+    rounded = dtype == "float32" or not (merged or train.compile)  # else weights are no layer's own, or fused
+    held: torch.dtype = getattr(torch, dtype) if rounded else torch.float32
+    return Canary(
+        version=version,
+        token_ids=tokens,
+        logprobs=learner.score(tokens, held, role=role),
+        dtype=dtype,
+        rounded=rounded,
+        fingerprints=fingerprints,
+        by_role={role: learner.score(tokens, held, role=role) for role in adapted},
+    )
