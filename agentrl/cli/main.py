@@ -446,7 +446,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] =
 def serve(
     model: Annotated[str, typer.Argument(help="A model folder or a registered model id")],
     kind: Annotated[Literal["embedded", "vllm"], typer.Option(help="Which engine")] = "embedded",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,
     host: str = "127.0.0.1",
     threads: Annotated[int, typer.Option(min=1)] = 1,
     max_context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together")] = 2048,

@@ -19,7 +19,7 @@ from trio.lowlevel import RunVar
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import parse_json, prompt_logprobs, score_json
-from agentrl.errors import EngineTimeout, EngineUnavailable, ScoreError
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, ScoreError
 from agentrl.host.clocks import granted
 from agentrl.records import EngineKey, Json, Message
 
@@ -110,6 +110,17 @@ class ScoringClient:
         usage = answer.get("usage")
         written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
         return message, written if isinstance(written, int) else None
+
+    async def reach(self, *, deadline_s: float = 10.0) -> None:
+        """Connect once. Raises EngineUnavailable if nobody listens at the address; a server that answers anything, or
+        nothing yet, is one that can be asked."""
+        try:
+            await self._here().http.call("GET", "/v1/models", deadline_s=deadline_s)
+        except EngineUnavailable as error:
+            if isinstance(error.__cause__, httpx.ConnectError):
+                raise
+        except EngineError:
+            pass
 
     async def logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under the server's

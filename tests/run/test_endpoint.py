@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -152,6 +154,16 @@ def test_what_the_server_failed_at_is_no_score_and_is_tried_again(server: Any, t
     assert (code, json.loads(out)[0]["success"]) == (0, 1.0), err
 
 
+def test_an_address_at_which_nobody_listens_is_one_line_at_once(tmp_path: Path) -> None:
+    """A server that dies later is asked again and again instead, for as long as a turn may take."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        code, out, err = run(url, "--out", tmp_path / "eval")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"agentrl: {url}.*: start the server, or give another --endpoint", err.strip()), err
+
+
 def test_a_call_with_broken_arguments_reaches_the_environment_as_text(server: Any, tmp_path: Path) -> None:
     url, _, answers = server
     broken = called("submit")
@@ -197,7 +209,9 @@ def measured(
     env: str = f"{__name__}:Ladder",
 ) -> EvalResult:
     config = of_endpoint.configured("m", env, settings)
-    transport = httpx.MockTransport(lambda request: handler(json.loads(request.content)))
+    transport = httpx.MockTransport(
+        lambda request: handler(json.loads(request.content)) if request.method == "POST" else httpx.Response(404)
+    )
     client = ScoringClient(url, model="m", transport=transport, deadline_s=5)
     served = of_endpoint.Endpoint(client=client, options=of_endpoint.sampling(config))
     return of_endpoint.evaluate(config, served, n, out, on_result=lambda _: None)

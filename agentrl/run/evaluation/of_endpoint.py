@@ -32,6 +32,7 @@ from agentrl.errors import (
     ConfigError,
     ContextFull,
     EngineRefusal,
+    EngineUnavailable,
     EnvError,
     InfrastructureError,
     RunFailed,
@@ -108,7 +109,8 @@ def evaluate(
 ) -> EvalResult:
     """Play the first `n` held-out tasks of `config.env`, except those already in `out`. Returns the means over all.
 
-    Raises UsageError if `out` holds the results of another evaluation, RunFailed if no episode could be played."""
+    Raises UsageError if `out` holds the results of another evaluation, or if nobody listens at the endpoint; RunFailed
+    if no episode could be played."""
     tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
     file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
     done = file.read()
@@ -214,6 +216,10 @@ async def _play_all(
     config: RunConfig, endpoint: Endpoint, tasks: list[Task], keep: Callable[[Mapping[str, Json]], object]
 ) -> None:
     shared_backend.configure(config.sandbox.arguments())
+    try:
+        await endpoint.client.reach()
+    except EngineUnavailable as error:
+        raise UsageError(f"{error}: start the server, or give another --endpoint") from None
     places = trio.CapacityLimiter(endpoint.concurrency)
 
     async def one(task: Task) -> None:
