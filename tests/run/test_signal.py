@@ -17,7 +17,7 @@ from rich.console import Console
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, StopReason
 from agentrl.run.no_learning import no_signal
-from agentrl.run.reporting import report
+from agentrl.run.reporting import live_view, report
 from agentrl.run.reporting.live_view import LiveView
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -160,3 +160,16 @@ def test_the_live_view_shows_it_beside_the_curves(learner: Learner, tmp_path: Pa
         with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
             view.tick(supervisor)
     assert "no signal" in stream.getvalue() and "easier tasks" in stream.getvalue()
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_has_a_live_table_where_it_can_be_drawn_and_lines_elsewhere(
+    widgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Console] = []
+    live = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(live_view, "Live", lambda console, **_: started.append(console) or live)
+    monkeypatch.setattr(live_view, "find_spec", lambda name: (widgets and name == "ipywidgets") or None)
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    with LiveView(console=console):
+        assert started == ([console] if widgets else [])
