@@ -184,12 +184,12 @@ def evaluate(
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        _show_evaluation(results)
+        _show_evaluation(results, out)
     if not all(result.n for result in results):
         raise SystemExit(1)
 
 
-def _show_evaluation(results: list[EvalResult]) -> None:
+def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
     from agentrl.run.reporting import failed_tasks
 
     def number(value: float | None, digits: int) -> str:
@@ -202,6 +202,8 @@ def _show_evaluation(results: list[EvalResult]) -> None:
     tables.console().print(table)
     if rows := [row for result in results for row in result.failed_tasks]:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
+        where = "--out FOLDER keeps the episodes and the logs" if out is None else f"agentrl logs {out} worker-0"
+        print(f"with tracebacks: {where}")
 
 
 def _show_episode(title: str, text: str) -> None:

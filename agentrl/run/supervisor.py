@@ -78,6 +78,7 @@ from agentrl.store.run_values import (
 )
 
 TRAINING = "training"
+MEASURING = "evaluating"
 """The phase, in words, in which steps come."""
 _T = TypeVar("_T")
 _TICK_S = 0.25
@@ -206,11 +207,10 @@ class Supervisor:
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
-        self._more = ""  # the run is seldom kept
+        self._more, self.phase = "", MEASURING  # the run is seldom kept
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
         await self.processes.start_workers()
-        self.phase = "evaluating"
         await self.evaluate("now")
 
     async def evaluate(self, when: str) -> None:

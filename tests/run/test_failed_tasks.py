@@ -16,7 +16,7 @@ from agentrl.run.reporting.failed_tasks import FailureLines, as_rows, id_of, men
 from agentrl.run.reporting.live_view import LiveView, Warnings
 from agentrl.run.reward_services import by_function
 from agentrl.run.run_folder import RunDir
-from agentrl.run.supervisor import Supervisor
+from agentrl.run.supervisor import MEASURING, Supervisor
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
 
@@ -93,6 +93,18 @@ def test_an_exception_counts_by_itself_and_an_outage_once(store: RunStore) -> No
     play(store, task(3), [(StopReason.SANDBOX_FAILED, "no host")] * 4)
     found = store.failures()
     assert (found.failed, found.raised, found.outages, found.well) == (8, 4, 1, 1)
+
+
+def test_an_evaluation_names_no_folder_that_is_gone_when_it_ends(
+    store: RunStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)])
+    seen = SimpleNamespace(run=SimpleNamespace(path="/tmp/x"), store=store, config=CONFIG, phase=MEASURING)
+    with caplog.at_level(logging.WARNING), Warnings() as view:
+        view.tick(cast("Supervisor", seen))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"failed: seed 3, episode 1: {DETAIL}"
+    assert said[1:] == ["failed: 1 of 1 episodes so far, through no doing of the policy"]
 
 
 def test_a_quiet_run_still_logs_failures_and_alarms(store: RunStore, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,7 @@ def test_an_evaluation_in_which_every_episode_fails_says_how_many_why_and_where_
     said = run("eval", "agentrl/tiny-coder", "--env", f"{ENVS}:StepRaises", "--n", 4)
     assert said.returncode == 1
     assert "KeyError: 'missing'" in said.stdout and f"{ENVS}:{line_of(MISSING, 'class StepRaises')}" in said.stdout
+    assert said.stdout.rstrip().endswith("with tracebacks: --out FOLDER keeps the episodes and the logs")
     row = said.stdout.splitlines()[3].split("│")
     assert [cell.strip() for cell in row if cell.strip()] == ["tasks", "0", "-", "-", "-", "-", "4"]
     said = run("eval", "agentrl/tiny-coder", "--env", f"{ENVS}:StepRaises", "--n", 4, "--json")

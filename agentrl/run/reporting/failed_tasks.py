@@ -133,9 +133,9 @@ def mend(rows: Sequence[dict[str, Any]], path: object) -> str:
 @dataclass(slots=True)
 class FailureLines:
     """The failures of a run in progress, line by line: the first of each kind at once, then a count whenever their
-    number has doubled."""
+    number has doubled. `path` is the run's folder, None of one that is not kept."""
 
-    path: object
+    path: object | None
     now: Callable[[], float] = time.monotonic
     _kinds: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _counted: int = 0
@@ -161,10 +161,8 @@ class FailureLines:
                 )
         if found.failed >= 2 * self._told:
             self._told = found.failed
-            yield (
-                f"failed: {found.failed} of {found.ended} episodes so far, through no doing of the policy: "
-                f"agentrl tasks {self.path} --failed"
-            )
+            more = "" if self.path is None else f": agentrl tasks {self.path} --failed"
+            yield f"failed: {found.failed} of {found.ended} episodes so far, through no doing of the policy{more}"
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from agentrl.run.no_learning import moved, no_signal
 from agentrl.run.reporting import report
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
 from agentrl.run.reporting.waiting import WaitLines
-from agentrl.run.supervisor import Supervisor
+from agentrl.run.supervisor import MEASURING, Supervisor
 
 _WINDOW = 10  # number of steps in a displayed mean
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -51,7 +51,8 @@ class _Alerts:
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
         """What failed since the last call."""
         if self._failures is None:
-            self._failures = FailureLines(supervisor.run.path)
+            kept = supervisor.phase != MEASURING
+            self._failures = FailureLines(supervisor.run.path if kept else None)
             self._unscored = ScoreFailureLines(supervisor.run.path) if supervisor.config.rewards else None
         yield from self._failures.lines(supervisor.store)
         if self._unscored is not None:
