@@ -121,6 +121,7 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
     alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Learn on this CPU, with a model of 135 M parameters")] = False,
 ) -> None:
     """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
     from agentrl import config as configuration
@@ -132,8 +133,11 @@ def train(
         raise UsageError("give either a run file or --resume RUN_DIR")
     if resume is not None and (out or overwrite):
         raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
-    if tiny and (resume is not None or alive):
-        raise UsageError("--tiny tries a run file: give one, without --resume and --keep-alive")
+    size = "tiny" if tiny else "small" if small else None
+    if tiny and small:
+        raise UsageError("--tiny and --small each take another model: leave out one of them")
+    if size and (resume is not None or alive):
+        raise UsageError(f"--{size} is for a run file: give one, without --resume and --keep-alive")
     if alive:
         from agentrl.run.processes.keep_alive import keep_training
 
@@ -144,11 +148,12 @@ def train(
     else:
         assert file is not None
         config = configuration.load(file, settings)
-        path = out or Path("runs") / (f"{config.name}-tiny" if tiny else config.name)
-        if tiny:
-            from agentrl.offline.tiny_run import shrunk
+        path = out or Path("runs") / (f"{config.name}-{size}" if size else config.name)
+        if size:
+            from agentrl.offline import tiny_run
 
-            config = shrunk(config, path.with_name(f"{path.name}-model"))
+            folder = path.with_name(f"{path.name}-model")
+            config = tiny_run.shrunk(config, folder) if tiny else tiny_run.on_cpu(config)
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     report.show(tables.console(), path, summary)
     if summary["unmeasured"]:

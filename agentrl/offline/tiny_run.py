@@ -1,11 +1,13 @@
-"""`agentrl train FILE --tiny`: two steps of a run with a random model of the same architecture in the model's place.
+"""A run file made for GPUs, on this CPU: `agentrl train FILE --tiny` and `agentrl train FILE --small`.
 
-Everything else is real: environment, sandbox, rewards, store, learner, engine, sync and canary, algorithm, adapter.
-Only what a laptop without a GPU cannot do is made small, see `shrunk`. Beside the run's own rewards each turn has a
-random one: a random model earns nothing, and steps without signal would change no weights. It shows that a run file
-works, not that it learns.
+`--small` learns, with a real pretrained language model of 135 M parameters in the model's place: see `on_cpu`.
 
-Other models that the file names (of roles, teachers) are the tiny one too: they have to have its tokens.
+`--tiny` takes two steps with a random model of the same architecture. Everything else is real: environment, sandbox,
+rewards, store, learner, engine, sync and canary, algorithm, adapter. Only what a laptop without a GPU cannot do is made
+small, see `shrunk`. Beside the run's own rewards each turn has a random one: a random model earns nothing, and steps
+without signal would change no weights. It shows that a run file works, not that it learns.
+
+Other models that the file names (of roles, teachers) are the same small one: they have to have its tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, cast
 
 from agentrl.config import RunConfig, parse
 from agentrl.errors import ModelError
+from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
 from agentrl.records import Trajectory
 
@@ -55,11 +58,47 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     allow, short turns, engines of that model, processes and store on this machine, no held-out sets. Raises ModelError
     for a model whose architecture cannot be told."""
     mixture = _make(config.model, folder)
-    document = _of_one_model(config, str(folder))
-    rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
     members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
-    rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members, "max_turns": _TURNS}
-    rollout |= {"max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
+    document = _on_one_cpu(config, folder, str(folder), members=members, groups=1, mixture=mixture)
+    document["rollout"] |= {"max_turns": _TURNS, "max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
+    document["engine"] |= {"kind": "vllm" if mixture else "embedded", "max_batch": 8, "kv_cache_mb": 64}
+    document["train"] |= {"steps": _STEPS, "tokens_per_batch": _CONTEXT}
+    noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
+    document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
+    document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
+    return parse(document)
+
+
+def on_cpu(config: RunConfig) -> RunConfig:
+    """The run with SmolLM2-135M in the place of all its models, on two cores: groups of at most eight, eight a step,
+    turns of at most 64 tokens, contexts of at most 1,024, the learning rate of `examples/laptop_llm.toml`, held-out
+    sets of at most 64 episodes. Environment, rewards and algorithm are the file's own. Raises ModelError with the
+    command to type if the model's packages are missing."""
+    folder = model_dir(smollm2.ID)
+    members = max(min(config.rollout.group_size, 8), *(algo.least_members for algo in config.algorithms.values()))
+    document = _on_one_cpu(config, folder, smollm2.ID, members=members, groups=8, mixture=False)
+    rollout = document["rollout"]
+    rollout["max_running"] = 64
+    for name, most in (("max_tokens_per_turn", 64), ("max_context", 1024)):
+        rollout[name] = min(most, getattr(config.rollout, name))
+    document["engine"] |= {"kind": "embedded", "max_batch": 64, "kv_cache_mb": 1024}
+    document["train"] |= {"lr": 1e-5, "tokens_per_batch": 4096}
+    measured = document.get("eval", {})
+    if "n_during" in measured:
+        measured["n_during"] = min(32, config.eval.n_during)
+    for given in measured.get("sets", []):
+        given |= {"n": min(64, given["n"])} if "n" in given else {}
+    return parse(document)
+
+
+def _on_one_cpu(
+    config: RunConfig, folder: Path, model: str, *, members: int, groups: int, mixture: bool
+) -> dict[str, Any]:
+    """The settings of a run with one model, whose files are in `folder`: processes and store on this machine, without
+    what needs a GPU, `groups` of `members` a step."""
+    document = _of_one_model(config, model)
+    rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
+    rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members}
     if template := rollout.pop("template", None):
         rollout["template"] = _known(template, folder)
     if "pivot" in rollout:
@@ -69,20 +108,15 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     if not mixture:
         engine.pop("routed_experts", None)
         train.pop("routing_replay", None)
-    kind = "vllm" if mixture else "embedded"
-    engine |= {"kind": kind, "dtype": "float32", "max_batch": 8, "kv_cache_mb": 64}
-    train |= {"steps": _STEPS, "device": "cpu", "dtype": "float32", "compile": False, "tokens_per_batch": _CONTEXT}
+    engine |= {"dtype": "float32"}
+    train |= {"device": "cpu", "dtype": "float32", "compile": False}
     for name in ("parallel", "weights", "master_weights", "attention"):
         train.pop(name, None)
     document.pop("cluster", None)
-    buffer = {**document.get("buffer", {}), "groups_per_step": 1}
+    buffer = {**document.get("buffer", {}), "groups_per_step": groups}
     if buffer.get("quorum"):
-        buffer["quorum"] = members
-    document |= {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
-    noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
-    document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
-    document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
-    return parse(document)
+        buffer["quorum"] = min(buffer["quorum"], members)
+    return document | {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
 
 
 def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,9 +14,10 @@ from typer.testing import CliRunner
 from agentrl import config as configuration
 from agentrl.cli.main import app
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, UsageError
+from agentrl.models import smollm2
 from agentrl.offline import tiny_run as tiny_runs
-from agentrl.offline.tiny_run import shrunk
+from agentrl.offline.tiny_run import on_cpu, shrunk
 from agentrl.run.run_folder import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +58,43 @@ def test_two_steps_of_a_recipe_change_the_weights_of_a_tiny_model(
     assert len(trained) == 2 and all(row["grad_norm"] > 0 for row in trained)
     errors = [row["canary_error"] for row in steps if "canary_error" in row]
     assert errors and max(errors) < 1e-3
+
+
+def test_the_word_problems_are_those_that_the_script_makes_and_none_is_held_out_and_trained() -> None:
+    folder = ROOT / "examples" / "recipes" / "gsm8k"
+    script: dict[str, Any] = runpy.run_path(str(folder / "problems.py"))
+    rewards: dict[str, Any] = runpy.run_path(str(folder / "rewards.py"))
+    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in script["files"]().items()}
+    for name, made in rows.items():
+        assert [json.loads(line) for line in (folder / name).read_text().splitlines()] == made
+        assert all(rewards["correct"](None, row["answer"], row) == 1.0 for row in made)
+        for row in made:  # each step is what Python computes
+            for left, right in re.findall(r"([\d*/+ -]+) = (\d+)", row["answer"]):
+                assert eval(left) == int(right)
+    questions = [row["question"] for made in rows.values() for row in made]
+    assert len(set(questions)) == len(questions) == 544
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_run_of_a_small_real_model_on_a_cpu(name: str) -> None:
+    own = configuration.load(ROOT / "examples" / "recipes" / name / "run.toml")
+    small = on_cpu(own)
+    assert {small.model, *small.rollout.given_models()} <= {smollm2.ID, "frozen"}
+    assert (small.engine.kind, small.train.device, small.train.dtype) == ("embedded", "cpu", "float32")
+    assert small.rollout.group_size == 8 and small.rollout.max_context <= 1024
+    assert (small.env, small.algo, small.rewards, small.train.steps) == (
+        own.env,
+        own.algo,
+        own.rewards,
+        own.train.steps,
+    )
+    assert all(given.n <= 64 for given in small.eval.sets)
+
+
+def test_a_run_file_is_tried_or_learned_from_not_both() -> None:
+    done = CliRunner().invoke(app, ["train", "examples/recipes/gsm8k/run.toml", "--tiny", "--small"])
+    assert isinstance(done.exception, UsageError) and "leave out one of them" in str(done.exception)
 
 
 def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp_path: Path) -> None:
