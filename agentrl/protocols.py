@@ -334,7 +334,7 @@ class GenerateRequest:
 class Chunk:
     """Some sampled tokens of a stream. `spans` count from the chunk's first token; if an engine names versions only at
     the end, a later chunk restates earlier tokens with negative starts, and the later statement holds
-    (`agentrl.engine.router.stitching` joins chunks). `columns` holds more about each token, see
+    (`agentrl.engine.router.turn_request` joins chunks). `columns` holds more about each token, see
     `agentrl.tokens.columns`. The last chunk has `finish` and `experts` of the whole request. `spent_s` is the part of
     its deadline that the request has used, if known. A chunk without tokens and `finish` says that the request left an
     engine and goes on at another."""

@@ -18,7 +18,7 @@ from agentrl.engine.weight_sync import fingerprints
 from agentrl.engine.weight_sync.canary import TOLERANCE, probe_tokens
 from agentrl.learner.learner import Learner
 from agentrl.learner.step_report import Stopwatch
-from agentrl.learner.weight_snapshot import take
+from agentrl.learner.weight_export import take
 
 _BUFFER = 1 << 30
 _DEADLINE_S = 60

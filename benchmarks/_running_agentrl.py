@@ -20,7 +20,7 @@ from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 
 
 async def main(url: str, n: int, path: Path, workers: int) -> None:

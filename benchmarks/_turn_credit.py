@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from agentrl import config
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
-from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
 from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.records import Group, GroupState, SamplingParams, Step, StopReason, Task, Trajectory, Turn

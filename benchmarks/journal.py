@@ -26,8 +26,7 @@ import trio
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.store import AdmissionBounds, Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous import AsyncStore, Waiting
 from agentrl.store.databases.change_signal import Role
 
 START: Messages = ({"role": "user", "content": "go"},)

@@ -33,7 +33,7 @@ import trio
 
 from agentrl.records import Messages, Step, Task, Turn, VersionSpan
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.databases.open_store import ADDRESS, STORE, remove
 
 START: Messages = ({"role": "user", "content": "go"},)

@@ -33,7 +33,7 @@ from agentrl.records import Messages, Step, StopReason, Trajectory, Turn, Versio
 from agentrl.rewards.scorer import Scorer
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import AdmissionBounds, Claim, RunStore, Source
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Quorum
 
 GROUP_SIZE, GROUPS, SLOTS, TURNS = 8, 4, 64, 4

@@ -33,7 +33,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import FULL, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 SLEEP_S = 0.005

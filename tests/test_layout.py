@@ -23,13 +23,10 @@ ONE_IDEA = {
     "league.py": "a league's settings, and its work in a run",
     "lora.py": "adapters as an engine and as the learner compute them",
     "plan.py": "the command `plan`, and its computation",
-    "reads.py": "the reads of a store: plain, awaited",
     "rewards.py": "rewards: the command, and those that environments share",
     "server.py": "an engine's HTTP server: the embedded one's, vLLM's",
     "sft.py": "supervised training: the command, its loss, its run",
     "shared_engines.py": "engines that runs share: settings, command, service",
-    "store.py": "the store: the command, its awaited face",
-    "submit.py": "the command `submit`, and its call",
     "tasks.py": "where tasks come from: any source, and those of an environment",
     "texts.py": "the texts that an environment shows to the policy",
 }

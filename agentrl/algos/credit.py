@@ -1,14 +1,19 @@
 """Credit: which turn earned how much of an episode's outcome and process rewards.
 
-Converts rewards to one advantage per turn; every token of a turn gets its turn's. Never knows tokens.
+Converts rewards to one advantage per turn; every token of a turn gets its turn's. Several streams of rewards (outcome,
+environment, each reward source) are first brought to one scale within a group: a stream with large or noisy numbers
+else drowns the others, and different mixtures with one sum look the same. Never knows tokens, nor what a stream is.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from agentrl.algos.advantages import Baseline, Scale, centred, spread
+from agentrl.algos.advantages import SLACK, STD_FLOOR, Baseline, Scale, centred, spread
+from agentrl.algos.algorithm import ROUNDING
 
 
 def reward_to_go(rewards_GT: Tensor, discount: float = 1.0) -> Tensor:
@@ -69,3 +74,71 @@ def turn_advantages(
     process_GT = centred(to_go_GT, scored_G, baseline, judges_G)
     advantages_GT = (outcome_GT + process_GT) / divisor_G[:, None]
     return torch.where(alive_GT, advantages_GT, 0.0)
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+
+StreamScale = Literal["std", "leave_one_out"]
+
+
+def stream_advantages(
+    outcomes_G: Tensor,
+    streams_KGT: Tensor,
+    weights_K: Tensor,
+    turns_G: Tensor,
+    scored_G: Tensor,
+    *,
+    baseline: Baseline,
+    scale: StreamScale,
+    process_weight: float,
+    judges_G: Tensor | None = None,
+) -> Tensor:
+    """One advantage per turn, [G, T], as `credit.turn_advantages`, of `streams_KGT` process rewards by stream.
+
+        A[i, t] = (R_i - b_i) / s_i + w sum_k w_k (C_k[i, t] - c_k[i, t]) / s_k,i
+
+    The spread s of a stream is the sample standard deviation of its rewards-to-go at each turn index, its square
+    averaged over turns. A stream without any spread says nothing.
+
+    `std`: over the whole group, as GDPO (Liu et al. 2026, arXiv 2601.05242, equation 4; without its second
+    normalisation over the batch, a common factor); for a late member it is at least 1 / `SLACK` of the
+    deviation with it, see `advantages.spread`. Biased: the divisor depends on the episode that it scales, so the
+    expected gradient is that of no mixture of the streams. `leave_one_out`: over the siblings alone. The divisor is
+    independent of the judged episode, so the expected gradient of a task is exactly the sum over streams of
+    w_k E[1 / s_k] times the stream's own gradient. It needs three members: with fewer, and for a member whose siblings
+    do not differ in a stream, the stream says nothing. In a group where one member alone is rewarded, that stream thus
+    speaks through the others. Centring alone (`turn_advantages`) is unbiased, and the same for streams as for sums."""
+    judges_G = scored_G if judges_G is None else judges_G
+    index_T = torch.arange(streams_KGT.shape[2], device=streams_KGT.device)
+    alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
+    total_GT = _scaled(outcomes_G[:, None], torch.ones_like(turns_G), scored_G, judges_G, baseline, scale)
+    total_GT = total_GT.expand(-1, streams_KGT.shape[2])
+    for rewards_GT, weight in zip(streams_KGT, (weights_K * process_weight).tolist(), strict=True):
+        to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0))
+        total_GT = total_GT + weight * _scaled(to_go_GT, turns_G, scored_G, judges_G, baseline, scale)
+    return torch.where(alive_GT, total_GT, 0.0)
+
+
+def _scaled(
+    values_GT: Tensor, turns_G: Tensor, scored_G: Tensor, judges_G: Tensor, baseline: Baseline, scale: StreamScale
+) -> Tensor:
+    """Values less their baseline, over their spread."""
+    of_all = _inverse_spread(values_GT, turns_G, judges_G)
+    inverse_G = torch.full_like(values_GT[:, 0], of_all)
+    for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
+        members_G = judges_G.clone()
+        members_G[member] = scale == "std"
+        own = _inverse_spread(values_GT, turns_G, members_G)
+        inverse_G[member] = own if judges_G[member] else min(of_all, own * SLACK)
+    return centred(values_GT, scored_G, baseline, judges_G) * inverse_G[:, None]
+
+
+def _inverse_spread(values_GT: Tensor, turns_G: Tensor, members_G: Tensor) -> float:
+    """1 / spread of some members' values; 0 where they do not differ, or are fewer than two."""
+    if int(members_G.sum()) < 2:
+        return 0.0
+    variance_T = values_GT[members_G][:, : int(turns_G[members_G].max())].var(0, correction=1)
+    spread = float(variance_T.mean().sqrt()) if len(variance_T) else 0.0
+    return 1.0 / (spread + STD_FLOOR) if spread > ROUNDING else 0.0

@@ -57,8 +57,7 @@ class GRPO(Clipped):
         return self.discount
 
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
-        from agentrl.algos.credit import turn_advantages
-        from agentrl.algos.reward_streams import stream_advantages
+        from agentrl.algos.credit import stream_advantages, turn_advantages
 
         if self.source_scale != "none":
             return {

@@ -19,7 +19,7 @@ from agentrl.algos.algorithm import Algorithm, Slots
 from agentrl.blocks.buffer import Batch
 from agentrl.blocks.publishing import Weights
 from agentrl.config import Train, algorithms
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import read_section
 from agentrl.engine.weight_sync.canary import Dtype
 from agentrl.errors import ConfigError, UsageError

@@ -29,8 +29,7 @@ from agentrl.rollout.env_calls import make_env
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.rollout.worker import Worker
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, AsyncStore
 from agentrl.store.run_values import PHASE
 
 EnvLike = str | Callable[..., Any]

@@ -1,7 +1,10 @@
-"""The commands on single episodes of a run, as `agentrl.cli` offers them; heavy imports wait until they are needed."""
+"""The commands on single episodes of a run, and on its store (`agentrl store …`); heavy imports wait until they are
+needed.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +15,7 @@ from agentrl.errors import UsageError
 if TYPE_CHECKING:
     from agentrl.run.run_folder import RunDir
     from agentrl.store.interfaces import Versions
+
 
 _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
@@ -78,7 +82,7 @@ def _export_demonstrations(
     min_outcome: float | None,
     per_task: int | None,
 ) -> None:
-    from agentrl.offline.rejection_sampling import Choice, select
+    from agentrl.offline.episode_export import Choice, select
     from agentrl.store import RunStore
 
     with RunStore.read(run.store_path) as store:
@@ -127,3 +131,29 @@ def add_commands(app: typer.Typer) -> None:
     app.command()(fork)
     app.command()(export_episodes)
     app.command()(import_episodes)
+
+
+store = typer.Typer(no_args_is_help=True, help="The store of a run.")
+
+
+@store.callback()
+def _store() -> None:
+    """The store of a run."""
+
+
+@store.command("copy")
+def copy(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory; the run must not be under way")],
+    to: Annotated[str, typer.Option("--to", help="postgresql://user@host/database, or sqlite: a file in the folder")],
+) -> None:
+    """Copy a run's store to PostgreSQL or back to a file; the run goes on with the copy, the old store is kept."""
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store.copy_database import move
+    from agentrl.store.databases.open_store import supervising
+
+    if to != "sqlite" and not to.startswith(("postgresql://", "postgres://")):
+        raise UsageError(f"--to {to}: give postgresql://user@host/database, or sqlite")
+    run = RunDir.open(path)
+    with run.lock(), supervising(run.store_path, of_copy=True):  # what gives a copy its own
+        kept, rows = move(path, None if to == "sqlite" else to, time.time)
+    print(f"{rows} rows copied; {run.store_path} names the store from now on, {kept} the old one")

@@ -19,19 +19,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
-from agentrl.cli.chaos import chaos
 from agentrl.cli.demos import demos
-from agentrl.cli.episodes import add_commands
-from agentrl.cli.export import export
-from agentrl.cli.plan import advise, plan
-from agentrl.cli.retrain import retrain
+from agentrl.cli.episodes import add_commands, store
+from agentrl.cli.offline import chaos, export, retrain, sft
+from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
-from agentrl.cli.run import logs, scale, status, stop, tasks
-from agentrl.cli.sft import sft
-from agentrl.cli.shared_engines import fleet
-from agentrl.cli.simulate import simulate
-from agentrl.cli.store import store
-from agentrl.cli.submit import submit
+from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
 from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, UsageError
 
@@ -275,7 +268,7 @@ def audit(
     """Check that a run kept the laws; exit code 1 if one is broken."""
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
-    from agentrl.store.audit.audit import audit as check
+    from agentrl.store.audit import audit as check
 
     run = RunDir.open(path)
     with RunStore.read(run.store_path) as store:

@@ -1,11 +1,11 @@
-"""The commands `agentrl status`, `logs`, `tasks`, `scale` and `stop`, as `agentrl.cli` offers them. Imports nothing
-heavy."""
+"""The commands `agentrl status`, `logs`, `tasks`, `scale`, `stop`, `submit` and `fleet`. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.run.run_folder import RunDir
+
 
 _RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")]
 _TAIL = 1 << 20  # bytes at a log's end that are searched for its last lines
@@ -137,3 +138,38 @@ def _last(file: IO[bytes], n: int) -> list[str]:
 def _tell(log: Path, *lines: str) -> None:
     for line in lines:
         print(f"{log.stem}: {line}".translate(_SHOWN), flush=True)
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="A run file (TOML)")],
+    address: Annotated[
+        str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="The cluster's dashboard: http://HEAD:8265")
+    ],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder, at this path on the cluster")] = None,
+    deadline_s: Annotated[float, typer.Option(min=0, help="How long to wait for its start")] = 60.0,
+) -> None:
+    """Start a run on a Ray cluster, as a job of its own that nobody's terminal ends."""
+    from agentrl import config as configuration
+    from agentrl.errors import UsageError
+    from agentrl.run.cluster import submit as submitting
+    from agentrl.run.run_folder import RunDir
+
+    given = settings or []
+    config = configuration.load(file, ["cluster.launcher=ray", *given])
+    place = (out or Path("runs") / config.name).absolute()
+    if RunDir(place).store_path.exists():
+        raise UsageError(f"{place} holds a run: give another --out, or agentrl train --resume {place} on the cluster")
+    job = submitting.submit(address, submitting.entrypoint(file, place, given), deadline_s=deadline_s)
+    print(f"job {job} of {address} trains in {place}")
+    print(f"next      agentrl status {place}; agentrl logs {place} --follow; agentrl stop {place}")
+
+
+def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/how-to/fleet.md")]) -> None:
+    """Serve engines that several runs share through adapters, until Ctrl-C. Prints each tenant's lines for its run."""
+    from agentrl.host.nonblocking_output import waiting_for_no_reader
+    from agentrl.run.serving import shared_engines
+
+    config = shared_engines.load(file)
+    with waiting_for_no_reader():
+        shared_engines.run(config, partial(print, flush=True))

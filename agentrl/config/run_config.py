@@ -22,9 +22,7 @@ from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
 from agentrl.config.cluster import Cluster, WithCluster
 from agentrl.config.league import LeagueSettings
-from agentrl.config.learner_settings import LearnerSettings
-from agentrl.config.roles import RoleTable, WithRoles
-from agentrl.config.sandbox import Sandboxes
+from agentrl.config.roles import LearnerSettings, RoleTable, WithRoles
 from agentrl.config.sections import (
     URL_SCHEMES,
     Alarms,
@@ -38,6 +36,7 @@ from agentrl.config.sections import (
     Positive,
     Resume,
     RewardSource,
+    Sandboxes,
     as_stored,
     check_sources,
     check_temperatures,

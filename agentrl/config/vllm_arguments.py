@@ -1,7 +1,7 @@
 """`[engine.vllm]`: any argument of vLLM's server, by the name it has there, and how it is written on a command line.
 
 Owns the list of those that the run itself decides, each with the setting that says it. Whether vLLM knows an argument
-and takes its value, only vLLM can say: `agentrl.engine.vllm.check_arguments` asks it.
+and takes its value, only vLLM can say: `agentrl.engine.vllm.launch` asks it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from agentrl.engine import access
 from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
-from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.router.turn_request import Stitcher
 from agentrl.engine.vllm_api import (
     ChunkParser,
     check_sampling,

@@ -23,16 +23,19 @@ from agentrl.env.snapshots import Recorded
 from agentrl.env.tools.by_name import Named, Plugged
 from agentrl.env.tools.calls import Malformed, ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
-from agentrl.env.tools.results import CallResult, failed, said, tool_messages
 from agentrl.env.tools.tools import (
     ArgumentCheck,
+    CallResult,
     argument_check,
     as_result,
     clean_text,
     cut,
     envelope,
+    failed,
     function_schema,
     is_tool,
+    said,
+    tool_messages,
     tools_of,
 )
 from agentrl.errors import (

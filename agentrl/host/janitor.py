@@ -7,7 +7,8 @@ machine removes the rest: labels identify dead owners by process id and start ti
 
 The mark finds processes that the kernel does not end: a program on the host that does not ask for `PR_SET_PDEATHSIG`; a
 `bwrap`, which asks for it some milliseconds after its start; and process 1 of its box, which asks still later. If the
-parent dies before that, the child gets no signal.
+parent dies before that, the child gets no signal. A process of ours ends by itself (`watch_lifeline`): its owner holds
+the other end of its standard input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import trio
@@ -247,3 +248,20 @@ def _pid_namespace() -> str:
         return str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         return "none"
+
+
+_LIFELINE_GRACE_S = 5.0
+
+
+def watch_lifeline(on_end: Callable[[], None]) -> None:
+    """Call `on_end` when standard input ends, and exit the process after a grace period in any case."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
+        timer.daemon = True
+        timer.start()
+        on_end()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()

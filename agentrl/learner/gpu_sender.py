@@ -17,7 +17,7 @@ from torch import distributed
 
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.host.ports import free_port
-from agentrl.learner.weight_snapshot import WeightSnapshot
+from agentrl.learner.weight_export import WeightSnapshot
 
 _PACKAGE = "vllm.distributed.weight_transfer"
 _IPC_BUFFER = 1 << 30  # bytes shared with the engine at a time, or a tensor's own size where that is larger

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.config.algorithms import distinct
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ConfigError, RunFailed
 from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
@@ -53,9 +53,7 @@ from agentrl.learner.parallel.fsdp import whole
 from agentrl.learner.parallel.pass_schedule import Pass, divided, laid, moved
 from agentrl.learner.parallel.ranks import ALONE, Ranks
 from agentrl.learner.step_report import PassResult, StepReport, StepTally, Stopwatch, pass_result, summarise
-from agentrl.learner.weight_export import WeightFile, checkpoint_tensors, write_weights
-from agentrl.learner.weight_hashes import hash_of
-from agentrl.learner.weight_snapshot import WeightSnapshot, take
+from agentrl.learner.weight_export import WeightFile, WeightSnapshot, checkpoint_tensors, hash_of, take, write_weights
 from agentrl.records import Group
 
 S = TypeVar("S")
@@ -545,7 +543,7 @@ class Learner:
         return lora.write(self.model.module, self._on_every_rank(self.gather_adapter, None), folder, read_back=False)
 
     def snapshot(self, dtype: torch.dtype) -> WeightSnapshot:
-        """A copy of the weights that a sender reads: see `agentrl.learner.weight_snapshot`."""
+        """A copy of the weights that a sender reads: see `agentrl.learner.weight_export`."""
         found = self._on_every_rank(self.take_snapshot, dtype)
         assert found is not None, "rank 0 gets it"
         return found
@@ -558,7 +556,7 @@ class Learner:
         return self._on_every_rank(self.score_tokens, (token_ids, dtype, role))
 
     def hashes(self) -> dict[str, str]:
-        """Of each trained tensor, by name: see `agentrl.learner.weight_hashes`."""
+        """Of each trained tensor, by name: see `agentrl.learner.weight_export`."""
         return self._on_every_rank(self.hash_weights, None)
 
     def save(self, root: Path) -> Path:

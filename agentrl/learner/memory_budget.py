@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ModelError
 from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import Branch, Pack, packs, stem

@@ -23,11 +23,10 @@ from agentrl.algos.losses import kl_penalty
 from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
 from agentrl.learner.data.batch import GroupRows, Row
 from agentrl.learner.data.prefix_trees import Pack
-from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment
+from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment, group_spread
 from agentrl.learner.flops import Use
 from agentrl.learner.moe.routers import RouterRecord
 from agentrl.learner.moe.routing_replay import Routed, RoutingSummary, routed, summary
-from agentrl.learner.play_report import group_spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

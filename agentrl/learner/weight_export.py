@@ -1,31 +1,44 @@
-"""Weights as one safetensors file, for an engine to load.
+"""The learner's weights on their way out: one safetensors file, a copy for a sender, hashes that tell two apart.
 
 Owns names, completeness and atomicity of the file. Never knows who reads it, nor which version it becomes.
-"""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch and transformers leave parts of their signatures untyped)
+`WeightSnapshot` stays the same while the learner goes on with its next step. `take` gathers a sharded model whole
+before any engine is contacted, and leaves no collective of the learner open on any rank: if a sender waited for engines
+in the middle of a gather, while another rank waits for it in the next one, both would wait for ever.
+
+`hash_of`: equal bits, and only these, give equal hashes (but for one chance in 2^32 a tensor). It is computed where the
+tensor lies, in one reading of it, with integers alone: the order of a sum does not matter, so that a GPU and any number
+of threads find the same. It is no defence against somebody who wants two tensors to look alike.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.config.train import Train
 from agentrl.engine.weight_sync import fingerprints as fingerprint
 from agentrl.errors import RunFailed
 from agentrl.learner.model import lora
 from agentrl.learner.optimizers.master_weights import masters
+from agentrl.learner.parallel.collectives import named
 from agentrl.learner.parallel.fsdp import gathered
+from agentrl.learner.parallel.fsdp import whole as gather
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +118,124 @@ def check_room(folder: Path, size_bytes: int) -> None:
             f"{folder} has {free >> 20} MiB left, and the weights take {-(-size_bytes >> 20)}: free some, or name a "
             "folder with more room in scratch_dir"
         )
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+
+_ROW = 1 << 17  # values that are summed together: they fit a cache
+_ROWS = {"cpu": 1}  # at once; elsewhere 128, which keep a GPU busy
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_ODD = 0x9E3779B1  # about 2^32 over the golden ratio
+_MASK = (1 << 32) - 1
+
+
+@torch.no_grad()
+def hash_of(tensor: Tensor) -> str:
+    """Eight hexadecimal digits. Every value is multiplied by an odd number of its place, so that one changed bit always
+    shows, and so do two values that changed places."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    factors = _factors(flat.device)
+    whole = len(words) - len(words) % _ROW
+    slabs = [*words[:whole].view(-1, _ROW).split(_ROWS.get(flat.device.type, 128)), words[whole:][None]]
+    sums = [(slab.int() * factors[: slab.shape[1]]).sum(1, dtype=torch.int64) for slab in slabs]
+    found = len(words)
+    for part in torch.cat(sums).tolist():
+        found = (found * _ODD + part) & _MASK
+    return f"{found:08x}"
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    places = torch.arange(_ROW, dtype=torch.int64, device=device)
+    return ((places * _ODD) & 0x7FFFFFFF | 1).int()
+
+
+def circumstances(train: Train) -> dict[str, str | int | bool]:
+    """On what the bits of a step depend besides its data and settings: another order of a sum rounds differently."""
+    device = torch.device(train.device)
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "dtype": train.dtype,
+        "threads": train.threads,
+        "ranks": train.parallel.ranks,
+        "compile": train.compile,
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "logits_mb": train.logits_mb,
+    }
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """The facts about a tensor that a receiver needs before it comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightSnapshot:
+    """Tensors under the names of the checkpoint format, in a fixed order; each pass over them gives (name, tensor) on
+    `device`, wherever they are kept. It has the form of vLLM's `WeightSource`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self.device = dict(tensors), device
+
+    def metadata(self) -> list[Described]:
+        """The tensors of a pass, in its order."""
+        return [Described(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.to(self.device)
+
+    def fingerprints(self) -> dict[str, str]:
+        """See `agentrl.engine.weight_sync.fingerprints`."""
+        return fingerprint.of_tensors(self._tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """The size of its largest tensor."""
+        return max((tensor.nbytes for tensor in self._tensors.values()), default=0)
+
+
+@torch.no_grad()
+def take(module: Any, dtype: torch.dtype) -> WeightSnapshot | None:
+    """The weights of a transformers model, cast to `dtype`; later steps do not change them.
+
+    If the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and only rank 0 gets
+    the snapshot: all weights in host memory, since one GPU may be too small for them. A model that is not sharded is
+    copied on its device: in bfloat16 that takes an eighth of the memory of weights, gradients and Adam."""
+    state = held(module)
+    sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
+    keeps = not sharded or distributed.get_rank() == 0
+    device = next(iter(state.values())).device
+    whole: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
+        full = gather(cast, name)
+        if keeps:
+            whole[name] = full.to("cpu", copy=True) if sharded else full
+    _settle(device, sharded)
+    return WeightSnapshot(checkpoint_names(module, whole), device) if keeps else None
+
+
+def _settle(device: torch.device, sharded: bool) -> None:
+    """Wait until this rank has finished copying, and every rank has finished gathering."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if sharded:
+        with named("a snapshot's end"):
+            distributed.barrier()

@@ -2,28 +2,36 @@
 
 Owns the choice of where to begin, the replay, and the comparison with what the run recorded. It only looks at the run,
 which may go on meanwhile. In float32 on one kind of CPU, with the threads of then, the weights are equal bit by bit.
+
+`TokenDump` writes what a step does to each of its tokens, one line of JSON for each turn of each pass. It looks at
+passes (`Learner.on_pass`) and changes nothing: the loss is computed a second time, on copies of what the models said.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 
 from agentrl import config as configuration
+from agentrl.algos.algorithm import Algorithm, Outputs
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, RunFailed, StoreError, UsageError
 from agentrl.learner.checkpoints.folders import complete, step_of
+from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizers import master_weights
-from agentrl.learner.token_dump import TokenDump
-from agentrl.learner.weight_hashes import circumstances
+from agentrl.learner.weight_export import circumstances
 from agentrl.models.resolve import slot_dir
 from agentrl.records import Group
 from agentrl.run.processes.build_learner import build_learner
@@ -31,6 +39,66 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import finite
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+
+class TokenDump:
+    """Writes the passes of a step. A line has `pass`, `episode` and `turn`, the turn's scored `token_ids`, and lists of
+    one value for each of these:
+
+    logprob     in nats under the weights of this pass
+    ratio       of these to the policy at the start of the step
+    loss        the token's part of the policy's loss: its share times what its share is multiplied by
+    gradient    derivative of the loss by the token's log-prob: below 0 it is made likelier
+    and all columns of the algorithm, such as advantage, behaviour, proximal, weight, lag"""
+
+    def __init__(self, file: IO[str], step: int) -> None:
+        self._file, self._step = file, step
+        self._passes = 0
+
+    def __call__(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
+        loss_K, gradient_K = self._parts(pack.algo, tokens, outputs)
+        logprob_K = outputs.logprobs_K.detach()
+        columns: dict[str, list[Any]] = {
+            "token_ids": pack.target_K.tolist(),
+            "logprob": logprob_K.tolist(),
+            "ratio": (logprob_K - tokens["proximal"]).exp().tolist(),
+            "loss": loss_K.tolist(),
+            "gradient": gradient_K.tolist(),
+            **{name: tokens[name].tolist() for name in tokens if name not in ("episode", "turn")},
+        }
+        turns = list(zip(tokens["episode"].tolist(), tokens["turn"].tolist(), strict=True))
+        at = 0
+        for (episode, turn), same in groupby(turns):
+            to = at + len(list(same))
+            line = {name: _finite(values[at:to]) for name, values in columns.items()}
+            self._file.write(json.dumps({"pass": self._passes, "episode": episode, "turn": turn, **line}) + "\n")
+            at = to
+        self._passes += 1
+
+    def _parts(self, algo: Algorithm, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        """Of each token [K]: its part of the loss, and the derivative of the loss by its log-prob."""
+        weight_K = tokens["weight"].detach().clone().requires_grad_()
+        logprobs_K = outputs.logprobs_K.detach().clone().requires_grad_()
+        values_K = None if outputs.values_K is None else outputs.values_K.detach()
+        again = Outputs(logprobs_K=logprobs_K, entropy_K=outputs.entropy_K.detach(), values_K=values_K)
+        with torch.enable_grad():
+            total = algo.loss({**tokens, "weight": weight_K}, again, self._step).total
+        if not total.requires_grad:  # a step that trains no policy
+            return torch.zeros_like(weight_K), torch.zeros_like(weight_K)
+        by_weight, by_logprob = torch.autograd.grad(
+            total, (weight_K, logprobs_K), allow_unused=True, materialize_grads=True
+        )
+        return weight_K.detach() * by_weight, by_logprob
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(inner) for inner in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 _OTHERWISE = (
     *(

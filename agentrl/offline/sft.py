@@ -28,7 +28,7 @@ from agentrl import config as configuration
 from agentrl.algos.algorithm import Outputs
 from agentrl.algos.sft import Supervised
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import Count, Section, check_template, config_error
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ConfigError, UsageError

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ConfigError, ScoreError
 from agentrl.records import Json, Message, Trajectory
-from agentrl.rewards.transcripts import fenced, messages_of, shortened
-from agentrl.rewards.truncation import asked_shorter
+from agentrl.rewards.transcripts import asked_shorter, fenced, messages_of, shortened
 
 _REASON_CHARS = 600  # of a guided answer: so many and the rest fit its tokens
 # What changes from call to call comes last, so that a server computes the rubric once.

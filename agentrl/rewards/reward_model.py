@@ -10,8 +10,7 @@ import trio
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import ScoreError
 from agentrl.records import Message, Trajectory
-from agentrl.rewards.transcripts import defused_messages, messages_of, shortened
-from agentrl.rewards.truncation import asked_shorter
+from agentrl.rewards.transcripts import asked_shorter, defused_messages, messages_of, shortened
 
 
 class RewardModel:

@@ -28,11 +28,10 @@ from agentrl.records import LARGEST, StopReason, Trajectory
 from agentrl.registry import load_reference
 from agentrl.rewards.hidden_tests import ArtifactsOf, BoxTests
 from agentrl.rewards.judge import Judge
-from agentrl.rewards.overlong import Overlong
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.score_cache import ScoreCache
 from agentrl.rewards.score_failures import KIND, FailureCount
-from agentrl.rewards.shaping import Shaping
+from agentrl.rewards.shaping import Overlong, Shaping
 from agentrl.rewards.verdict import Verdict
 from agentrl.store.interfaces import RewardStore
 from agentrl.tokens.columns import NONE

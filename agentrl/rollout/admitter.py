@@ -17,8 +17,7 @@ from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.host.disk_space import wait_for_space
 from agentrl.records import Task
 from agentrl.rollout.branching import Pivots
-from agentrl.store.asynchronous.threads import Aside
-from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous import Aside, Waiting
 from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.interfaces import AdmissionStore
 from agentrl.tokens import staleness

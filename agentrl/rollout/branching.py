@@ -2,7 +2,7 @@
 
 Owns which groups get such a fork, and the rules that choose its turn. A rule may look at everything that came of the
 episode. What is sampled after the fork is independent of that, so a rule decides how often a state is visited, and not
-what is expected there. Never knows how a fork is made or restored (see `agentrl.store.episodes.forks`).
+what is expected there. Never knows how a fork is made or restored (see `agentrl.store.episodes.groups`).
 """
 
 from __future__ import annotations

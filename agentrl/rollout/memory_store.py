@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Step, StopReason, Task, Trajectory, Turn
 from agentrl.store import TRAIN, Claim, EnvSnapshot, Partial
-from agentrl.store.databases.batched_calls import Result
+from agentrl.store.databases.database import Result
 
 
 class _Written:

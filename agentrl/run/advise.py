@@ -11,8 +11,7 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
 from agentrl.planning.simulate.measured import MeasuredRun, measure
-from agentrl.planning.simulate.sweep import START_UP, SweepCase, SweepRow, advice, not_reproduced, run_all
-from agentrl.planning.simulate.sweep_cases import Wishes, plan
+from agentrl.planning.simulate.sweep import START_UP, SweepCase, SweepRow, Wishes, advice, not_reproduced, plan, run_all
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore

@@ -1,25 +1,153 @@
-"""The reward sources of a run: declared in its store, served by its first worker, rescored afterwards on request."""
+"""The reward sources of a run: declared in its store, served by its first worker, rescored afterwards on request.
+
+Teachers that engines serve are found here, and checked before anything is played.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+import httpx
 import trio
 
+from agentrl.algos.algorithm import Algorithm
 from agentrl.config import RunConfig
 from agentrl.config.sections import RewardSource
-from agentrl.errors import ScoreError, UsageError
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.scoring_client import ScoringClient
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    EngineTimeout,
+    EngineUnavailable,
+    ModelError,
+    ScoreError,
+    UsageError,
+)
+from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.rewards.score_failures import KIND, ScoreFailures, totals
 from agentrl.rewards.scorer import Scorer, rewarder_of
-from agentrl.run.teachers import teacher_of
+from agentrl.rewards.teacher import Teacher, prefix_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore, Source
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.interfaces import ControlStore, ReadStore, RewardStore
+from agentrl.store.run_values import ENGINE_URLS
+
+POLICY = "policy"  # as a teacher's url: the run's own engines
+
+_PROBE = "A probe: naïve 東京 🙂 x_1 += 3.14e-2;\n\n\tdef f(x): return {'a': [1, 22, 333]}"
+
+
+def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], settings: RewardSource) -> Teacher:
+    """Asks the server of a source of kind `teacher`, or, with the url `policy`, the engines that `meta` names at the
+    time, under the weights that they have then. Raises ConfigError for a prompt that the chat template has no place
+    for."""
+    opened: dict[str, ScoringClient] = {}
+
+    async def clients() -> Sequence[ScoringClient]:
+        urls = [str(settings.url)]
+        if settings.url == POLICY:
+            urls = await ENGINE_URLS.awaited(meta)
+        for url in urls:
+            if url not in opened:
+                opened[url] = _client(config, settings, url)
+        return [opened[url] for url in urls]
+
+    prefix: tuple[int, ...] = ()
+    if settings.prompt is not None:
+        try:
+            prefix = prefix_of(renderer_of(config), settings.prompt)
+        except ModelError as error:
+            raise ConfigError("rewards.prompt", settings.prompt, str(error)) from None
+    return Teacher(clients, prefix, frozenset(settings.envs))
+
+
+def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    """Raises ConfigError if a teacher teaches nothing, if there should be one and is none, or if a server that should
+    teach has other tokens than the policy. `transport` takes the place of the network."""
+    served = [one for one in config.rewards if one.kind == "teacher"]
+    pupils = [(_field_of(config, env), config.algo_of(env), env) for env in config.environments]
+    for at, table in enumerate(config.roles):
+        if table.algo is not None:
+            pupils += [(f"roles.{at}.algo", table.algo, env) for env in config.environments]
+    teaches = [source for pupil in pupils for source in _teachers(*pupil, served)]
+    if idle := [one.source for one in served if one.source not in teaches]:
+        raise ConfigError("rewards.source", idle[0], "it teaches nothing: give algo.distil_weight")
+    if served and config.rollout.temperature != 1:
+        hint = "engines say how probable a token is at temperature 1: give 1, or algo.teacher"
+        raise ConfigError("rollout.temperature", config.rollout.temperature, hint)
+    for one in served:
+        teacher_of(config, _nobody, one)
+        if one.url != POLICY:
+            trio.run(_check_tokens, config, one, _client(config, one, str(one.url), transport))
+        elif config.sends_adapters:
+            hint = "engines know an adapter by the name of its version: give engine.sync = 'full'"
+            raise ConfigError("rewards.url", POLICY, hint)
+
+
+def _field_of(config: RunConfig, env: str) -> str:
+    """Of the run file: where the algorithm of an environment stands."""
+    tables = enumerate(config.tasks)
+    own = (at for at, table in tables if table.algo is not None and (table.id or config.env.id) == env)
+    return next((f"tasks.{at}.algo" for at in own), "algo")
+
+
+def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSource]) -> list[str]:
+    """The sources of kind `teacher` that an algorithm, which stands at `field`, learns from in an environment."""
+    weight, slots = getattr(algo, "distil_weight", 0.0), algo.slots
+    slot = slots.frozen.get("teacher") or slots.moving.get("teacher")
+    own = [one.source for one in served if not one.envs or env in one.envs]
+    if weight and slot is None and not own:
+        hint = f"nobody teaches: give {field}.teacher or teacher_every, or a [[rewards]] table with kind = 'teacher'"
+        raise ConfigError(f"{field}.distil_weight", weight, hint)
+    if own and slot is not None:
+        hint = f"[[rewards]] has the teacher {own[0]!r} of {env}: leave one out, or name its environments (`envs`)"
+        raise ConfigError(f"{field}.teacher", slot, hint)
+    return own if weight else []
+
+
+async def _check_tokens(config: RunConfig, settings: RewardSource, client: ScoringClient) -> None:
+    folder = model_dir(config.model)
+    own, size = Renderer(folder).tokens(_PROBE), vocabulary(folder)
+    try:
+        await client.logprobs([0, own[0] if size is None else size - 1])
+    except AgentRLError as error:
+        hint = f"it does not say how probable the tokens of {config.model!r} are ({error})"
+        raise ConfigError("rewards.url", settings.url, hint) from None
+    try:
+        theirs = await client.tokens(_PROBE)
+    except (EngineTimeout, EngineUnavailable) as error:
+        raise ConfigError("rewards.url", settings.url, str(error)) from None
+    except AgentRLError:
+        said = f"does not say how it divides a text into tokens: is its tokenizer that of {config.model}?"
+        print(f"agentrl: warning: {settings.url} {said}", file=sys.stderr)
+        return
+    if theirs != own:
+        hint = f"it divides a text into other tokens than {config.model!r}: a teacher needs the policy's tokenizer"
+        raise ConfigError("rewards.url", settings.url, hint)
+
+
+def _client(
+    config: RunConfig, settings: RewardSource, url: str, transport: httpx.AsyncBaseTransport | None = None
+) -> ScoringClient:
+    return ScoringClient(
+        url,
+        model=settings.model,
+        api_key=config.engine.key_of(url) if settings.url == POLICY else settings.api_key(),
+        concurrency=settings.concurrency,
+        deadline_s=0.9 * settings.call_deadline_s,
+        transport=transport,
+    )
+
+
+async def _nobody(_: str) -> None:
+    return None
 
 
 def declare(config: RunConfig, store: ControlStore) -> None:
@@ -49,10 +177,6 @@ async def serve(config: RunConfig, store: RewardStore) -> None:
             teacher = partial(teacher_of, config, store.meta)
             ask = rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher)
             nursery.start_soon(Scorer(settings, store, ask).serve)
-
-
-async def _nobody(_: str) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,15 +52,14 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting.failed_tasks import skips
 from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
-from agentrl.run.scratch_space import check_room
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
+from agentrl.run.weights.publisher import check_room
 from agentrl.run.weights.role_policies import objects_of
 from agentrl.store import RunStore, close_policy
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.run_values import (

@@ -44,8 +44,7 @@ from agentrl.registration import make
 from agentrl.run import resume_overrides
 from agentrl.run.callbacks.callback import Callback, check_callbacks
 from agentrl.run.callbacks.delivery import telling
-from agentrl.run.dataset import run_file
-from agentrl.run.dataset.notebook import reference_of
+from agentrl.run.dataset import Rewards, Rows, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
 from agentrl.run.order_by_name import take_order
@@ -53,11 +52,11 @@ from agentrl.run.preflight import check_limits, check_tasks
 from agentrl.run.processes.engine_process import check_arguments
 from agentrl.run.reporting import failed_tasks, report
 from agentrl.run.reporting.live_view import LiveView, Warnings
+from agentrl.run.reward_services import check_teachers
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_to_end
 from agentrl.run.task_sources import first_tasks, task_source
-from agentrl.run.teachers import check_teachers
 from agentrl.store import RunStore
 from agentrl.store.run_values import PHASE, TRAIN_STARTED_S
 
@@ -101,9 +100,9 @@ class Trainer:
         *,
         config: RunConfig | Mapping[str, Any] | Path | str | None = None,
         reward: Rewarder | str | None = None,
-        dataset: run_file.Rows | None = None,
-        reward_funcs: run_file.Rewards = (),
-        eval_dataset: run_file.Rows | None = None,
+        dataset: Rows | None = None,
+        reward_funcs: Rewards = (),
+        eval_dataset: Rows | None = None,
         callbacks: Sequence[Callback] = (),
         out: Path | str = "runs/run",
         overwrite: bool = False,
@@ -116,9 +115,9 @@ class Trainer:
             if dataset is None or not reward_funcs or env is not None:
                 given = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
                 raise UsageError(f"Trainer was given {given}: give dataset and reward_funcs, or env")
-            document = run_file.document_of(Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document)
+            document = document_of(Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document)
             configuration.parse(document)  # a bad setting leaves no run file
-            run_file.write(document, Path(out).with_name(f"{Path(out).name}.toml"))
+            write_run_file(document, Path(out).with_name(f"{Path(out).name}.toml"))
         section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
             section["id"] = env if isinstance(env, str) else reference_of(env, Path(out))

@@ -22,8 +22,7 @@ from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
 from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
-from agentrl.sandbox.folder_box import WorkBox
-from agentrl.sandbox.folder_snapshots import FolderSnapshots
+from agentrl.sandbox.folder_box import FolderSnapshots, WorkBox
 from agentrl.sandbox.host_process import HostProcess, exit_code
 from agentrl.sandbox.work_folder import WORKSPACE, Folder
 

@@ -7,20 +7,18 @@ psycopg in `databases/postgres`.
     databases      SQLite in a file, PostgreSQL on a server: transactions, deadlines, errors, who hears of writes
     episodes       groups and episodes: leases, journal, partial turns, endings, scores, replays, forks
     buffer         between rollout and learner: admission, closing of groups, what a step takes and when
-    audit          the laws, checked from the raw rows; what was trained beside what was played
+    audit          the laws, checked from the raw rows
     asynchronous   for a trio program: awaited writes committed together, awaited reads, waiting for work
     interfaces     what each process of a run may ask of the store
     schema         tables and migrations
     run_values     every key of `meta`, with its type
     versions       weight versions, minted once
-    lineage        checkpoint, rollback, retention
-    recovery       repair after a loss of power
+    lineage        checkpoint, rollback, retention, repair after a loss of power
     learner_fence  which process is the learner
     reads          rows back into records
     episode_search  find episodes: filters, orders, texts
     codec          packing
-    metrics        values, drops, length bias of dropping
-    durations      how long episodes, turns and pushes took
+    metrics        values, durations, drops, what was trained beside what was played
     transfer       groups out of one store into another
     copy_database  a whole store into another database
 """
@@ -35,36 +33,37 @@ from typing import Any
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.host.with_block import Closing
-from agentrl.store.audit.selection_bias import Bias, Side, TrainingBias
 from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
-from agentrl.store.buffer.buffer import Expired, GroupBuffer
-from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Quorum, close_policy
+from agentrl.store.buffer.buffer import Expired, GroupBuffer, Retaking
+from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Patience, Quorum, close_policy
 from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.buffer.no_signal import Returns
-from agentrl.store.buffer.patience import Patience
-from agentrl.store.buffer.taken_groups import Retaking
-from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role, Signal
-from agentrl.store.databases.database import Database
+from agentrl.store.databases.database import Database, Result
 from agentrl.store.databases.open_store import connect, look, refuse_several
-from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.episode_search import EpisodeFilter, EpisodeSearch, Searched
-from agentrl.store.episodes.artifacts import Artifacts
-from agentrl.store.episodes.env_snapshots import EnvSnapshot, EnvSnapshots
-from agentrl.store.episodes.forks import Forks
-from agentrl.store.episodes.groups import TRAIN, Groups
-from agentrl.store.episodes.journal import Journal
+from agentrl.store.episodes.groups import TRAIN, Forks, Groups, ReplayCounts, Replays
+from agentrl.store.episodes.journal import Artifacts, EnvSnapshot, EnvSnapshots, Journal, Restarts
 from agentrl.store.episodes.leases import Claim, Leases
 from agentrl.store.episodes.partial_turns import Partial
-from agentrl.store.episodes.replays import ReplayCounts, Replays
-from agentrl.store.episodes.restarts import Restarts
 from agentrl.store.episodes.scores import Rewards, Scored, Source
 from agentrl.store.episodes.worker_deaths import Deaths, Quarantined, Released
 from agentrl.store.learner_fence import Leading, check_lead
-from agentrl.store.lineage import Checkpoint, Lineage
-from agentrl.store.metrics import EpisodeLengths, FailedTask, Failures, LengthBias, Metric, Metrics
+from agentrl.store.lineage import Checkpoint, Lineage, Recovery, Saved
+from agentrl.store.metrics import (
+    Bias,
+    Durations,
+    EpisodeLengths,
+    EpisodeTimes,
+    FailedTask,
+    Failures,
+    LengthBias,
+    Metric,
+    Metrics,
+    Side,
+    TrainingBias,
+)
 from agentrl.store.reads import EpisodeRow, GroupResult, Readers, Restart
-from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.schema import FIRST_META, SET_META
 from agentrl.store.transfer import MovedGroup, MovedMember, Moving
 
@@ -204,7 +203,7 @@ class RunStore(
     def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
         older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
-        of a program with a loop (see `asynchronous.reads`).
+        of a program with a loop (see `asynchronous`).
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
         refuse_several(Path(path))
@@ -224,7 +223,7 @@ class RunStore(
 
     @property
     def remote(self) -> bool:
-        """Whether it is on a server, which a loop of tasks asks in a thread (see `asynchronous.reads`)."""
+        """Whether it is on a server, which a loop of tasks asks in a thread (see `asynchronous`)."""
         return self._db.remote
 
     @property
@@ -240,7 +239,7 @@ class RunStore(
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:
         """Block until there may be work for `role` that was not there when this last returned, or until the timeout.
-        A trio program uses `agentrl.store.asynchronous.wait_for_work`."""
+        A trio program uses `agentrl.store.asynchronous`."""
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
             wakes = [] if signal.wakes is None else [signal.wakes]

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 from agentrl.store import RunStore
-from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role
+from agentrl.store.databases.database import Result
 from agentrl.store.episodes.partial_turns import Partial
 
 _P = ParamSpec("_P")
@@ -32,12 +32,12 @@ _T = TypeVar("_T")
 
 
 def awaited(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]]:
-    """A call of the store as a program with a loop makes it, see `agentrl.store.asynchronous.store`."""
+    """A call of the store as a program with a loop makes it, see `agentrl.store.asynchronous`."""
     return cast("Any", method)
 
 
 class Changes(Protocol):
-    """Tells one waiting role of writes, see `agentrl.store.asynchronous.wait_for_work`."""
+    """Tells one waiting role of writes, see `agentrl.store.asynchronous`."""
 
     @property
     def pause_s(self) -> float: ...

@@ -1,22 +1,32 @@
-"""Measured values by kind and step, and numbers computed from the rows: drops, endings, length bias.
+"""Measured values by kind and step, and numbers computed from the rows: drops, endings, durations, bias of dropping.
 
 Never knows what a kind means. Values of steps that a rollback undid are kept and flagged: a curve shows the lineage
 that counts, and the others can still be looked at.
+
+`Bias` tells whether what was trained is like what was played: lengths, and the gradient as far as rewards show it
+(law 5). It compares all episodes that left the buffer with those of them that entered the loss, and never knows which
+rule made the difference: orders of groups, close policies and deadlines all show here. Groups without signal that were
+skipped are in neither set: their gradient is 0. Episodes that may still be trained are in neither. One that was cut off
+while it ran counts with the length it had.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
 from typing import NamedTuple, cast
 
-from agentrl.records import Json, StopReason, Task
-from agentrl.store.codec import pack_identity, to_json, unpack_task
+from agentrl.records import Json, MemberRecord, StopReason, Task
+from agentrl.store.buffer.no_signal import Returns, advantages, silent
+from agentrl.store.codec import pack_identity, to_json, unpack_record, unpack_task
 from agentrl.store.databases.database import StorePart
-from agentrl.store.episodes.groups import TRAIN
-from agentrl.store.episodes.outages import RAISED, ended_well
+from agentrl.store.episodes.endings import RAISED, ended_well
+from agentrl.store.episodes.groups import TRAIN, record_of, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.run_values import ATTEMPT_SQL
 
@@ -301,3 +311,172 @@ def finite(value: Json) -> Json:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in cast("list[Json]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTimes:
+    """One ended training episode, by the store's clock. `turns` are (start, end, sampled tokens) of those that the
+    policy which learns played; `scored`: it could enter the loss."""
+
+    group_id: int
+    started_s: float
+    ended_s: float
+    scored: bool
+    turns: tuple[tuple[float, float, int], ...]
+
+
+class Durations(StorePart):
+    """Read times back for a simulation."""
+
+    def episode_times(self, limit: int) -> list[EpisodeTimes]:
+        """The ended episodes of the newest `limit` training groups, by id. An episode that started anew, after its
+        worker died for example, counts from its first claim, with the turns of its last trial."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, e.group_id, e.started_s, e.ended_s, e.stop_reason, e.outcome, t.started_s, t.ended_s,"
+                " t.n_tokens FROM (SELECT id FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?) g"
+                " JOIN episodes e ON e.group_id = g.id"
+                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns = 1 AND t.n_tokens > 0"
+                " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
+                (TRAIN, limit),
+            )
+        found: list[EpisodeTimes] = []
+        for (_, group_id, began, ended, reason, outcome), turns in groupby(rows, key=lambda row: row[:6]):
+            played = tuple((start, end, n) for *_, start, end, n in turns if n is not None)
+            scores = scored(StopReason(reason), outcome)
+            found.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
+        return found
+
+    def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
+        """Ids of those of the newest `limit` training groups that give no signal, whether or not they were skipped."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT id, record, task FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?", (TRAIN, limit)
+            )
+        closed = ((id, unpack_record(record), unpack_task(task)) for id, record, task in rows if record is not None)
+        return frozenset(id for id, record, task in closed if silent(record, returns.of(task.env)))
+
+    def push_times(self) -> list[float]:
+        """Seconds from the minting of each weight version until the engines served it, oldest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
+                " ORDER BY version"
+            )
+        return [seconds for (seconds,) in rows]
+
+
+_QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two sets. `turns`, `tokens` (sampled) and `seconds` (first claim to end) describe its episodes'
+    lengths: `mean`, `p25`, `p50`, `p75`, `p95`.
+
+    An episode's advantage is the mean over its turns, before any scale; an episode that was not judged has none.
+    `weighted_tokens` is the mean length weighted by |advantage|: tokens as the gradient counts them.
+    `advantage_by_quartile` is the mean advantage of the shortest quarter of all episodes (in tokens), and so on to the
+    longest. Equal numbers on both sides say that dropping did not turn the gradient towards a length. Everywhere nan
+    for want of episodes."""
+
+    episodes: int
+    turns: Mapping[str, float]
+    tokens: Mapping[str, float]
+    seconds: Mapping[str, float]
+    weighted_tokens: float
+    advantage_by_quartile: tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBias:
+    """All training episodes that left the buffer, and those of them that were trained."""
+
+    admitted: Side
+    trained: Side
+
+
+class _Episode(NamedTuple):
+    id: int
+    group_id: int
+    member: int
+    turns: int
+    tokens: int
+    seconds: float
+    trained: bool
+
+
+class Bias(StorePart):
+    """Compare what was played with what was trained."""
+
+    def training_bias(self, returns: Returns) -> TrainingBias:
+        """The comparison; `returns` says what an advantage is made of. Reads every ended episode: call it at the end
+        of a run."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
+                " e.taken_step IS NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
+                " e.late = 1 AND e.dropped IS NULL AND e.taken_step IS NULL"
+                " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.purpose = ? AND e.stop_reason IS NOT NULL"
+                " AND g.state IN ('taken', 'trained', 'expired', 'failed') AND (g.skipped_step IS NULL OR e.late = 1)"
+                " ORDER BY e.group_id, e.member",
+                (TRAIN,),
+            )
+            episodes: list[_Episode] = []
+            late: defaultdict[int, dict[int, MemberRecord]] = defaultdict(dict)
+            for *row, seconds, trained, is_late, stop_reason, outcome, outcomes, open_yet in rows:
+                judged = scored(stop_reason, outcome)
+                if open_yet and judged:
+                    continue  # it may still be trained
+                episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
+                if is_late and judged:
+                    late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
+            advantage = self._advantages({one.group_id for one in episodes}, late, returns)
+        cuts = _quantiles([float(one.tokens) for one in episodes])
+        borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
+        return TrainingBias(
+            admitted=_side(episodes, advantage, borders),
+            trained=_side([one for one in episodes if one.trained], advantage, borders),
+        )
+
+    def _advantages(
+        self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
+    ) -> dict[tuple[int, int], tuple[float, float]]:
+        """The mean advantage and mean |advantage| of each judged member, by group and member."""
+        found: dict[tuple[int, int], tuple[float, float]] = {}
+        for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
+            if id in groups:
+                of_env = returns.of(unpack_task(task).env)
+                for member, own in advantages(unpack_record(packed), of_env, late.get(id)).items():
+                    if own:
+                        found[id, member] = fmean(own), fmean(map(abs, own))
+        return found
+
+
+def _side(
+    episodes: Sequence[_Episode], advantage: Mapping[tuple[int, int], tuple[float, float]], borders: Sequence[float]
+) -> Side:
+    judged = [(one.tokens, *advantage[key]) for one in episodes if (key := (one.group_id, one.member)) in advantage]
+    total = math.fsum(size for _, _, size in judged)
+    quarters: list[list[float]] = [[], [], [], []]
+    for tokens, mean, _ in judged:
+        quarters[sum(tokens > border for border in borders)].append(mean)
+    first, second, third, fourth = (fmean(own) if own else math.nan for own in quarters)
+    return Side(
+        episodes=len(episodes),
+        turns=_quantiles([float(one.turns) for one in episodes]),
+        tokens=_quantiles([float(one.tokens) for one in episodes]),
+        seconds=_quantiles([one.seconds for one in episodes]),
+        weighted_tokens=math.fsum(tokens * size for tokens, _, size in judged) / total if total else math.nan,
+        advantage_by_quartile=(first, second, third, fourth),
+    )
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """The mean, and the smallest values that so many of all do not exceed."""
+    if not values:
+        return dict.fromkeys(("mean", *_QUANTILES), math.nan)
+    ranked = sorted(values)
+    return {"mean": fmean(ranked)} | {
+        name: ranked[max(0, math.ceil(share * len(ranked)) - 1)] for name, share in _QUANTILES.items()
+    }

@@ -18,8 +18,8 @@ from agentrl.records import Messages, StopReason, Task, Turn, VersionSpan
 from agentrl.store.codec import pack_messages, unpack_messages, unpack_task
 from agentrl.store.episodes.endings import Ending, conclude, held_ending
 from agentrl.store.episodes.entries import PackedTurn, TurnRows
-from agentrl.store.episodes.env_snapshots import EnvSnapshot
 from agentrl.store.episodes.groups import LATE, TRAIN, create_group, scored
+from agentrl.store.episodes.journal import EnvSnapshot
 from agentrl.store.episodes.partial_turns import Partial, load_partials, pack_part
 from agentrl.store.reads import load_turns
 from agentrl.store.run_values import ATTEMPT_SQL, RUN_ID

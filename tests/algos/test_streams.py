@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algos.advantages import SLACK, STD_FLOOR
-from agentrl.algos.credit import turn_advantages
-from agentrl.algos.reward_streams import StreamScale, stream_advantages
+from agentrl.algos.credit import StreamScale, stream_advantages, turn_advantages
 from tests.algos.test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome, rewards
 
 ALL = torch.ones(3, dtype=torch.bool)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import trio
 
-from agentrl.env.agent_programs import recording_proxy
+from agentrl.env.agent_programs import session
 from attacks.other_user import OtherUser
 from attacks.sockets import listening
 
@@ -31,12 +31,12 @@ ASK = """if True:
 async def test_the_server_of_agent_programs_answers_nobody_without_an_episodes_key(other_user: OtherUser) -> None:
     key, asked = secrets.token_urlsafe(16), list[str]()
 
-    async def handler(request: recording_proxy.Request) -> recording_proxy.Response:
+    async def handler(request: session.Request) -> session.Response:
         asked.append(request.path)
-        return recording_proxy.Response(200, {})
+        return session.Response(200, {})
 
     before = {one.port for one in listening([os.getpid()]) if one.kind == "tcp"}
-    url = await recording_proxy.register(key, handler)
+    url = await session.register(key, handler)
     try:
         doors = [one for one in listening([os.getpid()]) if one.kind == "tcp" and one.port not in before]
         assert [(one.host, one.port) for one in doors] == [("127.0.0.1", int(url.split("/")[2].partition(":")[2]))]
@@ -48,4 +48,4 @@ async def test_the_server_of_agent_programs_answers_nobody_without_an_episodes_k
         done = await trio.to_thread.run_sync(partial(ask, f"{key}/v1/models"))
         assert json.loads(done.stdout) == [200, 200] and asked == ["/v1/models"] * 2, "with the key it would have"
     finally:
-        await recording_proxy.unregister(key)
+        await session.unregister(key)

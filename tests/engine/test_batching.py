@@ -12,8 +12,7 @@ import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
-from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
 from agentrl.records import SamplingParams
 
 from .conftest import VOCAB

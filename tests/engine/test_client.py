@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.router.turn_request import Stitcher
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import RoutedExperts, SamplingParams, VersionSpan, spans_of

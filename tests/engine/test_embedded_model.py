@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows, read_weights
 from agentrl.errors import ModelError
 
 from .conftest import VOCAB, make_model

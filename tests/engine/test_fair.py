@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engine.router.fair_queue import FairQueue
+from agentrl.engine.router.gateway import FairQueue
 
 QUANTUM = 100.0
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engine.embedded.sampler import distribution, sample
+from agentrl.engine.embedded.batching import distribution, sample
 from agentrl.records import SamplingParams
 
 INFINITY = float("inf")

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engine.embedded import prefix_sharing
+from agentrl.engine.embedded import cache_slots
 from agentrl.engine.embedded.architecture import Architecture, read_architecture
-from agentrl.engine.embedded.cache_slots import CacheSlots
+from agentrl.engine.embedded.cache_slots import CacheSlots, share
 from agentrl.engine.embedded.model import KVStore
-from agentrl.engine.embedded.prefix_sharing import share
 
 from .test_batching import Case, groups, prompt
 
@@ -46,7 +45,7 @@ def admit(slots: CacheSlots, tokens: list[int], version: int = 0) -> int:
 def test_siblings_are_split_where_their_prompt_ends(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 1)
+    monkeypatch.setattr(cache_slots, "FAMILY_COST", 1)
     slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [*range(20), 50 + n]) for n in range(3)]
     rows += [admit(slots, [*range(30, 48), 60 + n]) for n in range(2)]
@@ -62,14 +61,14 @@ def test_siblings_are_split_where_their_prompt_ends(
 def test_what_costs_more_than_it_spares_is_not_shared(architecture: Architecture) -> None:
     slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [*range(20), 50 + n]) for n in range(3)]
-    assert prefix_sharing.FAMILY_COST > 2 * 20 and share(slots, rows) is None
+    assert cache_slots.FAMILY_COST > 2 * 20 and share(slots, rows) is None
 
 
 def test_one_short_common_beginning_does_not_spoil_a_long_one(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All prompts begin alike, as with a system message; the members of a group share much more."""
-    monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 1)
+    monkeypatch.setattr(cache_slots, "FAMILY_COST", 1)
     slots = CacheSlots(KVStore(architecture, 8, LENGTH))
     rows = [admit(slots, [1, 2, 3, 4, *range(10 * group, 10 * group + 20), 90 + n]) for group in (1, 4) for n in (1, 2)]
     shared = share(slots, rows)
@@ -116,7 +115,7 @@ def test_a_family_has_the_same_bits(architecture: Architecture, seed: int) -> No
 def test_shared_or_not_logprobs_are_exact(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 0)
+    monkeypatch.setattr(cache_slots, "FAMILY_COST", 0)
     case = Case(model_dir, **settings)
     groups(case, turns=2, rng=random.Random(0))
     for id in case.requests:
@@ -125,7 +124,7 @@ def test_shared_or_not_logprobs_are_exact(
 
 
 def test_a_row_that_is_shorter_than_what_others_share(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_sharing, "FAMILY_COST", 0)
+    monkeypatch.setattr(cache_slots, "FAMILY_COST", 0)
     case = Case(model_dir)
     for member in range(4):
         case.submit(f"long {member}", prompt(1, 90))

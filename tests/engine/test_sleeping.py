@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trio.testing import MockClock
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.embedded.load_weights import read_weights
+from agentrl.engine.embedded.model import read_weights
 from agentrl.engine.router.router import Fleet
 from agentrl.engine.sleep import Level, sleep, wake
 from agentrl.engine.weight_sync.file_transport import push

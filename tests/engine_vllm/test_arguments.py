@@ -14,7 +14,7 @@ import pytest
 from agentrl import config as configuration
 from agentrl.config import EngineSettings
 from agentrl.config.vllm_arguments import RESERVED, normal, words
-from agentrl.engine.vllm import check_arguments
+from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build, VLLMServer, find_build
 from agentrl.errors import ConfigError, UsageError
 from agentrl.run import trainer
@@ -147,7 +147,7 @@ def answering(folder: Path, script: str) -> VLLMServer:
 )
 def test_a_refusal_is_one_line_with_key_value_and_what_to_type(tmp_path: Path, answer: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
-        check_arguments.check(answering(tmp_path, f"echo noise; echo; cat <<'E'\n{json.dumps(answer)}\nE"))
+        launch.check_arguments(answering(tmp_path, f"echo noise; echo; cat <<'E'\n{json.dumps(answer)}\nE"))
     asked = json.loads((tmp_path / "asked").read_text())
     assert asked["given"]["kv-cache-dtype"] == ["--kv-cache-dtype", "fp9"]
     assert "--model" in asked["base"] and "--kv-cache-dtype" not in asked["base"]
@@ -155,7 +155,7 @@ def test_a_refusal_is_one_line_with_key_value_and_what_to_type(tmp_path: Path, a
 
 def test_a_vllm_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot ask the vLLM of \S+python about \[engine\.vllm\]: broken"):
-        check_arguments.check(answering(tmp_path, "echo broken >&2; exit 1"))
+        launch.check_arguments(answering(tmp_path, "echo broken >&2; exit 1"))
 
 
 @pytest.mark.parametrize("given", [{"speculative-config": {"method": "ngram"}}, {"spec-method": "ngram"}])

@@ -13,7 +13,7 @@ import trio
 
 from agentrl.algos.grpo import GRPO
 from agentrl.engine.client import EngineClient
-from agentrl.engine.embedded.sampler import distribution
+from agentrl.engine.embedded.batching import distribution
 from agentrl.engine.vllm.capabilities import FOR_TRAINING, Need, probe
 from agentrl.errors import EngineError
 from agentrl.learner.data.batch import group_rows

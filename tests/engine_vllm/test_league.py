@@ -27,8 +27,8 @@ from agentrl.run.league import League, folders, game
 from agentrl.run.processes.engine_process import ServedWeights, fit
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.audit import audit
 from agentrl.store.run_values import LEAGUE
 from tests.rollout.test_roles import game as game_of
 

@@ -14,7 +14,7 @@ from agentrl.engine.vllm.launch import find_build
 from agentrl.engine.weight_sync.canary import TOLERANCE
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from tests.run.gate import Gate
 
 from . import gloo

@@ -21,7 +21,7 @@ from agentrl.engine.weight_sync.canary import TOLERANCE
 from agentrl.host.ports import free_port
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from tests.run.gate import ENVS, Gate
 
 from .test_fleet import alive

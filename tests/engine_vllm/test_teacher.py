@@ -12,7 +12,7 @@ from agentrl import config as configuration
 from agentrl.records import context_ids
 from agentrl.rewards.scorer import Scorer
 from agentrl.run import reward_services
-from agentrl.run.teachers import teacher_of
+from agentrl.run.reward_services import teacher_of
 from agentrl.store import RunStore
 from tests.rewards.test_sources import desk, eventually
 from tests.store.play import admit, play_all, serve

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.engine.vllm.launch import find_build
-from agentrl.engine.vllm.tool_call_parser import PARSERS
+from agentrl.engine.vllm.launch import PARSERS, find_build
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import FORMATS
 

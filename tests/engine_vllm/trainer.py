@@ -23,7 +23,7 @@ from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.gpu_transport import Transfer
 from agentrl.learner import gpu_sender as sending
 from agentrl.learner.gpu_sender import GpuChannel, GpuSender
-from agentrl.learner.weight_snapshot import take
+from agentrl.learner.weight_export import take
 from tests.engine_vllm import gloo, mapped
 
 CHUNK = 40_000  # bytes: several pieces for the tiny model

@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 
 from agentrl import registry
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 Guess = registry.load_reference(f"{EXAMPLE}:Guess")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from agentrl.learner import weight_snapshot
+from agentrl.learner import weight_export
 
 WORLD = 2
 DEADLINE = timedelta(seconds=120)
@@ -35,7 +35,7 @@ def main(rank: int, folder: Path, scratch: Path) -> None:
         fully_shard(layer)
     fully_shard(model)
     watch(rank, notes, tensors=sum(isinstance(tensor, DTensor) for tensor in model.parameters()))
-    taken = weight_snapshot.take(model, torch.bfloat16)
+    taken = weight_export.take(model, torch.bfloat16)
     if taken is not None:
         seen = notes.add("gathered", 0)
         notes.set("rank 0 gathered all", "1")
@@ -71,7 +71,7 @@ def watch(rank: int, notes: distributed.Store, tensors: int) -> None:
 
 
 def communicate(
-    taken: weight_snapshot.WeightSnapshot, notes: distributed.Store, scratch: Path, facts: dict[str, int]
+    taken: weight_export.WeightSnapshot, notes: distributed.Store, scratch: Path, facts: dict[str, int]
 ) -> None:
     """A send that takes as long as it must for rank 1 to be on its way into the next step, where it waits for us."""
     tensors = iter(taken)

@@ -9,7 +9,7 @@ import pytest
 from torch import distributed
 
 from agentrl.errors import RankLost, RunFailed
-from agentrl.learner.parallel import background_writes
+from agentrl.learner.parallel import ranks
 
 
 def settled(
@@ -27,12 +27,12 @@ def settled(
         nonlocal now
         now += 1
         if now == end:
-            background_writes._work(store, "key", 1, told)
+            ranks._work(store, "key", 1, told)
         elif now % progress_every == 0:
-            store.add(background_writes._progress("key", 1), 1)
+            store.add(ranks._progress("key", 1), 1)
 
-    monkeypatch.setattr(background_writes, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    background_writes.settle(
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    ranks.settle_work(
         store,
         "key",
         [1],
@@ -41,7 +41,7 @@ def settled(
         deadline_s=3,
         progress=lambda: seen.append(None),
     )
-    assert not store.check([background_writes._end("key", 1)])  # the next one may have the same name
+    assert not store.check([ranks._end("key", 1)])  # the next one may have the same name
     return len(seen)
 
 

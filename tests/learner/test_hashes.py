@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.learner import weight_hashes
-from agentrl.learner.weight_hashes import hash_of
+from agentrl.learner import weight_export
+from agentrl.learner.weight_export import hash_of
 
 
 def test_equal_bits_have_equal_hashes_however_they_lie() -> None:
@@ -49,5 +49,5 @@ def test_every_dtype_has_a_hash(dtype: torch.dtype) -> None:
 def test_a_device_that_sums_more_at_once_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(500_000)
     one_row = hash_of(values)
-    monkeypatch.setitem(weight_hashes._ROWS, "cpu", 3)
+    monkeypatch.setitem(weight_export._ROWS, "cpu", 3)
     assert hash_of(values) == one_row

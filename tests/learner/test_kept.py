@@ -18,10 +18,8 @@ from agentrl.algos.algorithm import Outputs
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.losses import kl_penalty
 from agentrl.engine.embedded.architecture import read_architecture
-from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
-from agentrl.engine.embedded.load_weights import read_weights
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore
-from agentrl.engine.embedded.sampler import distribution
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, distribution
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
 from agentrl.learner.data.batch import Row, group_rows
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.data.ragged import Ragged

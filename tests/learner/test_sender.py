@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.learner.gpu_sender import GpuSender
-from agentrl.learner.weight_snapshot import WeightSnapshot, take
+from agentrl.learner.weight_export import WeightSnapshot, take
 
 PACKAGE = "vllm.distributed.weight_transfer"
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.learner.weight_snapshot import take
+from agentrl.learner.weight_export import take
 
 from .making import mixture, tiny_qwen3
 from .ranks import WORLD

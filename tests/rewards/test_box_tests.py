@@ -18,7 +18,7 @@ from agentrl.rewards.hidden_tests import ArtifactsOf, value_of
 from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.run import reward_services
 from agentrl.store import LeaseLost, RunStore, StoreError
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from tests.rewards.conftest import run_config
 from tests.rewards.test_sources import eventually
 from tests.store.play import START, answer, play_all, serve, turn

@@ -15,7 +15,7 @@ from agentrl.rewards.scorer import Scorer
 from agentrl.run import reward_services
 from agentrl.run.reporting.failed_tasks import ScoreFailureLines
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from tests.rewards.test_sources import eventually
 from tests.store.play import play_all
 

@@ -19,7 +19,7 @@ from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.rewards.shaping import Shaping
 from agentrl.run import reward_services
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from tests.algos.test_credit import PATHS, expected_estimate
 from tests.algos.test_credit import Path as Actions
 from tests.rewards.conftest import episode, run_config

@@ -19,7 +19,7 @@ from agentrl.rewards import scorer as sources
 from agentrl.rewards.scorer import Scorer, rewarder_of, until
 from agentrl.run import reward_services
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.testing.scoring import FakeScoring
 from tests.rewards.conftest import run_config
 from tests.store.play import START, answer, play_all, turn

@@ -20,7 +20,7 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import context_ids
 from agentrl.rewards.scorer import Scorer
 from agentrl.rewards.teacher import Teacher, prefix_of
-from agentrl.run.teachers import check_teachers, teacher_of
+from agentrl.run.reward_services import check_teachers, teacher_of
 from agentrl.store import RunStore
 from tests.rewards.test_sources import desk, eventually
 from tests.store.play import play_all

@@ -17,7 +17,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.protocols import ExecResult
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 
 from .saying import saying
 

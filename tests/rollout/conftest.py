@@ -15,7 +15,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 TEMPLATE = (

@@ -18,7 +18,7 @@ from agentrl.errors import DiskFull
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside
 
 TICK_S = 0.25  # the supervisor's
 

@@ -13,7 +13,7 @@ import torch
 
 from agentrl import registry
 from agentrl.algos.grpo import GRPO
-from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.router.turn_request import Stitcher
 from agentrl.engine.vllm_api import ChunkParser
 from agentrl.errors import EngineError, StoreError, UsageError
 from agentrl.learner.data.batch import BUILT_IN, group_rows
@@ -22,7 +22,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, StopReason, Turn, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.codec import pack_tokens, unpack_tokens
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor

@@ -16,7 +16,7 @@ from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context
 from agentrl.rollout.episode import play
 from agentrl.rollout.generate_turn import untold
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from agentrl.testing.engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going, said

@@ -11,7 +11,7 @@ import pytest
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, EnvSnapshot, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
 

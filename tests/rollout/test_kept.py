@@ -17,7 +17,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, StopReason, Task, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import TRAIN, Claim, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.tokens import sampling_mask

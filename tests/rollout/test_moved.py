@@ -11,8 +11,8 @@ import pytest
 from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 
 from .test_partial_turns import Killed, Mortal

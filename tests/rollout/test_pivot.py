@@ -17,7 +17,7 @@ from agentrl.records import Group, GroupState, Step, StopReason, Trajectory, Tur
 from agentrl.rollout.admitter import Admitter
 from agentrl.rollout.branching import LowReward, Pivot, PivotRule, Pivots, entropy, uniform
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 CHANCE = random.Random(0)

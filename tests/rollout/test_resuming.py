@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, LeaseLost
 from agentrl.records import StopReason
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import Claim, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine, counting_script
 from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.testing.vllm_server import FakeVLLM

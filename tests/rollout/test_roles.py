@@ -13,7 +13,7 @@ from agentrl.learner.data.batch import group_rows
 from agentrl.records import StopReason, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 
 from .conftest import ScriptedEnv, going, said

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from agentrl.records import StopReason, Turn
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, EnvSnapshot, LeaseLost, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 
 from .conftest import ScriptedEnv, done, going

@@ -21,7 +21,7 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside
 
 from .conftest import ScriptedEnv, done, going, said
 from .writing import instead, written

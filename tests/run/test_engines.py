@@ -33,8 +33,7 @@ from agentrl.run.processes.supervise import Child
 from agentrl.run.run_folder import LOCKS, RunDir
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 
 FOLDER = model_dir("agentrl/tiny-coder")
 TOKENS = probe_tokens(500, 24)

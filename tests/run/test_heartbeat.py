@@ -26,8 +26,7 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.processes.supervise import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 
 DEADLINE_S = 60
 NAMES = ("silent_s", "stopped_s")

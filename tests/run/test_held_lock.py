@@ -18,8 +18,7 @@ from agentrl.run.processes import heartbeat
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.interfaces import ControlStore
 
 from .test_heartbeat import DEADLINE_S, _runs

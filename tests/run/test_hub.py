@@ -135,7 +135,7 @@ def test_what_means_a_folder_is_not_looked_for_on_the_hub(
     for folder in ("first", "second"):
         (tmp_path / "runs" / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agentrl.models.hub.folder_of", lambda name: pytest.fail(f"{name} was looked for"))
+    monkeypatch.setattr("agentrl.models.resolve.hub_folder", lambda name: pytest.fail(f"{name} was looked for"))
     with pytest.raises(ModelError, match=said):
         model_dir(name)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config.cluster import ControllerSettings, Split
-from agentrl.run.cluster.autoscale_rule import AutoscaleRule, WindowFigures
+from agentrl.run.cluster.autoscaler import AutoscaleRule, WindowFigures
 
 SPLITS = [Split(8 - ranks, ranks) for ranks in range(1, 8)]
 SETTINGS = ControllerSettings(engines=(1, 7), ranks=[split.ranks for split in SPLITS])

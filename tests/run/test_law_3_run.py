@@ -25,7 +25,7 @@ from agentrl.run.evaluation.of_checkpoint import measured
 from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .test_run import DEADLINE_S, ENVS, SMALL, started
 

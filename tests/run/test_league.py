@@ -25,7 +25,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.run_values import LEAGUE
 
 from .test_run import ENVS, SMALL

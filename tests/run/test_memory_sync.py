@@ -21,8 +21,7 @@ from agentrl.engine.weight_sync import weight_file
 from agentrl.engine.weight_sync.transport import MemoryParcel
 from agentrl.errors import ConfigError
 from agentrl.learner.model.policy import PolicyModel
-from agentrl.learner.weight_export import WeightFile, export_weights
-from agentrl.learner.weight_snapshot import take
+from agentrl.learner.weight_export import WeightFile, export_weights, take
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.alarms import LagBound

@@ -20,7 +20,7 @@ from agentrl.learner.data.batch import group_rows
 from agentrl.offline.episode_export import FORMAT, Moved, export_episodes, import_episodes
 from agentrl.records import StopReason, VersionSpan
 from agentrl.store import EnvSnapshot, RunStore, Source
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 from tests.store.play import START, answer, part, play, serve, task, turn
 

@@ -15,7 +15,7 @@ import pytest
 from agentrl import registry
 from agentrl.env.reward_functions import Answer, RewardFunction
 from agentrl.errors import UsageError
-from agentrl.run.dataset.notebook import reference_of
+from agentrl.run.dataset import reference_of
 from agentrl.run.trainer import Trainer
 
 Cell = Callable[[str], dict[str, Any]]

@@ -28,7 +28,7 @@ from agentrl.errors import UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .test_run import DEADLINE_S, command

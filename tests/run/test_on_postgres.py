@@ -20,7 +20,7 @@ from agentrl.errors import StoreBusy
 from agentrl.records import EngineKey, GroupState
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .test_run import DEADLINE_S, child, command, last_step, run_file, started, wait_for_step, wait_until

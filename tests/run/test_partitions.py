@@ -22,7 +22,7 @@ from agentrl.errors import LeaseLost, StoreError
 from agentrl.models.resolve import model_dir
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS
 
 from . import network

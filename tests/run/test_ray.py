@@ -25,7 +25,7 @@ from agentrl.errors import UsageError
 from agentrl.run.cluster.scaling import Size
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.faults import processes
 from agentrl.testing.outside_audit import OutsideAuditor
 

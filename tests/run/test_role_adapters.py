@@ -9,16 +9,15 @@ import pytest
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest
-from agentrl.engine.embedded.load_weights import read_weights
 from agentrl.engine.embedded.lora import read
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.models.resolve import model_dir
 from agentrl.records import Message, SamplingParams
 from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .envs import Pair
 from .test_run import ENVS, SMALL

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.config import RunConfig, parse
-from agentrl.engine.router.by_role import Policies
+from agentrl.engine.router.router import Policies
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.learner.checkpoints.folders import of_role
@@ -30,7 +30,7 @@ from agentrl.run.trainer import Trainer, check_startable
 from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 
 from .test_run import ENVS, SMALL

@@ -24,7 +24,7 @@ from agentrl.records import GroupState
 from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .envs import Vowels, length_reward
 from .gate import Gate

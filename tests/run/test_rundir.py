@@ -21,7 +21,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.supervisor import _say_what_it_cost  # pyright: ignore[reportPrivateUsage]
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous import Looks
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.run_values import WENT_BACK
 from agentrl.testing.sandbox.case import host_processes

@@ -27,8 +27,7 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore, run_values
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.run_values import Value
 
 from .test_heartbeat import _runs

@@ -17,7 +17,7 @@ import pytest
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .test_ray import cluster as cluster
 from .test_ray import ray_here as ray_here

@@ -25,8 +25,7 @@ from trio.testing import MockClock
 from agentrl.cli.main import main
 from agentrl.config import EngineSettings
 from agentrl.engine.vllm import launch
-from agentrl.engine.vllm.launch import Build, VLLMServer
-from agentrl.engine.vllm.tool_call_parser import PARSERS
+from agentrl.engine.vllm.launch import PARSERS, Build, VLLMServer
 from agentrl.errors import RunFailed, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, StopReason
-from agentrl.run.no_learning import no_signal
+from agentrl.run.alarms import no_signal
 from agentrl.run.reporting import live_view, report
 from agentrl.run.reporting.live_view import LiveView
 from agentrl.run.run_folder import RunDir

@@ -20,7 +20,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.task_sources import changed_rows, digests_of, task_source
 from agentrl.run.trainer import Trainer, check_startable
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .gate import Gate
 from .test_run import DEADLINE_S, ENVS, SMALL, assert_nothing_remains, started, wait_for_step

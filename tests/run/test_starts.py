@@ -20,8 +20,7 @@ from agentrl.run.start_point import StartPoint
 from agentrl.run.supervisor import Supervisor
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.interfaces import ControlStore
 
 from .test_learner import Scene

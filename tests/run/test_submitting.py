@@ -19,7 +19,7 @@ from agentrl.run import supervisor
 from agentrl.run.cluster import submit as submitting
 from agentrl.run.cluster.submit import entrypoint, submit
 from agentrl.store import RunStore, run_values
-from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous import Looks
 
 from .test_scaling import made
 from .test_status import typed

@@ -141,7 +141,7 @@ def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:
     """The owner is killed by SIGKILL and can tell nobody: the lifeline does."""
     owner = (
         "import signal\nfrom pathlib import Path\nfrom agentrl.run.processes.supervise import Child\n"
-        "code = 'import os, signal; from agentrl.host.lifeline import watch_lifeline;'\n"
+        "code = 'import os, signal; from agentrl.host.janitor import watch_lifeline;'\n"
         "code += 'watch_lifeline(lambda: os._exit(0)); print(1, flush=True); signal.pause()'\n"
         f"one = Child('part', ['-c', code], Path({str(tmp_path)!r}))\none.start()\nprint(one.pid, flush=True)\n"
         "signal.pause()"

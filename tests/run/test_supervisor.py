@@ -29,8 +29,7 @@ from agentrl.run.start_point import StartPoint
 from agentrl.run.supervisor import Supervisor
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 STALL_S = 30.0

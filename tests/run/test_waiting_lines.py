@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.run.reporting.waiting import WaitLines
+from agentrl.run.reporting.live_view import WaitLines
 from agentrl.run.supervisor import TRAINING
 from agentrl.store import RunStore, Source
 from agentrl.store.run_values import LEARNER_WAITS

@@ -26,7 +26,7 @@ from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.run.processes.engine_process import WrongWeights, current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous import Looks
 from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kind="vllm", liveness_deadline_s=60.0)

@@ -25,8 +25,7 @@ from agentrl.run.processes.worker_process import RunView, known_of, report
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore, Looks
 from agentrl.store.interfaces import ReadStore
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.vllm_server import FakeVLLM

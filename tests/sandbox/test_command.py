@@ -8,8 +8,7 @@ import pytest
 
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
-from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import ContainerEngine
+from agentrl.sandbox.docker.container import Container, ContainerEngine
 
 
 class Never:

@@ -16,8 +16,7 @@ from agentrl.host import clocks
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker import container, shell_scripts
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
-from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import ContainerEngine
+from agentrl.sandbox.docker.container import Container, ContainerEngine
 
 
 class Gone:

@@ -26,8 +26,7 @@ from agentrl.sandbox import shared_backend
 from agentrl.sandbox.docker import backend as docker
 from agentrl.sandbox.docker import engine_address
 from agentrl.sandbox.docker.backend import Docker, DockerEngine
-from agentrl.sandbox.docker.container import Container
-from agentrl.sandbox.docker.engine_protocol import ContainerCommand
+from agentrl.sandbox.docker.container import Container, ContainerCommand
 
 from .conftest import IMAGE, TlsEngine
 

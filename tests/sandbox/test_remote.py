@@ -19,7 +19,6 @@ import pytest
 import trio
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, UsageError
-from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.remote import box as remote_box
 from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
@@ -62,21 +61,10 @@ class HereBackend(RemoteBackend):
     def __init__(self, make: Callable[[], Any] = Here) -> None:
         super().__init__()
         self.make, self.made = make, list[Any]()
-        self._home = OwnedFolder()
 
     async def connect(self, spec: SandboxSpec) -> ProviderBox:
         self.made.append(self.make())
         return self.made[-1]
-
-    def folder(self) -> Path:
-        return self._home.path
-
-    def mark(self) -> dict[str, str]:
-        return dict(self._home.mark)
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        self._home.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from agentrl.sandbox.docker.tls import TlsStream
+from agentrl.sandbox.docker.engine_address import TlsStream
 
 from .certificates import Authority
 

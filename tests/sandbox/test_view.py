@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.bubblewrap import shared_host, visible_programs
+from agentrl.sandbox.bubblewrap import shared_host
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap
 
 
@@ -32,7 +32,7 @@ def usr(tmp_path: Path) -> Path:
 
 
 def shown(usr: Path, packages: list[Path]) -> set[str]:
-    without = visible_programs.hidden(usr, packages)
+    without = shared_host.hidden(usr, packages)
     files = [path for path in usr.rglob("*") if path.is_file() or path.is_symlink()]
     return {str(path.relative_to(usr)) for path in files if not {path, *path.parents} & {*without}}
 
@@ -64,7 +64,7 @@ def test_packages_in_which_solutions_can_be_read_are_hidden(usr: Path) -> None:
 
 
 def test_the_packages_of_environments_are_known() -> None:
-    names = {path.name for path in visible_programs._packages()}
+    names = {path.name for path in shared_host._packages()}
     assert {"agentrl", "agentrl_environments", "agentrl_tools"} <= names
 
 
@@ -84,11 +84,12 @@ def a_shown_folder() -> Path:
 async def test_a_box_sees_what_commands_need(how: str, backend: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of /usr/share stands for a package that holds solutions."""
     secret = a_shown_folder()
-    monkeypatch.setattr(shared_host, "hidden", lambda: [*visible_programs.hidden(), secret])
+    own = shared_host.hidden()
+    monkeypatch.setattr(shared_host, "hidden", lambda: [*own, secret])
     if how == "in a namespace":
         monkeypatch.setattr("os.geteuid", lambda: 12345)
     if how == "bound":
-        monkeypatch.setattr(visible_programs.Overlay, "mount", lambda *_: False)
+        monkeypatch.setattr(shared_host.Overlay, "mount", lambda *_: False)
     box = await backend.create(SandboxSpec())
     looks = f"find /usr/local /usr/src {secret} -mindepth 1 2>/dev/null; python3 -c 'print(1)'; mount | grep ' /usr '"
     found, *mounts = (await box.exec(["sh", "-c", looks])).stdout.decode().splitlines()

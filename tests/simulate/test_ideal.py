@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from agentrl.planning.simulate.ideal import best_of_bound
 from agentrl.planning.simulate.policies import ours, parse_close
 from agentrl.planning.simulate.service import Constant, Play, parse_episodes
 from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation
+from agentrl.planning.simulate.sweep import best_of_bound
 
 LAG = 4
 

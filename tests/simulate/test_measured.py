@@ -13,7 +13,7 @@ from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.service import MeasuredSteps
-from agentrl.planning.simulate.sweep_cases import limits
+from agentrl.planning.simulate.sweep import limits
 from agentrl.records import StopReason, Task, Turn, VersionSpan
 from agentrl.store import Returns, RunStore
 from agentrl.store.buffer.admission import AdmissionBounds

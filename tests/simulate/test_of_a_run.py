@@ -18,8 +18,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.tasks import Seeds
 from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.simulation import Found
-from agentrl.planning.simulate.sweep import START_UP
-from agentrl.planning.simulate.sweep_cases import Wishes, plan
+from agentrl.planning.simulate.sweep import START_UP, Wishes, plan
 from agentrl.records import Group, Task, Trajectory
 from agentrl.rollout import episode
 from agentrl.rollout.admitter import Admitter, bounds_of
@@ -27,9 +26,7 @@ from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.run.order_by_name import returns_of
 from agentrl.store import Patience, RunStore, close_policy
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.threads import Aside
-from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous import Aside, AsyncStore, Waiting
 from agentrl.store.run_values import PHASE
 from agentrl.testing.engine import FakeEngine
 from agentrl.tokens.staleness import lag_in_step, trains

@@ -21,7 +21,7 @@ from agentrl.records import GroupState, StopReason
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Source
 from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
-from agentrl.store.recovery import Saved
+from agentrl.store.lineage import Saved
 
 from .play import START, answer, bounds, part, turn
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.records import StopReason
 from agentrl.store import EnvSnapshot, RunStore, Source
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
 from .play import START, Clock, admit, answer, part, play, play_all, serve, task, turn

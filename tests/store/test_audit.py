@@ -13,7 +13,7 @@ import zstandard
 
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import KINDS, AuditReport, audit
+from agentrl.store.audit import KINDS, AuditReport, audit
 
 from .play import START, admit, answer, play, play_all, serve, task, turn
 

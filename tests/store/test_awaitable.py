@@ -19,9 +19,9 @@ import trio.testing
 from agentrl.errors import DiskFull, StoreBusy, StoreError
 from agentrl.records import StopReason
 from agentrl.store import Claim, LeaseLost, RunStore
-from agentrl.store.asynchronous import store as awaitable
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.audit.audit import audit
+from agentrl.store import asynchronous as awaitable
+from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
 from .play import START, admit, answer, part, turn

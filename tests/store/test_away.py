@@ -16,8 +16,8 @@ import trio
 from agentrl.errors import StoreAway, StoreError
 from agentrl.records import GroupState, Task
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS
 from agentrl.testing.outside_audit import OutsideAuditor
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store import EpisodeLengths, LeaseLost, RunStore, Source, StoreError
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.tokens.staleness import lag_in_step as lag
 
 from .play import START, Clock, admit, answer, play, play_all, serve, task, turn

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 
 from .conformance import *  # noqa: F403  (the tests)
 from .conformance import Again, Offer

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.records import GroupState
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .play import START, answer, turn
 from .victim import GROUPS_PER_STEP, STEPS, turns_of

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.store import Claim, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .older import old_group, older_store
 from .play import START, Clock, admit, answer, play, task, turn

@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import LeaseLost
 from agentrl.records import StopReason, VersionSpan
 from agentrl.store import Claim, RunStore, Source
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.codec import unpack_record
 from agentrl.store.episodes.endings import Ending
 from agentrl.store.episodes.entries import EpisodeWrite

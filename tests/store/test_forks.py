@@ -12,7 +12,7 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.learner.data.batch import group_rows
 from agentrl.records import GroupState, StopReason, turn_id
 from agentrl.store import Claim, EnvSnapshot, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, admit, answer, play, serve, task, turn

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.records import GroupState
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .play import START, Clock, admit, play, serve, task, turn
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.records import GroupState, StopReason
 from agentrl.store import Checkpoint, RunStore, StoreError
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.lineage import _share  # pyright: ignore[reportPrivateUsage]
 
 from .play import Clock, admit, play_all, serve, task, turn

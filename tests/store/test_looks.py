@@ -21,9 +21,7 @@ from agentrl.run.cluster.scaling import Scaler
 from agentrl.run.processes import worker_process
 from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks, Newest
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous import AsyncStore, Looks, Newest, Waiting
 from agentrl.store.databases.open_store import ADDRESS
 
 from .play import admit, serve

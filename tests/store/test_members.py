@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.records import Group, GroupState, MemberRecord, Step, StopReason
 from agentrl.store import Claim, LeaseLost, Quorum, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, Clock, admit, answer, play, serve, task, turn

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agentrl.records import StopReason, turn_id
 from agentrl.store import EnvSnapshot, LeaseLost, Quorum, RunStore, Source
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .fuse import Fuse, Killed

@@ -11,7 +11,7 @@ import pytest
 from agentrl.config.sections import BufferSettings
 from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
 from agentrl.store import Quorum, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.buffer.no_signal import Returns, advantages, strength
 from agentrl.testing.outside_audit import OutsideAuditor
 

@@ -16,7 +16,7 @@ import pytest
 from agentrl.errors import DiskFull, StoreError, StoreVersionError, UsageError
 from agentrl.records import Step
 from agentrl.store import Replays, RunStore, schema
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.databases.sqlite import named
 
 from .older import old_group, older_store

@@ -10,11 +10,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.engine.router.stitching import Stitcher
+from agentrl.engine.router.turn_request import Stitcher
 from agentrl.protocols import Chunk
 from agentrl.records import StopReason, VersionSpan
 from agentrl.store import Claim, LeaseLost, Partial, RunStore, StoreError
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .play import START, Clock, admit, answer, serve, turn
 

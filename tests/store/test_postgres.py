@@ -20,7 +20,7 @@ import trio.testing
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from agentrl.cli.store import copy as store_copy
+from agentrl.cli.episodes import copy as store_copy
 from agentrl.config import parse
 from agentrl.errors import StoreBusy, StoreError, UsageError
 from agentrl.records import GroupState, StopReason, Task
@@ -28,9 +28,8 @@ from agentrl.run.resume_overrides import change
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import supervise
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.asynchronous.wait_for_work import Waiting
-from agentrl.store.audit.audit import audit
+from agentrl.store.asynchronous import AsyncStore, Waiting
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.store.episodes import leases
 from agentrl.testing.outside_audit import OutsideAuditor
@@ -45,7 +44,7 @@ from .test_entries import begun, errors
 from .test_model import StoreMachine
 
 postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")  # its driver is an extra
-from agentrl.store.databases.postgres import arrays  # noqa: E402
+from agentrl.store.databases.postgres import sql  # noqa: E402
 from agentrl.store.databases.postgres.sql import translated  # noqa: E402
 
 Address = postgres.Address
@@ -152,7 +151,7 @@ def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(sto
 
 
 def test_a_notification_that_is_lost_delays_nobody_for_long(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.store.databases.postgres.listen._LOOK_S", 0.05)
+    monkeypatch.setattr("agentrl.store.databases.postgres.connection._LOOK_S", 0.05)
     watch = store._db.watch()  # pyright: ignore[reportPrivateUsage]
     assert watch.written()
     store.set_meta("a", "b")
@@ -270,7 +269,7 @@ def test_many_turns_take_as_many_statements_as_two(store: RunStore, monkeypatch:
         before = len(sent)
         assert errors(store, *(store.turn_entry(one.episode_id, one.fence, odd) for one in few)) == [""] * len(few)
         assert len(sent) - before <= 10, sent[before:]  # two of them once in a session
-    monkeypatch.setattr(arrays, "_MOST_BYTES", 150)
+    monkeypatch.setattr(sql, "_MOST_BYTES", 150)
     answers = [store.step_entry(one.episode_id, one.fence, 0, answer(n)) for n, one in enumerate(claims)]
     before = len(sent)
     assert errors(store, *answers) == [""] * len(claims)

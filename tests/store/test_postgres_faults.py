@@ -13,8 +13,8 @@ import pytest
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.store import AsyncStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS
 
 from .play import START, admit, answer, play_all, serve, turn

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trio
 
-from agentrl.cli.store import copy as store_copy
+from agentrl.cli.episodes import copy as store_copy
 from agentrl.config import parse
 from agentrl.errors import RunFailed, UsageError
 from agentrl.run.resume_overrides import change
@@ -24,8 +24,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import Supervisor, run_to_end
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
-from agentrl.store.databases.open_store import ADDRESS
-from agentrl.store.databases.postgres.ownership import NOTE
+from agentrl.store.databases.open_store import ADDRESS, NOTE
 
 from .play import admit, serve
 from .server import Server

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.errors import StoreVersionError, UsageError
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.testing.outside_audit import OutsideAuditor
 

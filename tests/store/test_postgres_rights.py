@@ -16,7 +16,7 @@ from agentrl.errors import StoreError
 from agentrl.host.ports import free_port
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, remove
 
 from .play import admit, play_all, serve

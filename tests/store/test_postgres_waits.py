@@ -11,7 +11,7 @@ import pytest
 from agentrl.errors import StoreError
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS
 from agentrl.store.episodes.endings import Ending
 

@@ -19,7 +19,7 @@ from agentrl.records import GroupState
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.store import Quorum, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .play import admit, play, play_all, serve
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.records import StopReason
 from agentrl.store import Replays, RunStore
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .fuse import Fuse, Killed

@@ -10,7 +10,7 @@ import torch
 from agentrl.algos.credit import turn_advantages
 from agentrl.records import GroupState, StopReason, turn_id
 from agentrl.store import Claim, LeaseLost, RunStore, Source, StoreError
-from agentrl.store.audit.audit import audit
+from agentrl.store.audit import audit
 
 from .play import START, Clock, admit, answer, play, play_all, turn
 

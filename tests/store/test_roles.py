@@ -13,7 +13,7 @@ import pytest
 import agentrl
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.store import interfaces
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 
 ROOT = Path(agentrl.__file__).parent
 

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from agentrl.records import StopReason
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.wait_for_work import Waiting
+from agentrl.store.asynchronous import Waiting
 from agentrl.store.databases.change_signal import Role, Signal
 
 from .play import START, admit, answer, play_all, serve, task, turn

@@ -13,7 +13,7 @@ import trio
 
 from agentrl.records import StopReason
 from agentrl.store import Claim, LeaseLost, Quorum, RunStore
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore
 from store.play import START, admit, answer, part, turn
 
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2

@@ -69,8 +69,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     import torch
 
     from agentrl.engine.embedded.batching import Batcher
-    from agentrl.engine.embedded.load_weights import read_weights
-    from agentrl.engine.embedded.model import EmbeddedModel, KVStore
+    from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
     from agentrl.engine.embedded.server import EngineServer
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 

@@ -4,16 +4,22 @@ Owns the bookkeeping beside `KVStore`. A slot is *busy* while a request runs in 
 values until the slot is needed: the next turn of the same episode goes on in it, and siblings copy a shared prefix
 from it. A prefix is only ever shared between requests of one weight version: a slot whose keys and values were
 computed under an older version, wholly or in part, matches nothing. Never knows requests or weights.
+
+Decoding one token reads every key and value of the context; for the siblings of a group most of them are the same
+bits, copied from slot to slot when the prompt was computed once. `share` finds them, so that attention reads them once
+for all. (The split of attention into a shared and an own part is Juravsky et al. 2024, Hydragen.)
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from agentrl.engine.embedded.model import KVStore
+from agentrl.engine.embedded.model import KVStore, Shared
 
 Ints = NDArray[np.int64]
 
@@ -157,3 +163,31 @@ def _common(rows: NDArray[np.int32], known: Ints, wanted: NDArray[np.int32]) -> 
     differs = rows != wanted
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted))
     return np.minimum(first, known)
+
+
+FAMILY_COST = 300
+"""What a family costs a layer, in positions of one row: two more products, against keys and values not read again."""
+
+
+def share(slots: CacheSlots, of_rows: Sequence[int]) -> Shared | None:
+    """How single rows of these slots best share their common prefix; None if it is not worth it."""
+    kin = np.minimum(slots.kin, slots.computed)[of_rows]
+    members: dict[int, list[int]] = defaultdict(list)
+    for row, family in enumerate(slots.family[of_rows].tolist()):
+        members[family].append(row)
+    common = {family: int(kin[rows].min()) for family, rows in members.items() if len(rows) > 1}
+    best, length, spared = 0, 0, 0
+    for family in sorted(common, key=lambda family: -common[family]):
+        spared += len(members[family]) - 1
+        gain = spared * common[family] - (len(of_rows) - spared) * FAMILY_COST
+        if gain > best:
+            best, length = gain, common[family]
+    if not best:
+        return None
+    order: list[int] = []
+    families: list[tuple[int, int, int]] = []
+    for family, rows in members.items():
+        for part in [rows] if common.get(family, 0) >= length else [[row] for row in rows]:
+            families.append((of_rows[part[0]], len(order), len(order) + len(part)))
+            order += part
+    return Shared(length, torch.tensor(order), tuple(families))

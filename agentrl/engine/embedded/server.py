@@ -1,16 +1,18 @@
 """The embedded engine's HTTP side: the subset of vLLM's API that the client uses, on one asyncio loop.
 
-Owns connections, the order of admin calls and the metrics text. The forward passes run in the same loop between two
-looks at the sockets: one thread, so nothing contends for the interpreter. Only a weight file is read on another, while
-the old weights go on.
+Owns connections, the order of admin calls and the metrics text (Prometheus' format, vLLM's names). The forward passes
+run in the same loop between two looks at the sockets: one thread, so nothing contends for the interpreter. Only a
+weight file is read on another, while the old weights go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +28,84 @@ from starlette.types import Receive, Scope, Send
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
 from agentrl.engine.embedded.chat import Chat, ChatRequest, fresh
 from agentrl.engine.embedded.lora import Adapter, read
-from agentrl.engine.embedded.prometheus import Histograms, render
 from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer_json, parse_generate, parse_object
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
+
+_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of durations by upper bound, in seconds."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, seconds: float, weight: int = 1) -> None:
+        """Count one duration, `weight` times."""
+        self.counts[bisect_left(_BOUNDS_S, seconds)] += weight
+        self.total_s += seconds * weight
+
+    def render(self, name: str, labels: str) -> list[str]:
+        """Prometheus' lines of this histogram."""
+        lines = [f"# TYPE {name} histogram"]
+        seen = 0
+        for bound, count in zip([*map(str, _BOUNDS_S), "+Inf"], self.counts, strict=True):
+            seen += count
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {seen}')
+        return [*lines, f"{name}_sum{{{labels}}} {self.total_s}", f"{name}_count{{{labels}}} {seen}"]
+
+
+@dataclass(slots=True)
+class Histograms:
+    """Durations as seen at the HTTP side."""
+
+    first_token: Histogram = field(default_factory=Histogram)
+    between_tokens: Histogram = field(default_factory=Histogram)
+    weight_update: Histogram = field(default_factory=Histogram)
+
+    def observe(self, emission: Emission, since_start_s: float, since_last_s: float, *, first: bool) -> None:
+        """Note one chunk. Tokens leave in chunks, so the first token's time is that of the first chunk."""
+        tokens = len(emission.token_ids)
+        if first:
+            self.first_token.add(since_start_s)
+        if tokens:
+            self.between_tokens.add(since_last_s / tokens, tokens)
+
+
+def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
+    """The text of `/metrics`."""
+    labels = f'model_name="{model}",engine="0"'
+    counters = batcher.counters
+    gauges = {
+        "vllm:num_requests_running": len(batcher.running),
+        "vllm:num_requests_waiting": len(batcher.waiting),
+        "vllm:kv_cache_usage_perc": float(batcher.slots.busy.mean()),
+    }
+    totals = {
+        "vllm:prefix_cache_queries_total": counters.prefix_queries,
+        "vllm:prefix_cache_hits_total": counters.prefix_hits,
+        "vllm:num_preemptions_total": 0,  # a running request's slot is never taken from it
+        "vllm:prompt_tokens_total": counters.prompt,
+        "vllm:generation_tokens_total": counters.generated,
+    }
+    lines: list[str] = []
+    for kind, values in (("gauge", gauges), ("counter", totals)):
+        for name, value in values.items():
+            lines += [f"# TYPE {name} {kind}", f"{name}{{{labels}}} {value}"]
+    running, waiting = (
+        sorted({request.adapter.name for request in of if request.adapter is not None})
+        for of in (batcher.running.values(), batcher.waiting)
+    )
+    names = f'running_lora_adapters="{",".join(running)}",waiting_lora_adapters="{",".join(waiting)}"'
+    lines.append(f"vllm:lora_requests_info{{{names}}} {time.time()}")
+    lines += histograms.first_token.render("vllm:time_to_first_token_seconds", labels)
+    lines += histograms.between_tokens.render("vllm:inter_token_latency_seconds", labels)
+    lines += histograms.weight_update.render("vllm:rl_weight_update_operation_duration_seconds", labels)
+    return "\n".join(lines) + "\n"
+
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
 _BODY_LIMIT = 32 << 20

@@ -13,12 +13,15 @@ A silent replica is asked whether it lives before it is given up: a long prefill
 replica that failed gets a single request at a time until it has brought a token. If a turn's first token is slow to
 come, a second replica may be asked for it as well (see `hedge`). A request that a replica refuses is offered to one
 other: if that takes it, the first is broken.
+
+A chunk sampled under weights that are not the run's is refused: two runs at one engine would train on each other's
+tokens. `Policies` sends each request to the engines of its role, which never hear of the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Self
@@ -29,16 +32,28 @@ from agentrl.config import EngineSettings
 from agentrl.engine.client import collect
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.hedging import Hedges, race
+from agentrl.engine.router.replica import Homes, Wait
 from agentrl.engine.router.replica import Replica as Replica
 from agentrl.engine.router.replica import ReplicaState as ReplicaState
 from agentrl.engine.router.replica import Servable as Servable
-from agentrl.engine.router.replica import Wait
-from agentrl.engine.router.session_affinity import Homes
 from agentrl.engine.router.turn_request import SEAM, Decode, TurnRequest
-from agentrl.engine.weight_sync import version_check
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
-from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.protocols import Chunk, Engine, GenerateRequest
 from agentrl.records import Generation, Json
+
+Knows = Callable[[int], Awaitable[bool]]
+"""Whether the run made a weight version."""
+
+
+async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
+    """Raises EngineBroke if tokens of a chunk come from weights that the run never made, EngineError if tokens before
+    it do, which the turn has already."""
+    for span in chunk.spans:
+        if not await knows(span.version):
+            kind = EngineBroke if span.start >= 0 else EngineError
+            other = "does another run send it weights? Each run needs engines of its own (engine.urls)"
+            raise kind(f"{url} samples from version {span.version}, which this run never made: {other}")
+
 
 _ASK_S = 5.0  # deadline for a broken replica's answer; it is asked again later
 _MUTE = "it does not answer"
@@ -67,7 +82,7 @@ class Fleet:
         *,
         decode: Decode | None = None,
         fits: Callable[[int], Awaitable[bool]] | None = None,
-        knows: version_check.Knows | None = None,
+        knows: Knows | None = None,
         stall_s: float = 30.0,
         probe_s: float = 30.0,
         outage_deadline_s: float = 600.0,
@@ -99,7 +114,7 @@ class Fleet:
         *,
         decode: Decode,
         fits: Callable[[int], Awaitable[bool]] | None = None,
-        knows: version_check.Knows | None = None,
+        knows: Knows | None = None,
         preempt: bool = False,
     ) -> Self:
         """A fleet with the deadlines of the table `[engine]`."""
@@ -416,7 +431,7 @@ class Fleet:
                     if chunk is None:
                         return
                     if self._knows is not None and turn.request.version is None:  # else the turn is a past self's
-                        await version_check.check(chunk, replica.client.url, self._knows)
+                        await check_version(chunk, replica.client.url, self._knows)
                     if chunk.token_ids and not sampling:
                         sampling = True
                         self.hedges.took(trio.current_time() - began)
@@ -528,3 +543,24 @@ class Fleet:
             replica.heard_at = -math.inf
             return False
         return True  # a token came while it was asked
+
+
+class Policies:
+    """`protocols.Engine` over the engines of roles with a model of their own, by role, and those of all others. It
+    raises what these do."""
+
+    def __init__(self, shared: Engine, own: Mapping[str, Engine]) -> None:
+        self._shared, self._own = shared, own
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self._of(request).stream(request)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return await self._of(request).generate(request)
+
+    async def aclose(self) -> None:
+        for engine in (self._shared, *self._own.values()):
+            await engine.aclose()
+
+    def _of(self, request: GenerateRequest) -> Engine:
+        return self._shared if request.policy is None else self._own.get(request.policy, self._shared)

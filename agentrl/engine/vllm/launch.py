@@ -1,8 +1,9 @@
 """Starts vLLM servers of ours: which interpreter, which flags, which environment, and when it is ready.
 
 Owns the command line, the folder that carries our plugin into vLLM's interpreter (which needs nothing of agentrl
-installed), and the reading of a log that ends badly. Never keeps a process: whoever starts the command ends it; the
-server ends by itself when its standard input closes.
+installed), and the reading of a log that ends badly. Before anything starts, the installed vLLM's own parser checks
+`[engine.vllm]` (`plugin.argument_parser`, in a child of its interpreter). Never keeps a process: whoever starts the
+command ends it; the server ends by itself when its standard input closes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Final, Literal, Self, cast
 
 import trio
 
 import agentrl
-from agentrl.config.vllm_arguments import split_over, words
+from agentrl.config.vllm_arguments import RESERVED, split_over, words
 from agentrl.engine.access import OPEN
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import end_group
@@ -503,3 +504,74 @@ def _check_head_dim(model: Path) -> None:
             f"{model}: head_dim = {size}; vLLM's CPU build needs at least {_MIN_HEAD_DIM}: "
             'use engine.kind = "embedded" for this model'
         )
+
+
+_MODULE = "agentrl.engine.vllm.plugin.argument_parser"
+_DEADLINE_S = 300.0  # importing vLLM takes ten seconds, from a slow disk a minute
+
+
+def check_arguments(server: VLLMServer) -> None:
+    """Raises ConfigError for the first of the server's `arguments` that its vLLM does not know or take, and what vLLM
+    says of it; UsageError if vLLM cannot be asked."""
+    python = server.build.python
+    server.prepare()
+    given = {name: words({name: value}) for name, value in server.arguments.items()}
+    asked = {"base": server.argv(bare=True)[2:], "given": given, "reserved": RESERVED}
+    try:
+        done = subprocess.run(
+            [python, "-m", _MODULE],
+            input=json.dumps(asked),
+            env={**os.environ, **server.env()},
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"cannot ask the vLLM of {python} about [engine.vllm]: {error}") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(f"cannot ask the vLLM of {python} about [engine.vllm]: {last[:300]}")
+    if problem := json.loads(done.stdout.strip().splitlines()[-1]):
+        raise _refused(server, problem)
+
+
+def _refused(server: VLLMServer, problem: dict[str, Any]) -> ConfigError:
+    key, says = problem["key"], problem["says"]
+    if key is None:
+        return ConfigError("engine.vllm", dict(server.arguments), f"vLLM {server.build.version} says: {says}")
+    if says is None:
+        near = "".join(f"did you mean {name!r}? " for name in problem["near"])
+        hint = f"vLLM {server.build.version} has no such argument; {near}`{_help(server, 'all')}` lists them"
+    elif says in RESERVED.values():
+        hint = says
+    else:
+        hint = f"vLLM {server.build.version} says: {says} (see `{_help(server, key)}`)"
+    return ConfigError(f"engine.vllm.{key}", server.arguments[key], hint)
+
+
+def _help(server: VLLMServer, word: str) -> str:
+    return f"{server.build.python} -m vllm.entrypoints.openai.api_server --help={word}"
+
+
+PARSERS: Final[Mapping[str, str]] = {
+    "hermes": "hermes",
+    "llama": "llama3_json",
+    "mistral": "mistral",
+    "qwen3_coder": "qwen3_coder",
+    "seed_oss": "seed_oss",
+    "glm": "glm45",
+    "minimax_m2": "minimax_m2",
+    "muse": "muse_glimmer",
+    "minicpm5": "minicpm5",
+    "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v31",
+    "kimi_k2": "kimi_k2",
+    "granite": "granite",
+    "gemma4": "gemma4",
+    "lfm2": "lfm2",
+    "pythonic": "pythonic",
+}
+"""vLLM's name of the parser of each dialect that both know, by ours (`agentrl.env.tools.parsers.FORMATS`)."""

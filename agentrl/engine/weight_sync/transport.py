@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class WeightsInMemory(Protocol):
-    """Weights in the learner's memory: `agentrl.learner.weight_snapshot.WeightSnapshot`."""
+    """Weights in the learner's memory: `agentrl.learner.weight_export.WeightSnapshot`."""
 
     @property
     def size_bytes(self) -> int: ...

@@ -1,7 +1,15 @@
-"""The tasks of reasoning-gym: one question, one answer, its own verifier."""
+"""The tasks of reasoning-gym: one question, one answer, its own verifier.
+
+Some of its verifiers evaluate an answer as Python, and so does sympy. A model's text never reaches `eval`: an answer
+passes only if it is plain arithmetic or a plain list (`is_plain`).
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -9,7 +17,6 @@ from typing import Any, Final
 import trio
 
 from agentrl.env.adapters.random_generators import OwnGenerators, hashes_are_fixed
-from agentrl.env.adapters.safe_eval import evaluates, is_plain
 from agentrl.env.limits import EpisodeLimits, positive_seconds
 from agentrl.env.optional_imports import require
 from agentrl.env.tool_env import Grade, ToolEnv
@@ -106,3 +113,84 @@ def answer_in(text: str) -> str | None:
     before, closed, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
     return answer.partition("</answer>")[0].strip() if closed and opened else None
+
+
+_LONGEST: Final = 2_000  # characters
+_LARGEST: Final = 10**40
+_POWER: Final = 64  # exponents within exponents multiply
+_FUNCTIONS: Final = frozenset(
+    {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+)
+_PYTHON: Final = re.compile(r"(?<![\w.])(?:eval|exec)\(")
+_SYMPY: Final = re.compile(r"\b(?:parse_expr|sympify|S)\(")
+
+
+def evaluates(verifier: object) -> tuple[bool, bool]:
+    """Whether the modules of an object's classes call Python's `eval`, and whether they call sympy's."""
+    python = symbolic = False
+    for cls in type(verifier).__mro__[:-1]:
+        module = sys.modules.get(cls.__module__)
+        source = inspect.getsource(module) if module is not None and getattr(module, "__file__", None) else ""
+        python = python or _PYTHON.search(source) is not None
+        symbolic = symbolic or ("sympy" in source and _SYMPY.search(source) is not None)
+    return python, symbolic
+
+
+def is_plain(answer: str, *, symbolic: bool) -> bool:
+    """Whether evaluating an answer runs nothing and ends soon. `symbolic`: sympy reads it, who understands texts that
+    are no Python, and functions."""
+    if len(answer) > _LONGEST:
+        return False
+    try:
+        tree = ast.parse(answer.strip(), mode="eval").body
+        return _weight(tree, symbolic) <= _POWER
+    except _NotPlain:
+        return False
+    except (SyntaxError, ValueError):  # `eval` refuses it as well
+        return not symbolic
+    except (RecursionError, MemoryError):
+        return False
+
+
+class _NotPlain(Exception):
+    pass
+
+
+def _weight(node: ast.expr, symbolic: bool) -> int:
+    """The highest product of exponents within one another. Raises _NotPlain."""
+    match node:
+        case ast.Constant(value=int(number)) if abs(number) <= _LARGEST:
+            return 1
+        case ast.Constant(value=float()):
+            return 1
+        case ast.Name(id=name) if symbolic and len(name) <= 20 and "__" not in name:
+            return 1
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=inner):
+            return _weight(inner, symbolic)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _weight(left, symbolic) * max(1, abs(_exponent(right)))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+            return max(_weight(left, symbolic), _weight(right, symbolic))
+        case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if symbolic and name in _FUNCTIONS:
+            return 2 * _weight(inner, symbolic)
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) if not symbolic:
+            return max((1 if _is_text(part) else _weight(part, symbolic) for part in parts), default=1)
+        case _:
+            raise _NotPlain
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _exponent(node: ast.expr) -> int:
+    """A whole number or a plain fraction of two, rounded up. Raises _NotPlain."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return _exponent(inner)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return max(abs(_exponent(left)), abs(_exponent(right)))
+        case _:
+            raise _NotPlain

@@ -1,6 +1,9 @@
 """One episode's side of an agent program: its requests come in, the policy's replies go out, in order.
 
-It owns the program while it runs and the key under which the HTTP server finds it; it never knows who the policy is.
+A session owns the program while it runs and the key under which the HTTP server finds it; it never knows who the policy
+is. The server listens on the loopback address: one per trio loop, shared by its episodes and closed with the last of
+them. Sockets and bounds are those of `agentrl.http.http_server`. Whoever registered the first part of a path, which
+nobody else can guess, handles its requests; a request to another path is refused before its body is read.
 """
 
 from __future__ import annotations
@@ -15,15 +18,141 @@ import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import trio
+from trio.lowlevel import RunVar
 
-from agentrl.env.agent_programs import recording_proxy
 from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, UnservedRequest, apis, event_text
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
+from agentrl.http.bounds import ServerBounds
+from agentrl.http.http_server import Typed, listen
 from agentrl.records import Json
+
+MAX_BODY: Final = 64 << 20
+
+_servers: RunVar[_Server] = RunVar("agentrl_program_server")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`path` is what follows the registered key, with a leading slash; `body` the parsed JSON, {} if there was none."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A JSON `body`, or server-sent `events` as (name, data): an empty name writes no event line."""
+
+    status: int = 200
+    body: Json = None
+    events: tuple[tuple[str, str], ...] | None = None
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(slots=True)
+class _Server:
+    port: int
+    scope: trio.CancelScope
+    closed: trio.Event = field(default_factory=trio.Event)
+    handlers: dict[str, Handler] = field(default_factory=dict[str, Handler])
+
+    def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
+        """As `listening.Refuses`: a key that nobody has registered."""
+        if _split(path)[0] in self.handlers:
+            return None
+        return _written(Response(404, {"error": {"message": "no such episode", "type": "not_found"}}))
+
+    async def answer(
+        self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
+    ) -> tuple[int, Typed]:
+        """As `listening.Handler`."""
+        key, rest = _split(path)
+        handler = self.handlers.get(key)
+        if handler is None:
+            return _written(Response(503, {"error": {"message": "the episode is over", "type": "server_error"}}))
+        body = _parsed(content)
+        if body is None:
+            error = {"message": "the body is not a JSON object", "type": "invalid_request_error"}
+            return _written(Response(400, {"error": error}))
+        try:
+            response = await handler(Request(method, rest, headers, body))
+        except Exception as error:  # a connection's boundary: whatever it was, the program is answered and told
+            response = Response(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
+        return _written(response)
+
+
+async def register(key: str, handler: Handler) -> str:
+    """Have requests to `http://127.0.0.1:PORT/KEY/…` answered by `handler`; the address up to the key.
+
+    The server starts with the first key of a trio loop."""
+    try:
+        server = _servers.get()
+    except LookupError:
+        server = None
+    if server is None or server.scope.cancel_called:
+        server = await _start()
+        _servers.set(server)
+    server.handlers[key] = handler
+    return f"http://127.0.0.1:{server.port}/{key}"
+
+
+async def unregister(key: str) -> None:
+    """Forget a key; the server closes with the last one."""
+    try:
+        server = _servers.get()
+    except LookupError:
+        return
+    server.handlers.pop(key, None)
+    if not server.handlers and not server.scope.cancel_called:
+        server.scope.cancel()
+        with trio.move_on_after(5, shield=True):
+            await server.closed.wait()
+
+
+async def _start() -> _Server:
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    server = _Server(port=listeners[0].socket.getsockname()[1], scope=trio.CancelScope())
+
+    async def serve() -> None:
+        with server.scope:
+            await listen(server, listeners, bounds=ServerBounds(body_bytes=MAX_BODY), refuses=server.refuses)
+        for listener in listeners:
+            with trio.CancelScope(shield=True):
+                await listener.aclose()
+        server.closed.set()
+
+    trio.lowlevel.spawn_system_task(serve, name="agentrl program server")
+    return server
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The key that a path begins with, and what follows."""
+    key, _, rest = path.removeprefix("/").partition("/")
+    return key, f"/{rest}"
+
+
+def _parsed(data: bytes) -> Mapping[str, Json] | None:
+    try:
+        body: Any = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+
+
+def _written(response: Response) -> tuple[int, Typed]:
+    if response.events is None:
+        return response.status, Typed("application/json", json.dumps(response.body).encode())
+    lines = (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n" for name, text in response.events)
+    return response.status, Typed("text/event-stream", "".join(lines).encode())
+
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
 """An agent program: an async function, or a plain one (in a thread of its own), given where the model is."""
@@ -99,7 +228,7 @@ class Running:
 
     async def start(self) -> None:
         """Run the program in the background of this trio loop."""
-        session = Session(await recording_proxy.register(self._key, self._handle), self._key, self._task)
+        session = Session(await register(self._key, self._handle), self._key, self._task)
         self._started = True
         trio.lowlevel.spawn_system_task(self._run, session, name="agentrl agent program")
 
@@ -114,7 +243,7 @@ class Running:
             await self._over.wait()
         for pending in self._waiting:
             pending.answered.set()
-        await recording_proxy.unregister(self._key)
+        await unregister(self._key)
 
     async def _run(self, session: Session) -> None:
         ended = Ended(error=RuntimeError("the program was stopped"))
@@ -127,35 +256,31 @@ class Running:
             self._send.send_nowait(ended)
             self._over.set()
 
-    async def _handle(self, request: recording_proxy.Request) -> recording_proxy.Response:
+    async def _handle(self, request: Request) -> Response:
         if request.method == "GET" and request.path == "/v1/models":
-            return recording_proxy.Response(200, {"object": "list", "data": [{"id": "policy", "object": "model"}]})
+            return Response(200, {"object": "list", "data": [{"id": "policy", "object": "model"}]})
         api = self._apis.get(request.path)
         if api is None or request.method != "POST":
-            return recording_proxy.Response(
-                404, {"error": {"message": f"{request.method} {request.path} is not served"}}
-            )
+            return Response(404, {"error": {"message": f"{request.method} {request.path} is not served"}})
         try:
             conversation = api.read(request.body)
         except UnservedRequest as error:
-            return recording_proxy.Response(400, api.error(str(error)))
+            return Response(400, api.error(str(error)))
         pending = Pending(conversation)
         self._waiting.append(pending)
         self._send.send_nowait(pending)
         await pending.answered.wait()
         self._waiting.remove(pending)
         if pending.reply is None:
-            return recording_proxy.Response(503, api.error("the episode is over"))
+            return Response(503, api.error("the episode is over"))
         api.remember(conversation, pending.reply)
         return _response(api, pending.reply, request.body)
 
 
-def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> recording_proxy.Response:
+def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
     if not body.get("stream"):
-        return recording_proxy.Response(200, api.write(reply, body))
-    return recording_proxy.Response(
-        200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body))
-    )
+        return Response(200, api.write(reply, body))
+    return Response(200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body)))
 
 
 async def _execute(program: Program | Sequence[str], session: Session) -> Any:

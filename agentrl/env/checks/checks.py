@@ -1,16 +1,22 @@
 """The checks of `check_env`, one function each: a `Subject` in, flaws out; `Skipped` if there is nothing to check.
 
-An exception of the environment's own code goes through as `Broke`; the checker makes a finding of it.
+An exception of the environment's own code goes through as `Broke`; the checker makes a finding of it. For leaks it
+counts what this process holds (child processes, descriptors, threads, temporary files; Linux only).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, cast
 
 import jsonschema
@@ -18,7 +24,6 @@ import trio
 from gymnasium.utils import env_checker
 
 from agentrl.env import spaces
-from agentrl.env.checks import resource_leaks
 from agentrl.env.checks.runner import Flaw, Played, Player, Skipped, Subject, in_trio, life, named, second_life, single
 from agentrl.env.core import Env, as_async
 from agentrl.env.sync_async import LoopThread
@@ -262,7 +267,7 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
 
 def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
     """After closing no process, descriptor, thread or temporary file of the environment is left."""
-    if not resource_leaks.can_measure():
+    if not can_measure():
         raise Skipped("leaks: this system has no /proc")
 
     async def lives() -> None:
@@ -276,10 +281,10 @@ def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
 
     in_trio(subject, lives, plays=3)  # what the first time caches and imports is no leak
     blocking_life()
-    before = resource_leaks.measure(subject.tmp)
+    before = measure(subject.tmp)
     in_trio(subject, lives, plays=3)
     blocking_life()
-    for what in resource_leaks.left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
+    for what in left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
         hint = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
         yield Flaw(f"left behind by four closed episodes: {what}", hint, "aclose")
 
@@ -400,3 +405,73 @@ def _difference(one: object, two: object) -> str:
     at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     start = max(0, at - 20)
     return f"{left[start : at + 40]!r} against {right[start : at + 40]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Names of what is held; equal names are counted."""
+
+    processes: Counter[str]
+    descriptors: Counter[str]
+    threads: Counter[str]
+    files: Counter[str]
+
+
+def can_measure() -> bool:
+    return Path("/proc/self/fd").is_dir()
+
+
+def measure(folder: Path) -> Held:
+    """What this process holds now; `folder` is where its temporary files go."""
+    return Held(Counter(_children()), Counter(_descriptors()), Counter(_threads()), Counter(_files(folder)))
+
+
+def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
+    """Names that are held now and were not before, save those that go by themselves within `patience_s`."""
+    until = time.monotonic() + patience_s
+    while True:
+        now = measure(folder)
+        left = [
+            f"{kind} {name}"
+            for kind, one, two in (
+                ("process", before.processes, now.processes),
+                ("descriptor", before.descriptors, now.descriptors),
+                ("thread", before.threads, now.threads),
+                ("file", before.files, now.files),
+            )
+            for name in (two - one).elements()
+        ]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.02)
+
+
+def _children() -> Iterable[str]:
+    parent = str(os.getpid())
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
+        except OSError:
+            continue  # it ended meanwhile
+        if rest.split()[1] == parent:
+            yield f"{entry.name} ({name.partition('(')[2]})"
+
+
+def _descriptors() -> Iterable[str]:
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        yield target.partition(":")[0] if ":[" in target else target
+
+
+def _threads() -> Iterable[str]:
+    """trio keeps idle worker threads for some seconds: those are its own."""
+    return (thread.name for thread in threading.enumerate() if not thread.name.lower().startswith("trio"))
+
+
+def _files(folder: Path) -> Iterable[str]:
+    return (str(path) for path in folder.rglob("*"))

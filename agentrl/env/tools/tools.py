@@ -1,7 +1,8 @@
 """Tools: Python callables with type hints become what a model may call, with a JSON schema and readable errors.
 
 `@tool` marks a method of a `ToolEnv` (or a plain function); `FunctionTool` is the `protocols.Tool` made of it. This
-module validates arguments and shapes results; it neither parses a model's text nor decides an episode.
+module validates arguments, shapes results and writes the messages that answer a turn's calls; it neither parses a
+model's text nor decides an episode.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ import jsonschema
 import jsonschema.validators
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from agentrl.env.limits import Fault
 from agentrl.env.sync_async import call
-from agentrl.errors import PolicyFault, ToolArgumentError, ToolError, UsageError
+from agentrl.env.tools.calls import Malformed, ToolCall, own_id
+from agentrl.errors import (
+    ParseError,
+    PolicyFault,
+    StructuralParseError,
+    ToolArgumentError,
+    ToolError,
+    ToolTimeout,
+    UsageError,
+)
 from agentrl.protocols import ToolResult
-from agentrl.records import Json
+from agentrl.records import Json, Message, Messages
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -408,3 +419,59 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 def envelope(schemas: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
     """Tool schemas as chat templates want them: `{"type": "function", "function": {…}}` each."""
     return [{"type": "function", "function": dict(function_schema(schema))} for schema in schemas]
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """One call of a turn and its result as the model reads it. `error` says why it failed, None if it did not."""
+
+    call: ToolCall | Malformed
+    result: ToolResult
+    error: PolicyFault | None = None
+
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    @property
+    def fault(self) -> Fault | None:
+        """The kind of parse failure, None for calls that reached their tool."""
+        if isinstance(self.error, StructuralParseError):
+            return "structural"
+        return "content" if isinstance(self.error, ParseError | ToolArgumentError) else None
+
+
+def failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
+    """A call that went wrong, as the model is told of it."""
+    content, was_cut = cut(clean_text(said(error)), limit)
+    return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
+
+
+def said(error: PolicyFault) -> str:
+    """An error as the model reads it: its kind, then its text."""
+    for kind, name in _KINDS.items():
+        if isinstance(error, kind):
+            return f"{name}: {error}"
+    return f"error: {error}"
+
+
+_KINDS: Final[Mapping[type[PolicyFault], str]] = {
+    StructuralParseError: "malformed call",
+    ParseError: "invalid call",
+    ToolArgumentError: "wrong arguments",
+    ToolTimeout: "timeout",
+}
+
+
+def tool_messages(results: Sequence[CallResult], before: int) -> Messages:
+    """One tool message per call, with the id that the model gave its call. Other ids count the episode's calls, of
+    which there were `before`, and have the nine characters that Mistral wants."""
+    return tuple(
+        Message(
+            role="tool",
+            content=result.result.content,
+            name=clean_text(result.name)[:100] or "unknown",
+            tool_call_id=own_id(result.call) or f"call{before + index:05d}",
+        )
+        for index, result in enumerate(results)
+    )

@@ -17,23 +17,46 @@ as many rows as it has.
 Only what all passes of a group begin with is kept; what some of them share beyond it is computed in each. A pass has no
 more nodes than the budget says with the stem counted, so as many as ever wait for gradients at any time. Beyond that a
 stem needs room for these sums, and, if layers are computed again, for its keys and values.
-"""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch leaves parts of its signatures untyped)
+Two kinds of rotary positions ("longrope", "dynamic") have frequencies that depend on the longest row that a pass, or an
+earlier one, had (`stretched`): rows of such models are computed apart, each from the model's own frequencies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner.model.rotary import stretched
 from agentrl.learner.moe.routers import RouterRecord
+
+
+def stretched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parts of a model that rotate so, and the kind of each."""
+    for part in module.modules():
+        kind: Any = getattr(part, "rope_type", None)
+        for name in cast("dict[str, Any]", kind).values() if isinstance(kind, dict) else [kind]:
+            if isinstance(name, str) and (name == "longrope" or "dynamic" in name):
+                yield part, name
+
+
+def restart(module: nn.Module) -> None:
+    """Forget the longest row so far."""
+    for part, _ in stretched(module):
+        for name, whole in list(part.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                part.register_buffer(name.replace("original_inv_freq", "inv_freq"), whole, persistent=False)
+        for name in [name for name in vars(part) if name.endswith("max_seq_len_cached")]:
+            setattr(part, name, part.original_max_seq_len)
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
 
 
 class Roots:

@@ -3,10 +3,11 @@ ask for. If roles have adapters of their own, each is a policy over the same wei
 role with a model of its own is a policy with other weights: the frozen and moving models of its passes are its own too.
 
 Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
-"""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch and transformers leave parts of their signatures untyped)
+A critic is a linear head on a language model's last layer, before each scored token; it owns the trunk if that is its
+own. A model that follows the policy is a copy of the trained parameters, as they were or on average, and no second
+model: a pass under it runs through the policy, which has the copy in the place of its own meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +16,166 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from agentrl.algos.algorithm import Outputs
+from agentrl.algos.algorithm import Follows, Outputs
 from agentrl.config import Train, algorithms
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
+from agentrl.errors import ModelError
 from agentrl.learner.checkpoints.checkpoint import CRITIC, CheckpointPart
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.data.shared_prompt import Roots
 from agentrl.learner.model import lora
-from agentrl.learner.model.critic import Critic
 from agentrl.learner.model.policy import PolicyModel
-from agentrl.learner.model.reference_models import Follower
 from agentrl.learner.optimizers import master_weights as masters
 from agentrl.learner.optimizers import optimizers
-from agentrl.learner.parallel.fsdp import clipped, reshard
+from agentrl.learner.optimizers.master_weights import master
+from agentrl.learner.parallel.fsdp import clipped, fill, is_sharded, local, reshard
 from agentrl.learner.parallel.ranks import ALONE, Ranks
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+
+class Critic:
+    """Values of a pack's tokens. A trunk of its own begins as the policy does; a shared one is the policy, and learns
+    from both losses. The head begins at 0, so that a new critic says 0 of everything."""
+
+    file = "critic.safetensors"
+
+    def __init__(self, trunk: PolicyModel, *, own: bool) -> None:
+        """If it is its `own`, `trunk` needs no output layer."""
+        self._trunk, self.own = trunk, own
+        self.head = nn.Linear(trunk.module.config.get_text_config().hidden_size, 1, device=trunk.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def trunk(self) -> PolicyModel:
+        """The model below the head: the critic's own, or the policy."""
+        return self._trunk
+
+    def values(self, pack: Pack, hidden_PH: Tensor, roots: Roots | None = None) -> Tensor:
+        """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer, of
+        those that this rank has; a trunk of its own runs a pass here, after the `roots` that it made."""
+        hidden_PH = self._trunk.hidden(pack, roots) if self.own else hidden_PH
+        values_P = self._trunk.joined(pack, self.head(hidden_PH.float())[:, 0], "values")
+        return values_P[pack.predictor_K]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that only the critic trains."""
+        return [*(self._trunk.parameters() if self.own else ()), *self.head.parameters()]
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read its `tensors` from the file in `folder`. Raises ModelError if it is not there or of another shape."""
+        try:
+            tensors = load_file(folder / self.file)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"no critic in {str(folder)!r} ({error}): was another algo.kind trained?") from error
+        own = self.tensors()
+        wrong = own.keys() ^ tensors.keys() or {name for name in own if own[name].shape != tensors[name].shape}
+        if wrong:
+            raise ModelError(
+                f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.critic, train.lora_rank)"
+            )
+        for name, tensor in own.items():
+            fill(tensor, tensors[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters that only the critic trains by name, not copied."""
+        trunk = self._trunk.module.named_parameters() if self.own else ()
+        named = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
+        return {**named, **{f"head.{name}": p for name, p in self.head.named_parameters()}}
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+
+class Follower:
+    """Begins as the policy is. The average of an adapter is that of its matrices A and B, each by itself."""
+
+    file = "follower.safetensors"
+
+    def __init__(self, policy: Any, follows: Follows) -> None:
+        """`policy` is the module that learns."""
+        self._follows = follows
+        self._leaders: dict[str, nn.Parameter] = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self._tensors: dict[str, Tensor] = {
+            name: master(p).detach().float().clone() for name, p in self._leaders.items()
+        }
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Inside, the policy computes with this model's parameters. No gradient may be asked for across its ends."""
+        narrow = {name: one.data for name, one in self._leaders.items() if one.dtype != torch.float32}
+        self._exchange(narrow)
+        for name in narrow:
+            leader = self._leaders[name]
+            leader.data = self._tensors[name].to(leader.device, leader.dtype)
+        try:
+            yield
+        finally:
+            self._exchange(narrow)
+            for name, data in narrow.items():
+                self._leaders[name].data = data
+
+    @torch.no_grad()
+    def _exchange(self, but: Collection[str]) -> None:
+        """The policy gets this model's parameters, and this model the policy's, `but` for some. FSDP reads shards where
+        they are."""
+        for name, leader in self._leaders.items():
+            own = self._tensors[name]
+            if name in but:
+                continue
+            if is_sharded(leader):
+                its, ours = local(leader), local(own)
+                saved = its.clone()
+                its.copy_(ours)
+                ours.copy_(saved)
+            else:
+                self._tensors[name], leader.data = leader.data, own
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """After step number `step` (from 1)."""
+        if step % self._follows.every:
+            return
+        for name, tensor in self._tensors.items():
+            leader = master(self._leaders[name]).detach()
+            if self._follows.decay:
+                tensor.lerp_(leader.float(), 1 - self._follows.decay)
+            else:
+                tensor.copy_(leader)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its parameters by name, not copied."""
+        return dict(self._tensors)
+
+    def load(self, folder: Path) -> None:
+        """Read its `tensors` from the file in `folder`. Raises ModelError if it is not there or of another shape."""
+        try:
+            found = load_file(folder / self.file)
+        except (OSError, SafetensorError) as error:
+            hint = f"the run that wrote it had algo.{folder.name.partition('.')[0]}_every = 0"
+            raise ModelError(f"no moving model in {str(folder)!r} ({error}): perhaps {hint}") from error
+        own = self._tensors
+        wrong = own.keys() ^ found.keys() or {name for name in own if own[name].shape != found[name].shape}
+        if wrong:
+            raise ModelError(f"the model in {str(folder)!r} is another one: {sorted(wrong)[0]} (train.lora_rank)")
+        for name, tensor in own.items():
+            fill(tensor, found[name])
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
 
 REFERENCE = "reference"
 

@@ -33,7 +33,7 @@ from agentrl.host import compile_cache
 from agentrl.learner.checkpoints.checkpoint import ADAPTER
 from agentrl.learner.data.prefix_trees import Branch, Pack
 from agentrl.learner.data.ragged import normalised
-from agentrl.learner.data.shared_prompt import Names, Roots, can_be_lent
+from agentrl.learner.data.shared_prompt import Names, Roots, can_be_lent, restart, stretched
 from agentrl.learner.model import lora
 from agentrl.learner.model.attention import (
     AttentionShape,
@@ -46,7 +46,6 @@ from agentrl.learner.model.attention import (
 )
 from agentrl.learner.model.load import load
 from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, head_of, overheard, rows_within, statistics
-from agentrl.learner.model.rotary import restart, stretched
 from agentrl.learner.moe.expert_records import Routes
 from agentrl.learner.moe.routers import Routers, listening, routers
 from agentrl.learner.optimizers import master_weights

@@ -30,15 +30,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.config.train import ParallelPlan
 from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.memory_budget import grouped, hollow
 from agentrl.learner.model.models import Models
 from agentrl.learner.parallel import collectives, layers
+from agentrl.learner.parallel.collectives import Meshes
 from agentrl.learner.parallel.fsdp import shard
-from agentrl.learner.parallel.meshes import Meshes
 from agentrl.learner.parallel.ranks import RankMember
 
 KINDS: Mapping[str, str] = {

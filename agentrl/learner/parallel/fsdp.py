@@ -27,9 +27,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.learner.parallel.collectives import named
+from agentrl.learner.parallel.collectives import Meshes, named
 from agentrl.learner.parallel.layers import ParameterCut, cuts, install, linear_layers
-from agentrl.learner.parallel.meshes import Meshes
 
 
 def spread(module: nn.Module, meshes: Meshes) -> None:

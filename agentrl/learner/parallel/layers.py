@@ -41,8 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config.train import HEADS, check_divides
 from agentrl.errors import ConfigError
-from agentrl.learner.parallel.collectives import named
-from agentrl.learner.parallel.meshes import Meshes
+from agentrl.learner.parallel.collectives import Meshes, named
 
 _WAYS = {"colwise": 0, "rowwise": 1}  # of transformers' plan: the dimension of a weight that is cut
 _AS_IT_IS = frozenset({"replicated_with_grad_allreduce"})  # right here without a word

@@ -35,10 +35,9 @@ from agentrl.learner.flops import pairs
 from agentrl.learner.model.attention import Gather
 from agentrl.learner.model.logprobs import Places
 from agentrl.learner.moe.expert_records import Routes
-from agentrl.learner.parallel.collectives import named
+from agentrl.learner.parallel.collectives import Meshes, named
 from agentrl.learner.parallel.fsdp import ALL_GATHER, REDUCE_SCATTER
 from agentrl.learner.parallel.layers import added_up
-from agentrl.learner.parallel.meshes import Meshes
 
 _RUNS = (2, 4, 8)  # of each rank: as few as will do, since in most layouts each has a copy of its path
 _UNEVEN = 1.03  # what a rank may see more than the mean

@@ -22,8 +22,7 @@ import torch
 
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.collectives import Ledger
-from agentrl.learner.parallel.messages import RankReply, receive, send
-from agentrl.learner.parallel.ranks import join
+from agentrl.learner.parallel.ranks import RankReply, join, receive, send
 
 
 def serve(

@@ -6,16 +6,15 @@ deadline. Within one, each collective has a deadline: if a rank is dead, stopped
 which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with new ranks.
 
 An order and a reply are pickled over a socket, whose end is also the lifeline of the other rank: it ends when rank 0
-has ended, however that ended.
+has ended, however that ended. Work beside the next orders runs on a thread of the other ranks, enters no collective,
+and reports by a few keys of the ranks' store (`begin_work`, `settle_work`).
 """
-
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateImportUsage=false
-# (torch leaves parts of its signatures untyped)
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -25,7 +24,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -39,17 +38,108 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug
 
 from agentrl.config.train import ParallelPlan
-from agentrl.errors import AgentRLError, RankLost
+from agentrl.errors import AgentRLError, RankLost, RunFailed
 from agentrl.host.child_environment import SECRETS
 from agentrl.host.janitor import OwnedFolder
 from agentrl.learner.data.prefix_trees import Pack
-from agentrl.learner.parallel import background_writes as beside
 from agentrl.learner.parallel import collectives
-from agentrl.learner.parallel.collectives import Ledger, RankProgress
+from agentrl.learner.parallel.collectives import Ledger, Meshes, RankProgress, Teams, table, teams
 from agentrl.learner.parallel.fsdp import shard, spread
-from agentrl.learner.parallel.meshes import Meshes, Teams, table, teams
-from agentrl.learner.parallel.messages import RankReply, receive, send
 from agentrl.learner.parallel.pass_shards import Portion, Span, portion
+
+
+@dataclass(frozen=True, slots=True)
+class RankReply:
+    """What a rank returned, or how it failed: `in_collective` if perhaps since another one did."""
+
+    value: object = None
+    error: str | None = None
+    in_collective: bool = False
+
+
+def send(line: Connection[Any, Any], what: object) -> None:
+    """By value: torch would have tensors shared between the processes, by files."""
+    line.send_bytes(pickle.dumps(what))
+
+
+def receive(line: Connection[Any, Any]) -> Any:
+    return pickle.loads(line.recv_bytes())
+
+
+# pyright: reportPrivateImportUsage=false
+# (torch leaves parts of its signatures untyped)
+
+
+_PROGRESS_LOOK_S = 0.05
+
+
+def begin_work(store: distributed.Store, key: str, rank: int, work: Callable[[Callable[[], object]], None]) -> None:
+    """Do `work` on a thread, which is given what to call when some of it is done, and tell rank 0 how it ended."""
+    threading.Thread(target=_work, args=(store, key, rank, work), name="beside", daemon=True).start()
+
+
+def _work(store: distributed.Store, key: str, rank: int, work: Callable[[Callable[[], object]], None]) -> None:
+    failure: tuple[int | None, str] | None = None
+    try:
+        work(lambda: store.add(_progress(key, rank), 1))
+    except Exception as error:  # whatever it is, rank 0 must know
+        failure = getattr(error, "errno", None), f"{type(error).__name__}: {error}"
+    store.set(_end(key, rank), json.dumps(failure))
+
+
+def settle_work(
+    store: distributed.Store,
+    key: str,
+    ranks: Iterable[int],
+    *,
+    why_ended: Callable[[int], str | None],
+    where: Callable[[int], str],
+    deadline_s: float,
+    progress: Callable[[], None],
+) -> None:
+    """On rank 0: wait until the work of each rank has ended well. `why_ended` tells why a rank has ended, if it has;
+    `where` it stands, if it has not got on for `deadline_s`. `progress` is called whenever one gets on. Raises
+    RankLost; OSError for one that a rank had; RunFailed for another error."""
+    for rank in ranks:
+        seen, since = 0, time.monotonic()
+        while not store.check([_end(key, rank)]):
+            if ended := why_ended(rank):
+                raise RankLost(f"{ended}. It had not written its part of a checkpoint")
+            if (now := _count(store, _progress(key, rank))) != seen:
+                seen, since = now, time.monotonic()
+                progress()
+            elif time.monotonic() - since > deadline_s:
+                raise RankLost(
+                    f"{where(rank)}. It wrote nothing of its part of a checkpoint for {deadline_s:g} s "
+                    "(train.parallel.deadline_s)"
+                )
+            time.sleep(_PROGRESS_LOOK_S)
+        error = json.loads(store.get(_end(key, rank)))
+        for used in (_end(key, rank), _progress(key, rank)):
+            store.delete_key(used)
+        if error is not None:
+            number, text = error
+            message = f"rank {rank} could not write its part of a checkpoint: {text}"
+            raise RunFailed(message) if number is None else OSError(number, message)
+
+
+def _count(store: distributed.Store, key: str) -> int:
+    """What has been added up there; a look that adds 0 would let the store's file grow."""
+    return int(store.get(key)) if store.check([key]) else 0
+
+
+def _end(key: str, rank: int) -> str:
+    return f"{key}: end of rank {rank}"
+
+
+def _progress(key: str, rank: int) -> str:
+    return f"{key}: progress of rank {rank}"
+
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
+# (torch leaves parts of its signatures untyped)
+
 
 _LOOK_S = 0.5
 _EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
@@ -106,7 +196,7 @@ class Ranks(Protocol):
         ...
 
     def settle(self, key: str, progress: Callable[[], None]) -> None:
-        """On rank 0, on any thread: wait until each other rank has done its work `key`: see `beside.settle`."""
+        """On rank 0, on any thread: wait until each other rank has done its work `key`: see `settle_work`."""
         ...
 
     def close(self) -> None: ...
@@ -201,7 +291,7 @@ class RankMember:
         return key
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
-        beside.begin(self.store, key, self.rank, work)
+        begin_work(self.store, key, self.rank, work)
 
     def settle(self, key: str, progress: Callable[[], None]) -> None: ...
 
@@ -347,7 +437,7 @@ class Leader:
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
 
     def settle(self, key: str, progress: Callable[[], None]) -> None:
-        beside.settle(
+        settle_work(
             self._member.store,
             key,
             range(1, self.size),

@@ -23,7 +23,7 @@ from agentrl.planning.simulate.policies import Policy
 from agentrl.planning.simulate.service import Episodes, Play, Steps
 from agentrl.records import GroupState
 from agentrl.store.buffer.admission import AdmissionBounds
-from agentrl.store.buffer.patience import Patience
+from agentrl.store.buffer.closing import Patience
 
 _ALMOST = 1e-6  # seconds that a timer comes late, so that rounding never makes it early
 Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tokens

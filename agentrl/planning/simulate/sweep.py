@@ -1,18 +1,69 @@
-"""Many simulated runs beside each other: which ones, the table of what they gave, and one line of advice."""
+"""Many simulated runs beside each other: which ones, the table of what they gave, and one line of advice.
+
+How close any schedule of a simulated run can come to the bound: one to which groups cost nothing, and lag little.
+
+A free slot begins the next episode at once. As soon as a step's episodes have ended, of whichever groups, the learner
+trains them. As many may wait for it as the steps can train in which their newest tokens are within the lag bound; one
+that ends beyond them keeps its slot until there is a place, where a real run would drop it. So no schedule that does
+not know beforehand how long an episode takes trains more of the same episodes in the same time. Never knows a group, a
+token or a close policy.
+
+From a run file, a finished run and the user's wishes to the cases of a sweep.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from random import Random
 from typing import Any
 
 from rich.table import Table
 
-from agentrl.planning.simulate.ideal import best_of_bound
-from agentrl.planning.simulate.policies import Policy
+from agentrl.config import RunConfig
+from agentrl.errors import UsageError
+from agentrl.planning.simulate.measured import MeasuredRun
+from agentrl.planning.simulate.policies import Policy, others, ours, parse_close
+from agentrl.planning.simulate.service import Constant, Episodes, Play, parse_episodes
 from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
+
+
+def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: int, seed: int = 0) -> float:
+    """The share of the bound that such a schedule reaches, in the terms of `Simulation` with the same arguments: the
+    episodes take the same times."""
+    plays_chance, learner_chance = Random(seed), Random(seed + 1)
+    batch, plays = world.groups_per_step * world.group_size, list[Play]()
+    ends = list[float]()  # a heap: when the running episodes end
+    now = learner_free = measured_from = busy_s = 0.0
+    began = ended = taken = 0  # episodes that began, and those that ended and wait for the learner; steps
+    while taken < steps or now < learner_free:
+        idle = now >= learner_free
+        if idle and ended >= batch:
+            tokens = sum(play.tokens for play in plays[taken * batch : (taken + 1) * batch])
+            step_s = world.learner.seconds(tokens, learner_chance) + world.between_s
+            taken, ended, learner_free, idle = taken + 1, ended - batch, now + step_s, False
+            busy_s += step_s if taken > start_up else 0.0
+        kept = max(0, ended - (max_lag + idle) * batch)  # slots of episodes without a place
+        while len(ends) + kept < world.slots:
+            if began == len(plays):
+                plays += world.episodes.group(world.group_size, plays_chance)
+            heapq.heappush(ends, now + plays[began].duration_s)
+            began += 1
+        now = ends[0] if idle or (ends and ends[0] < learner_free) else learner_free
+        while ends and ends[0] <= now:
+            heapq.heappop(ends)
+            ended += 1
+        if now == learner_free and taken == start_up:
+            measured_from = now
+    cohort = plays[start_up * batch : (steps - max_lag - 1) * batch]
+    played_s = sum(play.duration_s for play in cohort) / len(cohort)
+    bound_s = min(world.slots / played_s, batch * (steps - start_up) / busy_s)
+    return (steps - start_up) * batch / (now - measured_from) / bound_s
+
 
 START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _AS_GOOD = 0.01  # of throughput: less is no reason to change a setting
@@ -181,3 +232,131 @@ def advice(rows: Sequence[SweepRow]) -> str:
         f"{was.idle:.0%}, and drop {now.tokens_discarded:.0%} of the tokens instead of {was.tokens_discarded:.0%}: "
         f"{now.useful / was.useful - 1:+.0%} tokens trained a second."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user asks to be compared, as he wrote it; empty texts mean the run file's own."""
+
+    episode: str = ""
+    step_s: float | None = None
+    slots: str = ""
+    max_lag: str = ""
+    close: str = "full"
+    gpus: int = 0
+    scale_batch: bool = False
+    others: bool = True
+    steps: int | None = None
+    seed: int = 0
+
+
+def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:
+    """The cases in the order of their rows: by slots or split, lag and policy. That of the run file is among them.
+    Raises UsageError."""
+    own, found = _world(config, wishes, measured), list[SweepCase]()
+    size, lag, steps = config.rollout.group_size, config.buffer.max_lag, wishes.steps
+    lags = _numbers("--max-lag", wishes.max_lag, least=0) or [lag]
+    closes = [parse_close(text.strip(), size) for text in wishes.close.split(",")]
+    present = parse_close(_closes(config), size)
+    for split, world, is_own in _worlds(config, wishes, own):
+        if wishes.others:
+            for policy in others(lags[0], size)[:1]:  # synchronous, whatever the lag bound
+                found.append(SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split))
+        for one in sorted({*lags, lag} if is_own else lags):
+            if wishes.others and one in lags:
+                found += [
+                    SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split)
+                    for policy in others(one, size)[1:]
+                ]
+            is_present = is_own and one == lag
+            mine = closes if one in lags else []
+            if is_present and present not in mine:
+                mine = [*mine, present]
+            found += [
+                SweepCase(
+                    world=world,
+                    policy=policy,
+                    seed=wishes.seed,
+                    steps=steps,
+                    split=split,
+                    present=is_present and close == present,
+                    ours=True,
+                )
+                for close, policy in zip(mine, ours(one, mine, wait=config.buffer.patience), strict=True)
+            ]
+    return found
+
+
+def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
+    """What of the run file a simulation of `measured` episodes leaves out, or of others, one line each."""
+    if config.buffer.order != "oldest":
+        yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
+    if config.buffer.max_tokens is not None:
+        yield f"not simulated: buffer.max_tokens = {config.buffer.max_tokens}; groups wait however long they are"
+    if measured is None and config.buffer.skip_without_signal is True:
+        yield "not simulated: buffer.skip_without_signal; every group counts as one with signal"
+
+
+def _world(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> SimulatedWorld:
+    """The run file's own world."""
+    episodes: Episodes
+    if wishes.episode:
+        episodes = parse_episodes(wishes.episode, deadline_s=config.rollout.episode_deadline_s)
+    elif measured is not None:
+        episodes = measured.episodes
+    else:
+        raise UsageError("no times: give a finished run (--from RUN), or --episode lognormal:1 with --step-s SECONDS")
+    if wishes.step_s is None and measured is None:
+        raise UsageError("no time of an optimizer step: give --step-s SECONDS, or a finished run (--from RUN)")
+    if wishes.step_s is not None and not 0 < wishes.step_s < math.inf:
+        raise UsageError(f"--step-s {wishes.step_s:g}: must be a number of seconds above 0, such as 30")
+    learner = measured.steps if measured is not None and wishes.step_s is None else Constant(wishes.step_s or 0.0)
+    return SimulatedWorld(
+        episodes=episodes,
+        learner=learner,
+        slots=config.rollout.max_running,
+        group_size=config.rollout.group_size,
+        groups_per_step=config.buffer.groups_per_step,
+        group_deadline_s=config.rollout.group_deadline_s,
+        push_s=0.0 if measured is None else measured.push_s,
+        between_s=0.0 if measured is None else measured.between_s,
+        skip_at_most=config.buffer.skip_at_most if config.buffer.skips else 0.0,
+    )
+
+
+def _worlds(config: RunConfig, wishes: Wishes, own: SimulatedWorld) -> Iterator[tuple[str, SimulatedWorld, bool]]:
+    """Each world with its split of GPUs, and whether it is the run file's own, which is always there."""
+    if wishes.gpus:
+        if wishes.slots:
+            raise UsageError(f"--slots {wishes.slots}: with --gpus the slots follow from the split; leave one out")
+        if wishes.gpus < 2:
+            raise UsageError(f"--gpus {wishes.gpus}: engines and learner need one each; give at least 2")
+        engines = max(1, sum(len(place) for place in config.engine.places))
+        for mine in range(1, wishes.gpus):
+            learners = wishes.gpus - mine
+            slots = max(own.group_size, round(own.slots * mine / engines))
+            world = replace(own, slots=slots, learner=own.learner.sped_up(learners))
+            yield f"{mine} + {learners}", world, (mine, learners) == (engines, 1)
+        if engines + 1 != wishes.gpus:
+            yield f"{engines} + 1", own, True
+        return
+    for slots in sorted({*_numbers("--slots", wishes.slots, least=1), own.slots}):
+        groups = own.groups_per_step
+        if wishes.scale_batch:
+            groups = max(1, round(groups * slots / own.slots))
+        yield "", replace(own, slots=slots, groups_per_step=groups), slots == own.slots
+
+
+def _numbers(option: str, text: str, *, least: int) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")}) if text else []
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: write whole numbers as {least},{least + 1}") from None
+    if found and found[0] < least:
+        raise UsageError(f"{option} {text!r}: no number may be below {least}")
+    return found
+
+
+def _closes(config: RunConfig) -> str:
+    """The run file's way to close groups, as `parse_close` reads it."""
+    return "full" if config.quorum is None else f"{config.quorum}@{config.buffer.quorum_after_s:g}"

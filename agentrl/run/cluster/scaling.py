@@ -23,7 +23,7 @@ from agentrl.run.processes.engine_process import WrongWeights
 from agentrl.run.processes.supervise import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous import Looks
 from agentrl.store.interfaces import ControlStore, Versions
 from agentrl.store.run_values import ENGINE_URLS, SCALING, WANTED_SIZE, WORKERS, Value
 

@@ -15,7 +15,7 @@ from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.run import trainer
-from agentrl.run.dataset.notebook import reference_of
+from agentrl.run.dataset import reference_of
 from agentrl.run.evaluation import of_endpoint
 from agentrl.run.evaluation.held_out import EvalResult
 from agentrl.run.supervisor import check_no_loop

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from agentrl.config import Train
-from agentrl.config.learner_settings import LearnerSettings
+from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks

@@ -29,7 +29,7 @@ from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
 from agentrl.errors import AgentRLError, EngineError, StoreAway
 from agentrl.run.processes.engine_process import ServedWeights, WrongWeights, fit, go_on, halts, prove, version_below
-from agentrl.store.asynchronous.reads import Looks
+from agentrl.store.asynchronous import Looks
 from agentrl.store.interfaces import Versions
 
 _LOOK_S = 1.0  # time between two checks

@@ -19,9 +19,9 @@ from agentrl.config import EngineSettings, RunConfig
 from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import embedded_argv
-from agentrl.engine.vllm import check_arguments as arguments
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.capabilities import Need, needed, probe
+from agentrl.engine.vllm.launch import check_arguments as check_vllm
 from agentrl.engine.weight_sync import adapters, canary, object_store, weight_file
 from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.file_transport import push, update_info
@@ -342,14 +342,14 @@ def vllm_server(
 
 
 def check_arguments(config: RunConfig) -> None:
-    """Have vLLM check `[engine.vllm]`, which takes as long as importing it. Raises as `arguments.check`."""
+    """Have vLLM check `[engine.vllm]`, which takes as long as importing it. Raises as `check_vllm`."""
     if not config.engine.vllm:
         return
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         server = server_of(
             config, model_dir(config.model), port=1, plugin_folder=owner.path, gpus=config.engine.places[0]
         )
-        arguments.check(server)
+        check_vllm(server)
 
 
 async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: bool = True) -> None:

@@ -23,8 +23,7 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, matters
 from agentrl.host.clocks import HostClock
-from agentrl.host.janitor import OwnedFolder
-from agentrl.host.lifeline import watch_lifeline
+from agentrl.host.janitor import OwnedFolder, watch_lifeline
 from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Pulse

@@ -32,11 +32,11 @@ from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import RunFailed, StoreError, WornOut
 from agentrl.host.disk_space import once_there_is_space, with_space
-from agentrl.host.lifeline import watch_lifeline
+from agentrl.host.janitor import watch_lifeline
 from agentrl.learner.gpu_sender import GpuSender
 from agentrl.learner.learner import Diverged
 from agentrl.learner.optimizers.offload import Parking
-from agentrl.learner.weight_hashes import circumstances
+from agentrl.learner.weight_export import circumstances
 from agentrl.models.resolve import engine_dtype, slot_dir
 from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, advice, raised

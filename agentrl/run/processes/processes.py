@@ -41,8 +41,7 @@ from agentrl.run.processes.launcher import LOCAL, Launcher
 from agentrl.run.processes.supervise import Child, RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint, where_it_stands
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.threads import Aside
+from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.run_values import ENGINE_URLS, GIVEN_URLS, PHASE, ROLE_URLS, WORKERS, Value
 

@@ -18,14 +18,13 @@ from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
-from agentrl.engine.router.by_role import Policies
 from agentrl.engine.router.concurrency import Aimd
-from agentrl.engine.router.router import Fleet
+from agentrl.engine.router.router import Fleet, Policies
 from agentrl.engine.weight_sync.adapters import AdapterClient
 from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.host.clocks import HostClock
 from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
-from agentrl.host.lifeline import watch_lifeline
+from agentrl.host.janitor import watch_lifeline
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.protocols import Engine, Rewarder
 from agentrl.records import WeightVersion
@@ -43,8 +42,7 @@ from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import urls_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
-from agentrl.store.asynchronous.reads import Looks, Newest
-from agentrl.store.asynchronous.store import AsyncStore
+from agentrl.store.asynchronous import AsyncStore, Looks, Newest
 from agentrl.store.interfaces import ReadStore, RolloutStore
 from agentrl.store.run_values import GIVEN_URLS
 

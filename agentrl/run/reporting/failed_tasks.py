@@ -22,7 +22,7 @@ from agentrl.errors import split_place
 from agentrl.records import Task
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.store import FailedTask
-from agentrl.store.episodes.outages import FAILURES
+from agentrl.store.episodes.endings import FAILURES
 from agentrl.store.interfaces import ReadStore
 
 MOST_ROWS = 20

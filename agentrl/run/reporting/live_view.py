@@ -1,14 +1,15 @@
 """The live view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
 
 It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step. `Warnings` prints
-nothing, and logs what a person must not miss.
+nothing, and logs what a person must not miss. If no step comes, it says who is waited for: a learner that hangs is seen
+by what it does not take.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -25,11 +26,55 @@ from rich.text import Text
 
 from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.records import GroupState
-from agentrl.run.no_learning import moved, no_signal
+from agentrl.run.alarms import moved, no_signal
 from agentrl.run.reporting import report
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
-from agentrl.run.reporting.waiting import WaitLines
-from agentrl.run.supervisor import MEASURING, Supervisor
+from agentrl.run.supervisor import MEASURING, TRAINING, Supervisor
+from agentrl.store.run_values import LEARNER_WAITS
+
+_LOOK_S = 2.0
+_LONG_S = 30.0  # without a step, then twice as long each time
+
+
+@dataclass(slots=True)
+class WaitLines:
+    """A line when nothing was trained for long, though groups are scored or should be; again at each doubling."""
+
+    now: Callable[[], float] = time.monotonic
+    _state: tuple[int, bool] = (-1, False)
+    _looked: float = float("-inf")
+    _since: float = 0.0
+    _next_s: float = _LONG_S
+
+    def lines(self, supervisor: Supervisor) -> Iterator[str]:
+        """What is new since the last call."""
+        store, now = supervisor.store, self.now()
+        if supervisor.phase != TRAINING or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        step, ready = store.current_version().step, store.counts().get(GroupState.SCORED, 0)
+        enough = ready >= supervisor.config.buffer.groups_per_step
+        state = (step, enough)
+        if state != self._state:
+            self._state, self._since, self._next_s = state, now, _LONG_S
+        if now - self._since < self._next_s:
+            return
+        waited_s, self._next_s = now - self._since, 2 * self._next_s
+        sources = ", ".join(
+            f"reward source {source!r} has to score turns of {count} ended episodes"
+            for source, count in store.episodes_unscored().items()
+        )
+        logs = f"agentrl logs {supervisor.run.path}"
+        if named := LEARNER_WAITS.of(store.meta):
+            yield f"warning: no step for {waited_s:.0f} s: {named}" + (f"; {sources}" if sources else "")
+        elif enough and not store.stands_beyond(step):
+            yield (
+                f"warning: {ready} groups are scored, and the learner takes none for {waited_s:.0f} s, nor does it say "
+                f"that it waits: {logs} learner"
+            )
+        elif sources and not enough and not store.stands_beyond(step):
+            yield f"warning: no step for {waited_s:.0f} s: {sources}: {logs} worker-0"
+
 
 _WINDOW = 10  # number of steps in a displayed mean
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -19,8 +19,8 @@ from rich.table import Table
 from agentrl.config import RunConfig
 from agentrl.env.gymnasium_wrappers import printable
 from agentrl.records import POLICY, Message, Trajectory
+from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation
-from agentrl.run.no_learning import PATIENCE, no_signal
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.reporting import failed_tasks
 from agentrl.run.reward_services import by_function

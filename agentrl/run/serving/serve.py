@@ -21,7 +21,7 @@ from agentrl.config import EngineSettings
 from agentrl.engine.embedded_process import launch_embedded
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.vllm import launch as vllm
-from agentrl.engine.vllm.tool_call_parser import PARSERS
+from agentrl.engine.vllm.launch import PARSERS
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EngineUnavailable, ModelError, UsageError

@@ -1,17 +1,34 @@
-"""The boxes of one bubblewrap backend share this on the host: folder, user ids, /etc, filter, control groups, view."""
+"""The boxes of one bubblewrap backend share this on the host: folder, user ids, /etc, filter, control groups, view.
+
+A bounded file system without root is a tmpfs mounted in a user and mount namespace of its own. No process lives in the
+namespaces: descriptors keep them, so they end with this process, however it ends. Commands of the box enter by
+`nsenter`; this process reaches the files through a descriptor of the mount.
+
+A box without an image sees /usr of this machine without /usr/src, /usr/local (but for the interpreter, if that is where
+the first `python3` is) and the packages of environments and tools, in which solutions can be read. If the kernel allows
+it, the box sees /usr through an overlay of its own: the files are the same, but locks and watches on them meet nobody
+else.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
 import itertools
 import math
 import os
 import secrets
+import select
 import shutil
+import stat
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.host.janitor import OwnedFolder, control_group, make_readable, remove_tree
@@ -19,10 +36,139 @@ from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.bubblewrap import seccomp
 from agentrl.sandbox.bubblewrap.bwrap_process import Subreaper
 from agentrl.sandbox.bubblewrap.cgroup import ControlGroup, ControlGroups
-from agentrl.sandbox.bubblewrap.tmpfs import Enclosure
-from agentrl.sandbox.bubblewrap.visible_programs import USR, Overlay, hidden
-from agentrl.sandbox.folder_snapshots import FolderSnapshots
+from agentrl.sandbox.folder_box import FolderSnapshots
 from agentrl.sandbox.work_folder import WORKSPACE, usage
+
+_START_S = 10.0
+_MOUNT = """mount -t tmpfs -o "$1" agentrl-box "$2" && mkdir "$2/work" "$2/tmp" "$2/shm" || exit
+mkdir "$2/usr" && mount -t overlay -o "ro,nosuid,nodev,$3" agentrl-usr "$2/usr" 2>/dev/null || rmdir "$2/usr"
+echo ready && read -r _"""
+
+
+class Enclosure:
+    """One namespace pair with one tmpfs. `root` is where this process finds it, `mountpoint` where its commands do."""
+
+    def __init__(self, mountpoint: Path, *, options: str, overlay: str = "") -> None:
+        """Mount over the empty folder `mountpoint`, with `overlay` (a mount option) in its folder `usr` where that can
+        be. Raises OSError where this user may not."""
+        tools = [shutil.which(name) for name in ("unshare", "nsenter", "mount")]
+        if None in tools:
+            raise OSError("util-linux is not installed")
+        self._nsenter = str(tools[1])
+        self.mountpoint = mountpoint
+        self._fds: list[int] = []
+        argv = [str(tools[0]), "--user", "--map-root-user", "--mount", "--propagation", "private"]
+        argv += ["sh", "-c", _MOUNT, "sh", options, str(mountpoint), overlay]
+        maker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            assert maker.stdout
+            ready, _, _ = select.select([maker.stdout], [], [], _START_S)
+            if not ready or maker.stdout.readline() != b"ready\n":
+                maker.kill()
+                _, words = maker.communicate()
+                raise OSError(words.decode(errors="replace").strip() or "no namespace of one's own")
+            proc = f"/proc/{maker.pid}"
+            for name in (f"{proc}/ns/user", f"{proc}/ns/mnt", f"{proc}/root{mountpoint}"):
+                self._fds.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            maker.kill()
+            maker.communicate()
+
+    @property
+    def root(self) -> Path:
+        return Path(f"/proc/self/fd/{self._fds[2]}")
+
+    @property
+    def entrance(self) -> list[str]:
+        """The words before a command that run it inside. They name our descriptors by our process id: were they
+        inherited, the command inside would hold them too."""
+        user, mount, _ = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+        return [self._nsenter, f"--user={user}", f"--mount={mount}", "--preserve-credentials", "--"]
+
+    def close(self) -> None:
+        """Let go: the kernel frees the file system when no command is left in it. Idempotent."""
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds = []
+
+
+USR: Final = Path("/usr")
+_GROUPS: Final = ("agentrl.environments", "agentrl.tools")
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
+
+
+def hidden(usr: Path = USR, packages: Iterable[Path] | None = None) -> list[Path]:
+    """The paths below `usr` that no box sees."""
+    found = [usr / "src"]
+    local, kept = usr / "local", _interpreter(usr)
+    if not kept:
+        found.append(local)
+    else:
+        folders = {folder for path in kept for folder in path.parents if folder.is_relative_to(local)}
+        found += [each for folder in folders for each in folder.iterdir() if each not in kept and each not in folders]
+        found += [path / name for path in kept for name in ("site-packages", "dist-packages")]
+    found += [path for path in (_packages() if packages is None else packages) if path.is_relative_to(usr)]
+    there = sorted(path for path in found if path.exists())
+    return [path for path in there if not any(other in there for other in path.parents)]
+
+
+def _interpreter(usr: Path) -> set[Path]:
+    """The paths below `usr/local` that `python3` needs, if that is where it is."""
+    binaries = usr / "local" / "bin"
+    program = (binaries / "python3").resolve()
+    if not program.is_file() or not program.is_relative_to(usr / "local"):
+        return set()
+    library = usr / "local" / "lib"
+    names = [binaries / name for name in ("python", "python3", program.name)]
+    return {program, *(name for name in names if name.exists()), library / program.name, *library.glob("libpython3*")}
+
+
+def _packages() -> list[Path]:
+    """Where agentrl, and the packages that offer environments or tools, are installed."""
+    names = {"agentrl"}
+    for group in _GROUPS:
+        names |= {
+            each.value.partition(":")[0].partition(".")[0] for each in importlib.metadata.entry_points(group=group)
+        }
+    found: list[Path] = []
+    for name in names:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None:
+            found += map(Path, spec.submodule_search_locations or [spec.origin or "/nonexistent"])
+    return found
+
+
+class Overlay:
+    """Layers that show `usr` without some paths. `lower` is the mount's option, empty where layers cannot be made."""
+
+    def __init__(self, mask: Path, without: Iterable[Path], usr: Path = USR) -> None:
+        self.lower = "" if any(sign in str(mask) for sign in ":,\\") else f"lowerdir={mask}:{usr}"
+        try:
+            mask.mkdir(mode=0o755)
+            for path in without:
+                target = mask / path.relative_to(usr)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.mknod(target, stat.S_IFCHR)  # what hides a name in an overlay; it takes no rights to make
+            for folder in mask.rglob("*/"):
+                folder.chmod(0o755)
+        except OSError:
+            self.lower = ""
+
+    def mount(self, target: Path) -> bool:
+        """Mount it over an empty folder, as root; whether that is possible here."""
+        if not self.lower:
+            return False
+        libc = ctypes.CDLL(None, use_errno=True)
+        flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+        return libc.mount(b"agentrl-usr", bytes(target), b"overlay", flags, self.lower.encode()) == 0
+
 
 _LIMITER = "usr/bin/prlimit"
 _BOX_UID = 1000  # inside the box
@@ -33,7 +179,7 @@ _ACCOUNTS = """root:x:0:0::/nonexistent:/bin/false
 agent:x:1000:1000::/tmp:/bin/sh
 nobody:x:65534:65534::/nonexistent:/bin/false
 """
-_GROUPS = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
+_GROUP_FILE = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,7 +422,7 @@ def _make_etc(folder: Path) -> None:
     folder.mkdir()
     for name, text in {
         "passwd": _ACCOUNTS,
-        "group": _GROUPS,
+        "group": _GROUP_FILE,
         "hosts": "127.0.0.1 localhost box\n::1 localhost\n",
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         "resolv.conf": "",  # mount points where the network is open

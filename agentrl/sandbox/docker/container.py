@@ -1,8 +1,9 @@
 """A box whose processes and files only an engine can reach: everything goes through commands run in a container.
 
-The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: a `ContainerEngine` calls.
-A command that ended may leave processes. `kill -1` by the box's user ends them at once, whatever they forked; if
-other commands of the box go on, processes that carry their mark in the environment are spared.
+The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: `ContainerEngine` is what a box
+needs of the engine that holds it. A command that ended may leave processes. `kill -1` by the box's user ends them at
+once, whatever they forked; if other commands of the box go on, processes that carry their mark in the environment are
+spared.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import os
 import posixpath
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Protocol
 
 import trio
 
 from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.host.clocks import policy_time
+from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
 from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.docker import tar as archive
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
-from agentrl.sandbox.docker.engine_protocol import ContainerCommand, ContainerEngine, paused
 from agentrl.sandbox.docker.shell_scripts import (
     BOUND,
     CLEAR,
@@ -46,6 +48,49 @@ from agentrl.sandbox.docker.shell_scripts import (
     shell_word,
 )
 from agentrl.sandbox.work_folder import WORKSPACE
+
+
+class ContainerEngine(Protocol):
+    """The calls that a box makes to its host. Every method raises SandboxError; if the host does not answer,
+    SandboxLost: then nothing is known of the box."""
+
+    folder: OwnedFolder
+
+    def next_uid(self) -> int: ...
+    async def start_container(self, spec: SandboxSpec, uid: int) -> tuple[str, AttachedStreams]: ...
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]: ...
+    async def state(self, execution: str) -> tuple[bool, int | None]: ...
+    async def processes(self, container: str) -> int: ...
+    async def is_running(self, container: str) -> bool: ...
+    async def out_of_memory(self, container: str, since: float) -> bool: ...
+    async def remove(self, container: str) -> None: ...
+
+
+class ContainerCommand:
+    """One command in a container, on its way."""
+
+    def __init__(self, execution: str, streams: AttachedStreams, mark: str) -> None:
+        self.execution, self.streams, self.mark = execution, streams, mark
+        self.started_at, self.began = time.time(), time.monotonic()
+        self.stop = trio.Event()
+        self.closed = trio.Event()
+        self.exit_code: int | None = None
+        self.oom = False
+        self.duration_s = 0.0
+
+
+@contextmanager
+def paused(deadline: trio.CancelScope) -> Generator[None]:
+    """A deadline stands still in the block: a host that does not answer takes none of the policy's time (law 3)."""
+    left = deadline.deadline - trio.current_time()
+    deadline.deadline = math.inf
+    try:
+        yield
+    finally:
+        deadline.deadline = trio.current_time() + left
+
 
 ENV = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _POLL_S = 0.2  # how often a silent command is asked whether it still runs

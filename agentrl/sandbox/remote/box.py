@@ -1,11 +1,12 @@
 """A box behind calls that carry text: commands, files, copies. Everything goes through `helper`, which runs there.
 
 A call is short and may be made again, so that a connection that breaks costs nothing: commands run on, and their output
-waits. Knows no provider: a `ProviderBox` makes the calls.
+waits. Knows no provider: a `ProviderBox` makes the calls. Providers that know no trio run in an `AsyncioLoop`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import functools
@@ -13,21 +14,72 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time, policy_time
+from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, Limits, SandboxSpec
 from agentrl.sandbox.background_process import NeverStarted
 from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.docker import tar
 from agentrl.sandbox.docker.shell_scripts import checked_path
 from agentrl.sandbox.work_folder import WORKSPACE
+
+T = TypeVar("T")
+
+
+class AsyncioLoop:
+    """Runs coroutines of asyncio from trio tasks. The thread is a daemon and starts with the first call."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, T]], *, deadline_s: float) -> T:
+        """The result of a coroutine that is made in the loop's thread. Raises what it raises, TimeoutError after
+        `deadline_s`. A cancelled or late one is cancelled there, and not waited for."""
+        loop = self._started()
+        token, done = trio.lowlevel.current_trio_token(), trio.Event()
+
+        async def run() -> T:
+            return await asyncio.wait_for(make(), deadline_s)
+
+        future = asyncio.run_coroutine_threadsafe(run(), loop)
+        future.add_done_callback(lambda _: _tell(token, done))
+        try:
+            with trio.move_on_after(deadline_s + 5.0):  # a library may swallow its cancellation
+                await done.wait()
+        finally:
+            future.cancel()
+        if not done.is_set():
+            raise TimeoutError(f"no answer within {deadline_s:.0f} s")
+        return future.result()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="agentrl-asyncio", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def aclose(self) -> None:
+        """End the thread; a call that hangs is left to it. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+def _tell(token: trio.lowlevel.TrioToken, done: trio.Event) -> None:
+    with suppress(trio.RunFinishedError):
+        token.run_sync_soon(done.set)
+
 
 _CALL_S: Final = 60.0  # deadline of a call, beside what it waits for
 _AGAIN_S: Final = 60.0  # how long calls are made again after a connection broke
@@ -506,18 +558,27 @@ class RemoteBackend:
     def __init__(self) -> None:
         self.boxes: set[RemoteBox] = set()
         self._beating: trio.CancelScope | None = None
+        self._home: OwnedFolder | None = None
 
     async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """A new box at the provider. Raises SandboxUnavailable that says what to install or to set."""
         raise NotImplementedError
 
+    async def disconnect(self) -> None:
+        """Give back what the backend holds at the provider beside its boxes, which are closed already. Idempotent."""
+
     def folder(self) -> Path:
         """A private folder on this machine for snapshots, which goes with this process."""
-        raise NotImplementedError
+        return self._owned().path
 
     def mark(self) -> Mapping[str, str]:
         """Variables by which this machine's janitor knows processes of ours: for boxes that share this machine."""
-        return {}
+        return self._owned().mark
+
+    def _owned(self) -> OwnedFolder:
+        if self._home is None:
+            self._home = OwnedFolder()
+        return self._home
 
     async def create(self, spec: SandboxSpec | None = None) -> RemoteBox:
         """A new box. Raises SandboxUnavailable, SandboxError if the provider fails."""
@@ -548,6 +609,10 @@ class RemoteBackend:
                 await box.close()
             if self._beating is not None:
                 self._beating.cancel()
+            await self.disconnect()
+            if self._home is not None:
+                home, self._home = self._home, None
+                await trio.to_thread.run_sync(home.close)
 
 
 def _own_processes() -> str:

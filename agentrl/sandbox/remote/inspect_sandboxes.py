@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final, cast
-
-import trio
 
 from agentrl.errors import SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time
-from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
-from agentrl.sandbox.remote.loop import AsyncioLoop
+from agentrl.sandbox.remote.box import AsyncioLoop, ProviderBox, RemoteBackend
 
 _START_S: Final = 300.0
 _STOP_S: Final = 60.0
@@ -55,7 +50,6 @@ class Inspect(RemoteBackend):
         super().__init__()
         self._kind, self._config, self._network, self._image = kind, config, network, image
         self._loop = AsyncioLoop()
-        self._home: OwnedFolder | None = None
         self._type: Any = None
 
     async def connect(self, spec: SandboxSpec) -> ProviderBox:
@@ -92,27 +86,11 @@ class Inspect(RemoteBackend):
         file.write_text(text)
         return str(file)
 
-    def folder(self) -> Path:
-        if self._home is None:
-            self._home = OwnedFolder()
-        return self._home.path
-
-    def mark(self) -> Mapping[str, str]:
-        self.folder()
-        assert self._home is not None
-        return self._home.mark
-
-    async def aclose(self) -> None:
-        """Give all boxes back. Idempotent."""
-        await super().aclose()
-        with trio.CancelScope(shield=True):
-            if self._type is not None and self._kind != "local":
-                kind, self._type = self._type, None
-                await self._loop.call(lambda: kind.task_cleanup(_TASK, self._config, True), deadline_s=_STOP_S)
-            await self._loop.aclose()
-            if self._home is not None:
-                home, self._home = self._home, None
-                await trio.to_thread.run_sync(home.close)
+    async def disconnect(self) -> None:
+        if self._type is not None and self._kind != "local":
+            kind, self._type = self._type, None
+            await self._loop.call(lambda: kind.task_cleanup(_TASK, self._config, True), deadline_s=_STOP_S)
+        await self._loop.aclose()
 
 
 class _Sample:

@@ -13,17 +13,14 @@ import asyncio
 import importlib
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import trio
 
 from agentrl.errors import SandboxUnavailable, UsageError, boundary
 from agentrl.host.clocks import host_time
-from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
-from agentrl.sandbox.remote.loop import AsyncioLoop
+from agentrl.sandbox.remote.box import AsyncioLoop, ProviderBox, RemoteBackend
 
 T = TypeVar("T")
 
@@ -46,7 +43,6 @@ class SweRex(RemoteBackend):
             raise UsageError(f"swe-rex: deployment = {deployment!r}: choose one of {', '.join(DEPLOYMENTS)}")
         self._deployment, self._network, self._image, self._options = deployment, network, image, options
         self._loop = AsyncioLoop()
-        self._home: OwnedFolder | None = None
 
     async def connect(self, spec: SandboxSpec) -> ProviderBox:
         """Deploy one box."""
@@ -68,24 +64,8 @@ class SweRex(RemoteBackend):
             await box.start(make)
         return box
 
-    def folder(self) -> Path:
-        if self._home is None:
-            self._home = OwnedFolder()
-        return self._home.path
-
-    def mark(self) -> Mapping[str, str]:
-        self.folder()
-        assert self._home is not None
-        return self._home.mark
-
-    async def aclose(self) -> None:
-        """Give all boxes back. Idempotent."""
-        await super().aclose()
-        with trio.CancelScope(shield=True):
-            await self._loop.aclose()
-            if self._home is not None:
-                home, self._home = self._home, None
-                await trio.to_thread.run_sync(home.close)
+    async def disconnect(self) -> None:
+        await self._loop.aclose()
 
 
 class _Deployment:

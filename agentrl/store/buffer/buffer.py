@@ -6,6 +6,9 @@ against. A member that ends later is taken in a later step. The learner leaves o
 (law 5); a member without any token young enough leaves here as stale, and its outcome stays in its group's record.
 Which of the closed groups a step takes is an order's choice (see `group_order`); groups without signal may leave
 untrained.
+
+A member's tokens, rewards and the record that it is judged against never change once it was taken, so that a step can
+be trained again (`Retaking`) until retention drops its tokens. Never knows weights, nor what a step made of them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
@@ -422,3 +425,66 @@ def skipped_for(db: Database, step: int) -> list[Group]:
         group = load_group(db, group_id, [id for (id,) in rows])
         found.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
     return found
+
+
+Gone = Literal["", "tokens", "episodes"]
+"""What a step lacks: nothing; tokens, which retention dropped; or episodes, which the store lost with its power."""
+
+
+class Retaking(StorePart):
+    """Say which steps are still whole, and give their groups."""
+
+    def steps_trained(self) -> dict[int, Gone]:
+        """All steps of the lineage, in order, and what each of them lacks."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT l.step, MAX(g.tokens_dropped) FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+                " JOIN groups g ON g.id = e.group_id WHERE l.undone_attempt IS NULL GROUP BY l.step"
+            )
+            lost = self._db.rows("SELECT DISTINCT step FROM lost_members")
+        found: dict[int, Gone] = {step: "tokens" if dropped else "" for step, dropped in rows}
+        for (step,) in lost:
+            found[step] = "episodes"
+        return dict(sorted(found.items()))
+
+    def retake(self, step: int) -> list[Group]:
+        """What `take` gave for optimizer step `step`, in the order of its lineage; every `weight` is 1. Raises
+        StoreError if the step is not in the lineage, or lacks something."""
+        if (gone := self.steps_trained().get(step, "episodes")) != "":
+            raise StoreError(f"step {step} cannot be taken again: its {gone} are gone")
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT l.episode_id, e.group_id FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+                " WHERE l.step = ? AND l.undone_attempt IS NULL ORDER BY l.id",
+                (step,),
+            )
+            trained = {id for id, _ in rows}
+            members: defaultdict[int, list[int]] = defaultdict(list)
+            for id, group_id in rows:
+                members[group_id].append(id)
+            for id, group_id in self._left_out(step):
+                if id not in trained:
+                    members[group_id].append(id)
+            groups = [taken_for(self._db, group_id, own, trained) for group_id, own in members.items()]
+            return groups + skipped_for(self._db, step)
+
+    def _left_out(self, step: int) -> list[tuple[int, int]]:
+        """(episode, group) of the members that left with a step, untrained: too old, or not scored. A late one that is
+        not scored leaves with its group, or with the first step after its end."""
+        ((before_s, taken_s),) = self._db.rows(  # when the step before took its members, and when this one did
+            "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
+            " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",
+            (step,),
+        )
+        rows = self._db.rows(
+            "SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM groups g JOIN episodes e ON e.group_id = g.id"
+            " WHERE g.taken_step = ?1 AND g.purpose = ?2 AND e.stop_reason IS NOT NULL AND e.taken_step IS NULL"
+            " AND e.ended_s <= ?3"
+            " UNION SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM episodes e"
+            " JOIN groups g ON g.id = e.group_id WHERE e.late = 1 AND e.dropped = e.stop_reason"
+            " AND e.ended_s > ?4 AND e.ended_s <= ?3 AND g.taken_step < ?1",
+            (step, TRAIN, taken_s or 0.0, before_s or 0.0),
+        )
+        left = [(id, group_id) for id, group_id, stop_reason, outcome in rows if not scored(stop_reason, outcome)]
+        stale = self._db.rows("SELECT id, group_id FROM episodes WHERE taken_step = ? AND dropped = 'stale'", (step,))
+        return sorted([*left, *stale])

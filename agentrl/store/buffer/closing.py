@@ -1,12 +1,16 @@
-"""When a group closes: small objects with one rule each, cheap for any number of stragglers.
+"""How long to wait for stragglers: when a group closes, and how long the learner waits at the lag bound.
 
-A group closes by itself once all its members have ended. A policy may close it sooner; the members that still run go on
-as late members, and a later step trains them against the group's record. A policy sees only when the scored members
-ended; it never knows the store or a token.
+A group closes by itself once all its members have ended. A policy, a small object with one rule, may close it sooner;
+the members that still run go on as late members, and a later step trains them against the group's record. A policy sees
+only when the scored members ended; it never knows the store or a token.
+
+`Patience` is the one rule by which the learner of a run, and that of a simulation, waits at the lag bound for episodes
+that run (law 5). Never knows an episode, a clock or a store.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,3 +68,36 @@ def close_policy(quorum: int | None, *, after_s: float) -> ClosePolicy:
     """The policy of a run whose groups close with so many scored members (None: with the last one); `after_s` is the
     setting `buffer.quorum_after_s`."""
     return FULL if quorum is None else Quorum(quorum, after_s)
+
+
+class Patience:
+    """`wait` is `buffer.wait_at_bound`; inf waits for as long as episodes take."""
+
+    def __init__(self, wait: float) -> None:
+        self._wait = wait
+        self._since_s: float | None = None
+        self.left_s = math.inf if wait == math.inf else 0.0
+        self.held_s = 0.0
+        """Seconds waited, all together."""
+
+    def worked(self, busy_s: float) -> None:
+        """The learner has worked for `busy_s` seconds."""
+        if self.left_s < math.inf:
+            self.left_s += self._wait * busy_s
+
+    def holds(self, waits: bool, now: float) -> bool:
+        """Whether the learner waits on at `now`, in seconds of a clock that never goes back. `waits`: it could go on,
+        and that would lose an episode. Ask again whenever something may have changed, and at `ends_s`."""
+        if waits and self._since_s is None:
+            self._since_s = now
+        if waits and now < self.ends_s:
+            return True
+        if self._since_s is not None:
+            held_s = min(now - self._since_s, self.left_s)
+            self.left_s, self.held_s, self._since_s = self.left_s - held_s, self.held_s + held_s, None
+        return False
+
+    @property
+    def ends_s(self) -> float:
+        """When patience ends; inf while the learner does not wait."""
+        return math.inf if self._since_s is None else self._since_s + self.left_s

@@ -3,7 +3,7 @@
 Owns the connection of one process; knows no table but those that retention empties. Every write is a transaction that
 takes the store's write lock at its start, so a killed process leaves either the whole transaction or nothing, and two
 processes never deadlock halfway. Every error of the driver and every unreadable row is raised as a `StoreError` of one
-line.
+line. Calls that are made together have one transaction, and each its own result (`Several`, `Result`).
 
 A database on another machine may go away, and come back. Whoever raises StoreAway has left nothing in the store, so the
 call is made again from its start, whole, until the database answers or `away_s` has passed (`outlast`).
@@ -24,15 +24,59 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial, wraps
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import zstandard
 
 from agentrl.errors import StoreAway, StoreBusy, StoreDamaged, StoreError
 from agentrl.store import schema
-from agentrl.store.databases.batched_calls import Result, each
+
+
+class Result(NamedTuple):
+    """What came of a call: a value, or the error that it raised."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class Several(ABC):
+    """A call that `Database.together` makes at once with others of its kind: all that come one after the other."""
+
+    __slots__ = ()
+
+    first: ClassVar[bool] = False
+    """Whether calls of this kind go before all others."""
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """Make it alone."""
+
+    @classmethod
+    @abstractmethod
+    def all(cls, calls: Sequence[Any]) -> list[Result]:
+        """Make calls in their order; what came of each. An error that it raises undoes them all."""
+
+
+def each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
+    """What came of calls. Raises the error of one that is made alone."""
+    made = dict[int, Result]()
+    order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], Several) and call.first))
+    for kind, places in groupby(order, key=lambda at: _kind(calls[at])):
+        own = list(places)
+        if kind is None:
+            made.update((at, Result(value=calls[at]())) for at in own)
+        else:
+            made.update(zip(own, kind(type(calls[own[0]]), [calls[at] for at in own]), strict=True))
+    return [made[at] for at in range(len(calls))]
+
+
+def _kind(call: Callable[[], Any]) -> Callable[[type, Sequence[Any]], list[Result]] | None:
+    """How calls of its kind are made at once; None if they are not."""
+    return call.all.__func__ if isinstance(call, Several) else None
+
 
 BUSY_S = 120.0
 """How long a write waits for another process's write lock before it fails, seconds. Our own writes take well under a

@@ -1,6 +1,8 @@
 """Which database a run has: SQLite in a file, or PostgreSQL if the path is that of an address file.
 
-PostgreSQL's driver is an extra, so `postgres` is imported only for runs that have one.
+PostgreSQL's driver is an extra, so `postgres` is imported only for runs that have one. A store in PostgreSQL belongs to
+the folder that made it, wherever the folder is moved, and to no copy: a note beside the address file says where the
+folder was last, since no lock in a folder keeps two copies of it from writing to the one store that both name.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from pathlib import Path
 
 from agentrl.errors import UsageError
 from agentrl.store.databases.database import Database
-from agentrl.store.databases.postgres import ownership
 from agentrl.store.databases.sqlite import SQLite
 
 STORE = "store.sqlite"
@@ -20,9 +21,35 @@ STORE = "store.sqlite"
 ADDRESS = "store.address"
 """The name of the file in its place that says where the store is."""
 
-
 SUFFIX = ".address"
 """What the names of address files end in."""
+
+NOTE = "store.folder"
+"""The name of the note in a run's folder."""
+
+
+def note_folder(address: Path) -> None:
+    """Say that the store that an address file names belongs to the folder of this file."""
+    address.with_name(NOTE).write_text(f"{address.parent.resolve()}\n", encoding="utf-8")
+
+
+def forget_folder(address: Path) -> None:
+    """Remove the note."""
+    address.with_name(NOTE).unlink(missing_ok=True)
+
+
+def refuse_copy(address: Path) -> None:
+    """Raises UsageError if the folder of an address file is a copy: the folder that it was copied from is still there
+    and names the same store. One that was moved, or made before there were notes, is no copy."""
+    try:
+        first = Path(address.with_name(NOTE).read_text(encoding="utf-8").strip())
+        other = first / address.name
+        copied = not other.samefile(address) and other.read_bytes() == address.read_bytes()
+    except (OSError, ValueError):
+        return
+    if copied:
+        mend = f"agentrl store copy {address.parent} --to sqlite"
+        raise UsageError(f"{address.parent} is a copy of {first}, and both name one store: give it its own: {mend}")
 
 
 def parts(path: Path) -> list[Path]:
@@ -56,7 +83,7 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
     address = Address.of(url, path.parent)
     db = Postgres(path, address, clock)
     address.write(path)
-    ownership.note(path)
+    note_folder(path)
     return db
 
 
@@ -80,8 +107,8 @@ def own(path: Path) -> None:
     """Have a store for the folder that names it, which its only writer calls first. Raises UsageError if the folder is
     a copy of another that names the same store; one that was moved is noted anew."""
     if path.suffix == SUFFIX:
-        ownership.check(path)
-        ownership.note(path)
+        refuse_copy(path)
+        note_folder(path)
 
 
 @contextmanager
@@ -94,7 +121,7 @@ def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], 
         yield lambda: None
         return
     if not of_copy:
-        ownership.check(path)
+        refuse_copy(path)
     _require_driver()
     from agentrl.store.databases.postgres.postgres import Address
     from agentrl.store.databases.postgres.supervisor_lock import Supervision
@@ -113,7 +140,7 @@ def remove(path: Path) -> None:
     if path.suffix != SUFFIX:
         return
     with supervising(path):
-        ownership.forget(path)
+        forget_folder(path)
         from agentrl.store.databases.postgres.postgres import Address, Postgres
 
         for one in reversed(parts(path)):

@@ -18,8 +18,7 @@ from typing import Any, Self
 from agentrl.errors import StoreAway, StoreError
 from agentrl.records import Step, Turn, turn_id
 from agentrl.store.codec import pack_answer, pack_experts, pack_messages, pack_spans, pack_text, pack_tokens
-from agentrl.store.databases.batched_calls import Result, Several
-from agentrl.store.databases.database import Database
+from agentrl.store.databases.database import Database, Result, Several
 from agentrl.store.episodes.leases import check_held
 from agentrl.store.episodes.partial_turns import Partial, pack_part
 

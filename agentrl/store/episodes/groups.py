@@ -2,6 +2,15 @@
 
 Owns the task counter, so that a restart goes on with the next task, and the record that a closed group leaves; never
 knows a token, a worker or the learner, nor when a group closes (see `closing`).
+
+A task whose group was lost to infrastructure is played again, a bounded number of times. A replay is a group of its own
+that names the group it replaces; the schema allows one replay per group. There is no queue: the rows tell which tasks
+are to be played again, whichever process was killed and when.
+
+A fork goes on from a turn of a journaled episode: a new group of siblings, with a baseline of its own. Each member
+begins with copies of the turns before that one. They do not learn: the tokens are context here, and train in the origin
+alone (law 2). A member whose environment cannot be brought to that turn fails with the reason; it never begins anew, as
+its siblings begin there. Never knows how an environment is restored, or which turns are worth it.
 """
 
 from __future__ import annotations
@@ -9,17 +18,66 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+from agentrl.errors import StoreError, UsageError
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.databases.database import Asked, Database, Row, StorePart
-from agentrl.store.episodes.replays import lost_groups, quarantined
 from agentrl.store.reads import WEIGHTS
 from agentrl.store.run_values import NEXT_TASK
 from agentrl.store.schema import SET_META
 from agentrl.store.versions import latest_confirmed
+
+# Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing,
+# and it was not played again.
+_LOST = (
+    "purpose = 'train' AND state IN ('expired', 'failed')"
+    " AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline') AND played_again = 0"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replays:
+    """Counts of tasks lost to infrastructure: `played` again, `waiting` for it, and `given_up`."""
+
+    played: int
+    waiting: int
+    given_up: int
+
+
+class ReplayCounts(StorePart):
+    """Count replays."""
+
+    def replays(self, max_replays: int) -> Replays:
+        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
+        with self._db.read():
+            played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
+            lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {_LOST}")
+            waiting = len(lost_groups(self._db, max_replays))
+        assert played is not None and lost is not None
+        return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
+
+
+def quarantined(db: Database) -> set[str]:
+    """The identities of the tasks in quarantine. Inside a transaction."""
+    return {task for (task,) in db.rows("SELECT task FROM quarantine")}
+
+
+def lost_groups(db: Database, max_replays: int) -> list[int]:
+    """Groups whose task is to be played again, oldest first, without tasks in quarantine. Inside a transaction."""
+    if not max_replays:
+        return []
+    rows = db.rows(
+        f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {_LOST} AND replays < ? ORDER BY id",
+        (max_replays,),
+    )
+    known = quarantined(db) if rows else set[str]()
+    return [id for id, task in rows if not known or pack_identity(unpack_task(task)) not in known]
+
 
 TRAIN = "train"
 """The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
@@ -311,3 +369,102 @@ def _failure(stop_reasons: list[str]) -> str:
     """The most common failure of members; "no_outcome" if none failed but too few were scored."""
     failures = Counter(reason for reason in stop_reasons if not StopReason(reason).by_policy)
     return failures.most_common(1)[0][0] if failures else "no_outcome"
+
+
+_MOST = 1024  # continuations of one turn
+
+
+class Forks(StorePart):
+    """Fork episodes."""
+
+    def fork(self, episode_id: int, *, turn: int, k: int) -> int:
+        """Start a training group of `k` continuations of an episode, ended or not, whose turns from `turn` (counted
+        from 0) on are played anew; returns the group's id. They are played as soon as workers have room.
+
+        Raises StoreError for an unknown episode, UsageError if it has no such turn, an evaluation played it, or its
+        tokens were dropped."""
+        if not 2 <= k <= _MOST:
+            words = f"{k} continuation{'s' * (k != 1)}"
+            hint = f"ask for at most {_MOST}" if k > _MOST else "has no sibling to be compared with: ask for 2 or more"
+            raise UsageError(f"{words} {hint}" if k < 2 else f"{words}: {hint}")
+        with self._db.write():
+            task, start, trial = self._origin(episode_id, turn)
+            version = latest_confirmed(self._db)
+            group_id = create_group(self._db, unpack_task(task), k, TRAIN, 0 if version is None else version.step)
+            self._db.execute(
+                "UPDATE groups SET fork_of = ?, fork_trial = ?, fork_turn = ?, played_again = 1 WHERE id = ?",
+                (episode_id, trial, turn, group_id),
+            )
+            self._db.execute("UPDATE episodes SET start = ? WHERE group_id = ?", (start, group_id))
+            for (member,) in self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)):
+                self._begin(member, episode_id, trial, turn)
+        return group_id
+
+    def forked(self) -> frozenset[int]:
+        """The groups of which a member was forked."""
+        with self._db.read():
+            origins = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
+            rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins})")
+        return frozenset(id for (id,) in rows)
+
+    def fork_states(self, limit: int) -> list[GroupState]:
+        """The states of the latest forks that closed, the latest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT state FROM groups WHERE fork_turn IS NOT NULL AND state NOT IN ('waiting', 'running')"
+                " ORDER BY id DESC LIMIT ?",
+                (limit,),
+            )
+        return [GroupState(state) for (state,) in rows]
+
+    def _origin(self, episode_id: int, turn: int) -> tuple[str, str, int]:
+        """The task, first observation and trial of an episode that can be forked at `turn`."""
+        row = self._db.row(
+            "SELECT g.purpose, g.task, e.start, e.trial FROM episodes e JOIN groups g ON g.id = e.group_id"
+            " WHERE e.id = ?",
+            (episode_id,),
+        )
+        if row is None:
+            raise StoreError(f"no episode {episode_id} in {self._db.path}: its table episodes lists them")
+        purpose, task, start, trial = row
+        if purpose != TRAIN:
+            raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")
+        turns = self._db.rows(
+            "SELECT s.terminated = 1 OR s.truncated = 1, k.turn_id IS NOT NULL"
+            " FROM turns t JOIN steps s ON s.turn_id = t.id"
+            " LEFT JOIN tokens k ON k.turn_id = t.id WHERE t.episode_id = ? AND t.trial = ? ORDER BY t.idx",
+            (episode_id, trial),
+        )
+        if not turns:
+            raise UsageError(f"episode {episode_id} has no turn yet that its environment has answered")
+        if turn < 1:
+            raise UsageError(f"turn {turn} begins the episode: a fork starts at turn 1 or later")
+        most = len(turns) - bool(turns[-1][0])
+        if turn > most:
+            how = "and its last one ended it" if turns[-1][0] else "as far as it was played"
+            raise UsageError(f"episode {episode_id} has {len(turns)} turns, {how}: a fork starts at turn 1 to {most}")
+        if not all(kept for _, kept in turns[:turn]):
+            raise UsageError(f"retention has dropped the tokens of episode {episode_id}: fork a younger one")
+        return task, start, trial
+
+    def _begin(self, member: int, origin: int, trial: int, turn: int) -> None:
+        """Copy the turns before `turn`, and a snapshot of their state if there is one."""
+        db = self._db
+        for (id,) in db.rows(
+            "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
+        ):
+            copy = db.insert(
+                "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
+                " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
+                " spans, n_prompt, n_tokens, NULL, state, started_s, ended_s FROM turns WHERE id = ?",
+                (member, id),
+            )
+            for table in ("tokens", "experts"):
+                db.execute(f"INSERT INTO {table} SELECT ?, data FROM {table} WHERE turn_id = ?", (copy, id))
+            columns = "observation, reward, terminated, truncated, info"
+            db.execute(f"INSERT INTO steps SELECT ?, {columns} FROM steps WHERE turn_id = ?", (copy, id))
+        state: tuple[Any, ...] = (member, origin, turn)
+        db.execute(
+            "INSERT INTO snapshots SELECT ?, turn, seconds, data FROM snapshots WHERE episode_id = ? AND turn < ?",
+            state,
+        )

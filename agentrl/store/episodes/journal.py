@@ -2,23 +2,81 @@
 
 Owns how an episode is written while it runs; never hands one out (leases) and never reads one back (readers). Every
 call carries the fence of its claim and raises LeaseLost if another worker, or nobody, holds the episode now.
+
+Beside the turns it keeps the newest saved state of the environment (bytes that only the environment understands, one
+row per episode, deleted when it ends or starts anew), and the declared files of the agent's work after a turn, written
+before the turn's answer, so that a turn which waits for a score has them. With `rollout.resume` it gives up interrupted
+work on purpose, a turn or a whole group: that stays in the store, is counted and never trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
-from agentrl.store.codec import pack_messages, printable
-from agentrl.store.episodes.endings import EndEntry, Ending
+from agentrl.store.codec import pack_files, pack_messages, printable, unpack_files
+from agentrl.store.databases.database import Database, StorePart
+from agentrl.store.episodes.endings import EndEntry, Ending, end_episode
 from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry
-from agentrl.store.episodes.env_snapshots import drop_snapshot
+from agentrl.store.episodes.groups import TRAIN, create_again
 from agentrl.store.episodes.leases import check_fence, held
 from agentrl.store.episodes.partial_turns import Partial, discard_partial
-from agentrl.store.versions import MintedVersions
+from agentrl.store.episodes.scores import turn_row
+from agentrl.store.versions import MintedVersions, latest_confirmed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSnapshot:
+    """The state of an environment after its answer to turn `turn`; the policy had used `seconds` of its time then."""
+
+    turn: int
+    data: bytes
+    seconds: float = 0.0
+
+
+class EnvSnapshots(StorePart):
+    """Keep the newest snapshot of each running episode."""
+
+    def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:
+        """Replace the episode's snapshot. Raises LeaseLost if it is no longer held under `fence`."""
+        with self._db.write(shared=True):
+            check_fence(self._db, episode_id, fence)
+            self._db.execute(
+                "INSERT INTO snapshots VALUES (?, ?, ?, ?) ON CONFLICT (episode_id)"
+                " DO UPDATE SET turn = excluded.turn, seconds = excluded.seconds, data = excluded.data",
+                (episode_id, snapshot.turn, snapshot.seconds, snapshot.data),
+            )
+
+    def snapshot(self, episode_id: int) -> EnvSnapshot | None:
+        """The newest snapshot of an episode that has not ended; None if there is none."""
+        with self._db.read():
+            row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
+        return None if row is None else EnvSnapshot(turn=row[0], seconds=row[1], data=row[2])
+
+    def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
+        """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the
+        episode is no longer held under `fence`."""
+        with self._db.write(shared=True):
+            check_fence(self._db, episode_id, fence)
+            self._db.execute(
+                "INSERT INTO unsaved VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (episode_id, turn, printable(reason))
+            )
+
+    def unsaved(self, episode_id: int) -> str:
+        """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""
+        with self._db.read():
+            row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
+        return "" if row is None else f"no snapshot from turn {row[0]} on: {row[1]}"
+
+
+def drop_snapshot(db: Database, episode_id: int) -> None:
+    """Forget an episode's snapshot: it begins anew, or is over."""
+    for table in ("snapshots", "unsaved"):
+        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
+
 
 # The index of the last turn of the row `e` of an episode.
 _LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
@@ -113,3 +171,73 @@ class Journal(MintedVersions):
     def end_entry(self, episode_id: int, fence: int, ending: Ending) -> EndEntry:
         """The same of an ending."""
         return EndEntry(self._db, episode_id, fence, replace(ending, detail=printable(ending.detail)))
+
+
+RESTARTED = "restarted"
+
+
+class Restarts(StorePart):
+    """Give up interrupted work."""
+
+    def discard_turn(self, episode_id: int, fence: int) -> None:
+        """Give up the turn under way; it is sampled anew."""
+        with self._db.write():
+            check_fence(self._db, episode_id, fence)
+            discard_partial(self._db, episode_id)
+
+    def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
+        """Play the task of the episode's group anew, in a group of its own: this one leaves as "restarted", and its
+        ended members with it. Deaths that count against a member go on counting in the new group, and the restart
+        counts as a replay of the task. Returns False, and does nothing, for a group that is not of training, has closed
+        already, was played again `max_replays` times, or is a fork, whose turns before the fork cannot be repeated."""
+        with self._db.write():
+            check_fence(self._db, episode_id, fence)
+            found = self._db.row(
+                "SELECT g.id, g.size FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE e.id = ? AND g.purpose = ? AND g.state = 'running' AND g.fork_turn IS NULL"
+                " AND g.replays < ?",
+                (episode_id, TRAIN, max_replays),
+            )
+            if found is None:
+                return False
+            group_id, size = found
+            now, version = self._db.clock(), latest_confirmed(self._db)
+            for (member,) in self._db.rows(
+                "SELECT id FROM episodes WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,)
+            ):
+                discard_partial(self._db, member)
+                end_episode(self._db, member, "expired", StopReason.EXPIRED, now)
+            self._db.execute(
+                "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (RESTARTED, now, group_id)
+            )
+            again = create_again(self._db, group_id, size, 0 if version is None else version.step)
+            self._db.execute(
+                "UPDATE episodes SET (deaths, died_at) = (SELECT old.deaths, old.died_at FROM episodes old"
+                " WHERE old.group_id = ? AND old.member = episodes.member) WHERE group_id = ?",
+                (group_id, again),
+            )
+        return True
+
+
+class Artifacts(StorePart):
+    """Keep the artifacts of turns."""
+
+    def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
+        """Write the files of a journaled turn, by path; those written before are replaced. Raises LeaseLost if the
+        episode is no longer held under `fence`, StoreError for an unknown turn."""
+        data = pack_files(files)
+        with self._db.write(shared=True):
+            check_fence(self._db, episode_id, fence)
+            row_id, _ = turn_row(self._db, turn)
+            self._db.execute(
+                "INSERT INTO artifacts VALUES (?, ?) ON CONFLICT (turn_id) DO UPDATE SET data = excluded.data",
+                (row_id, data),
+            )
+
+    def artifacts(self, turn: str) -> dict[str, bytes] | None:
+        """The files of a turn by path; None if none were written, or retention dropped them. Raises StoreError for an
+        unknown turn."""
+        with self._db.read():
+            row_id, _ = turn_row(self._db, turn)
+            row = self._db.row("SELECT data FROM artifacts WHERE turn_id = ?", (row_id,))
+        return None if row is None else unpack_files(row[0])

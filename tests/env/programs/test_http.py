@@ -10,7 +10,7 @@ import httpx
 import pytest
 import trio
 
-from agentrl.env.agent_programs import recording_proxy
+from agentrl.env.agent_programs import session
 from agentrl.http import bounds as http_bounds
 
 PATH = "/key/v1/chat/completions"
@@ -20,14 +20,14 @@ PATH = "/key/v1/chat/completions"
 async def served() -> AsyncGenerator[str]:
     """The address of a server that sends the field `answer` of a request back; without one it cannot write."""
 
-    async def handler(request: recording_proxy.Request) -> recording_proxy.Response:
-        return recording_proxy.Response(200, request.body.get("answer", {1}))  # type: ignore[arg-type]  # a set is no JSON
+    async def handler(request: session.Request) -> session.Response:
+        return session.Response(200, request.body.get("answer", {1}))  # type: ignore[arg-type]  # a set is no JSON
 
-    address = await recording_proxy.register("key", handler)
+    address = await session.register("key", handler)
     try:
         yield address.removesuffix("/key")
     finally:
-        await recording_proxy.unregister("key")
+        await session.unregister("key")
 
 
 async def post(address: str, data: bytes) -> httpx.Response:
@@ -71,7 +71,7 @@ async def test_a_body_of_many_chunks_is_measured_once_a_chunk(monkeypatch: pytes
 
 
 async def test_a_body_beyond_the_bound_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording_proxy, "MAX_BODY", 1_000)
+    monkeypatch.setattr(session, "MAX_BODY", 1_000)
     async with served() as address:
         answer = await post(address, b" " * 1_001)
         assert (answer.status_code, answer.headers["connection"]) == (413, "close")

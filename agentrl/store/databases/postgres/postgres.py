@@ -1,7 +1,7 @@
 """The run store in PostgreSQL: a schema of a database that many hosts share.
 
 The run's folder holds an address file in the place of SQLite's file. Owns the connection and its deadlines;
-`postgres_sql` has the statements in PostgreSQL's words, `postgres_session` sends them. Never knows what a table is for.
+`sql` has the statements in PostgreSQL's words, `connection` sends them. Never knows what a table is for.
 
 Every commit waits for the server's disk: the server may fall and come back under processes that live on, and they must
 not have seen what it lost. A write holds an advisory lock of its run until it commits, so writers take turns as they do
@@ -50,12 +50,9 @@ from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVers
 from agentrl.host.disk_space import is_full
 from agentrl.store import schema
 from agentrl.store.databases.database import PAUSE_S, Asked, ChangeWatch, Cursor, Database, Row
-from agentrl.store.databases.postgres.arrays import parted
-from agentrl.store.databases.postgres.catalog import Tables
-from agentrl.store.databases.postgres.connection import DeadlineConnection, Pipeline
-from agentrl.store.databases.postgres.listen import Notices
-from agentrl.store.databases.postgres.partitions import READ, Partitions
-from agentrl.store.databases.postgres.sql import OURS, definition, many, plain_insert, translated
+from agentrl.store.databases.postgres.connection import DeadlineConnection, Notices, Pipeline
+from agentrl.store.databases.postgres.partitions import READ, Partitions, Tables
+from agentrl.store.databases.postgres.sql import OURS, definition, many, parted, plain_insert, translated
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0

@@ -1,9 +1,9 @@
-"""The run store in a trio program: writes that are awaited, and committed together by one thread of the process.
+"""The run store in a trio program: awaited writes committed together by one thread, awaited reads, waiting for work.
 
 The thread takes all writes that are queued and commits them in one transaction, each a savepoint of its own: an error
 of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
 tasks, deadlines and cancellation go on. Reads have a read-only connection and wait for no write: in the loop if the
-store is a file, else in a thread of their own (`reads`). A database that is away is waited for by the thread of the
+store is a file, else in a thread of their own (`Looks`). A database that is away is waited for by the thread of the
 writes alone: so it makes the reads, too, that fail meanwhile.
 
 Writes are committed in the order in which they were asked for; if the store lets processes journal at once, those of
@@ -12,31 +12,149 @@ caller is cancelled while it waits is still made, before any later one; its erro
 protects: if its episode was lost, the next call of that episode raises LeaseLost too. On a full disk, the writes of
 episodes and scores wait for space: a sampled turn stays in the memory of its task. `inline` makes each call a
 transaction in the caller's task, without a thread: for simulations in virtual time. Never knows what a call writes.
+
+`Aside` is for a program with few writes: each is made in a thread, by a synchronous handle that does nothing else.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import trio
 
 from agentrl.errors import StoreAway, StoreError
 from agentrl.host.disk_space import wait_for_space
 from agentrl.store import Partial, RunStore
-from agentrl.store.asynchronous.reads import Looks
-from agentrl.store.asynchronous.wait_for_work import Waiting
-from agentrl.store.databases.batched_calls import Result
 from agentrl.store.databases.change_signal import Role
-from agentrl.store.interfaces import ReadStore
+from agentrl.store.databases.database import Result
+from agentrl.store.interfaces import Changes, ReadStore
+
+LOOK_S = 10.0
+"""How long a read in a loop waits for a server, in seconds; its caller looks again later."""
+
+_BESIDE_S = 0.02
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+
+class Aside(Generic[_S]):
+    """Calls get `store`, one at a time and in order. A call whose caller is cancelled is still made, before any later
+    one. `inline` makes each in the caller's task, without a thread: for virtual time."""
+
+    def __init__(self, store: _S, *, inline: bool = False) -> None:
+        self._store, self._inline = store, inline
+        self._one = trio.CapacityLimiter(1)
+
+    async def __call__(self, call: Callable[[_S], _T]) -> _T:
+        if self._inline:
+            return call(self._store)
+        return await trio.to_thread.run_sync(call, self._store, abandon_on_cancel=True, limiter=self._one)
+
+
+class Readable(Protocol):
+    """A store's handle."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is on a server."""
+        ...
+
+
+_R = TypeVar("_R", bound=Readable, covariant=True)
+
+
+class Looks(Generic[_R]):
+    """Calls get `store`, those in a thread one at a time. A caller that is cancelled goes on at once; the thread goes
+    on alone until the server has answered, or the store's own deadline. `inline` has no thread: for virtual time."""
+
+    def __init__(self, store: _R, *, deadline_s: float = LOOK_S, inline: bool = False) -> None:
+        self._store, self._deadline_s, self._inline = store, deadline_s, inline
+        self._apart = Aside(store)
+
+    async def __call__(self, call: Callable[[_R], _T]) -> _T:
+        """What the call returns, or raises. Raises StoreAway if the server does not answer in time."""
+        if self._inline or not self._store.remote:
+            return call(self._store)
+        with trio.move_on_after(self._deadline_s):
+            return await self._apart(call)
+        raise StoreAway(f"the database did not answer within {self._deadline_s:g} s: start it")
+
+
+class Newest(Generic[_T]):
+    """One read for all who ask meanwhile: what they get was read after they asked. If the server does not answer, they
+    get what was read last, which is `first` to begin with."""
+
+    def __init__(self, read: Callable[[], Awaitable[_T]], first: _T) -> None:
+        self._read, self._last, self._turn = read, first, trio.Lock()
+        self._begun = self._done = 0  # numbers of reads
+
+    async def __call__(self) -> _T:
+        asked = self._begun
+        async with self._turn:
+            if self._done <= asked:
+                self._begun = number = self._begun + 1
+                with suppress(StoreAway):
+                    self._last = await self._read()
+                self._done = number
+        return self._last
+
+
+class Signalling(Protocol):
+    """A store that tells of changes."""
+
+    def signal(self, role: Role) -> Changes: ...
+
+
+class Waiting:
+    """`await waiting(role, timeout_s)` returns as soon as there may be work for `role` that was not there when this
+    last returned; or at the timeout. One for a loop."""
+
+    def __init__(self, store: Signalling) -> None:
+        self._store = store
+        self._looks: dict[Role, _Looking] = {}
+
+    async def __call__(self, role: Role, timeout_s: float) -> None:
+        signal = self._store.signal(role)
+        changed = self._looks.setdefault(role, _Looking(signal))
+        with trio.move_on_after(timeout_s):
+            while not await changed():  # other processes write, and no event of ours tells of it
+                with trio.move_on_after(signal.pause_s):
+                    await _woken(signal.wakes)
+
+
+class _Looking:
+    """Looks at a signal: at one of a server in a thread, one look at a time. A change that was found for a caller who
+    was cancelled is the next one's."""
+
+    def __init__(self, signal: Changes) -> None:
+        self._look, self._found = Aside(signal.changed, inline=not signal.remote), False
+
+    async def __call__(self) -> bool:
+        await self._look(self._note)
+        found, self._found = self._found, False
+        return found
+
+    def _note(self, changed: Callable[[], bool]) -> None:
+        self._found = changed() or self._found
+
+
+async def _woken(wakes: int | None) -> None:
+    if wakes is None:
+        await trio.sleep_forever()
+    else:
+        try:
+            await trio.lowlevel.wait_readable(wakes)
+        except (trio.BusyResourceError, OSError):  # another task of this role waits there, or a look has closed it
+            await trio.sleep(_BESIDE_S)
+
 
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
 _AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait for their end

@@ -1,0 +1,183 @@
+"""The commands beside a run: `agentrl retrain`, `export`, `sft`, and `chaos`, which hurts a run on purpose.
+
+Nothing heavy is imported before they run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+from rich.table import Table
+
+from agentrl.cli import tables
+from agentrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from agentrl.offline.retrain_step import Retrained
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A folder of agentrl train or agentrl sft; it may go on meanwhile")],
+    hf: Annotated[Path, typer.Option(help="The folder to write, as Hugging Face lays it out; new or empty")],
+    step: Annotated[int | None, typer.Option(min=1, help="Of which step; default: the newest checkpoint")] = None,
+    role: Annotated[str | None, typer.Option(help="The model of this role, where it trained one of its own")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="A whole model, where an adapter was trained")] = False,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of its matrices; auto: that of the model")
+    ] = "auto",
+) -> None:
+    """Write what a run has trained as a folder for transformers, PEFT or an engine."""
+    from agentrl.offline.export_model import export as write
+
+    print(write(run, hf, step=step, role=role, merge=merge, dtype=dtype))
+
+
+def sft(
+    file: Annotated[Path | None, typer.Argument(help="The file of settings (TOML), see docs/how-to/sft.md")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: train.lr=1e-5")] = None,
+    out: Annotated[Path | None, typer.Option(help="Its folder; default runs/NAME")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on in this folder")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run of agentrl sft that is there")] = False,
+) -> None:
+    """Train a model on demonstrations: a warm start for agentrl train."""
+    from agentrl.offline import sft as training
+
+    if (file is None) == (resume is None):
+        raise UsageError("give either a file of settings or --resume FOLDER")
+    if resume is not None and (out or overwrite):
+        raise UsageError("--resume goes on in its own folder: leave out --out and --overwrite")
+    if resume is not None:
+        folder, last = resume, training.resume(resume, settings or [], told=print)
+    else:
+        assert file is not None
+        config = training.load(file, settings or [])
+        folder = out or Path("runs") / config.name
+        last = training.train(config, folder, told=print, overwrite=overwrite)
+    print(f"checkpoint: {last}\nbegin a run with it: agentrl train RUN_FILE --set model={folder}")
+
+
+_SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
+_RESTART_GROUPS = Annotated[
+    bool, typer.Option(help="Interrupted groups start anew; with --compare, in a further run with the same faults")
+]
+_RESTART_DATABASE = Annotated[
+    str, typer.Option(help="The shell's command that restarts the PostgreSQL server of the run's store")
+]
+_ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
+
+
+def chaos(
+    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
+    faults: Annotated[int, typer.Option(min=1, help="How often the run is hurt")] = 10,
+    seed: Annotated[int, typer.Option(help="Decides the faults and their times")] = 0,
+    out: Annotated[Path, typer.Option(help="Run directory")] = Path("runs/chaos"),
+    every_s: Annotated[float, typer.Option(help="Mean seconds between two faults")] = 60.0,
+    only: _ONLY = None,
+    disk_mb: Annotated[int, typer.Option(min=0, help="Size of the disk that is filled; 0: none is")] = 512,
+    compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
+    restart_groups: _RESTART_GROUPS = False,
+    restart_database: _RESTART_DATABASE = "",
+    settings: _SETTINGS = None,
+) -> None:
+    """Hurt a run on purpose (kill, stop, slow down, cut off, fill its disk …) and audit it; exit code 1 if it does not
+    hold."""
+    from agentrl.config import load
+    from agentrl.errors import UsageError
+    from agentrl.offline.chaos import Hurts, hurt, on_a_small_disk
+
+    what = Hurts(
+        file=file,
+        out=out,
+        faults=faults,
+        seed=seed,
+        every_s=every_s,
+        only=tuple(only or ()),
+        settings=tuple(settings or ()),
+        compare=compare,
+        restart_groups=restart_groups,
+        restart_database=restart_database,
+    )
+    config = load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
+    if not 0 < every_s < math.inf:
+        raise UsageError(f"--every-s {every_s:g}: must be a number of seconds above 0, such as 60")
+    what.check(config, disk_mb)
+    console = tables.console()
+    status = on_a_small_disk(what, disk_mb)
+    if status is None:
+        status = 0 if hurt(what, console) else 1
+    if status:
+        raise SystemExit(status)
+
+
+def retrain(
+    path: Annotated[Path, typer.Argument(help="A run directory; the run may go on meanwhile")],
+    step: Annotated[int, typer.Option(min=1, help="The optimizer step to train again")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Train this step otherwise: algo.clip_low=0.1, train.lr=1e-5")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the weights here, as a checkpoint folder")] = None,
+    dump: Annotated[Path | None, typer.Option(help="Write what happens to each token, as JSON lines")] = None,
+) -> None:
+    """Train one step of a run again, from its store; exit code 1 if the weights are not those that the run had."""
+    from agentrl.offline.retrain_step import retrain as train_again
+    from agentrl.run.run_folder import RunDir
+
+    run = RunDir.open(path)
+    again = train_again(
+        run, step, settings=settings or [], out=out, dump=dump, told=lambda line: print(line, file=sys.stderr)
+    )
+    console = tables.console()
+    console.print(_table(again))
+    for line in lines(again):
+        console.print(line, markup=False, highlight=False)
+    if not again.equal and not again.settings:
+        raise SystemExit(1)
+
+
+def _table(again: Retrained) -> Table:
+    begun = again.begun or "the weights that the run began with"
+    title = f"step {again.step}: {again.groups} groups, {again.episodes} episodes, from {begun}"
+    table = Table("metric", "in the run", "again", "", title=title, title_justify="left")
+    was, now = (dict(_leaves(metrics)) for metrics in (again.recorded or {}, again.metrics))
+    for name, value in now.items():
+        if not name.startswith(("seconds.", "use.")):
+            told = was.get(name)
+            table.add_row(name, _said(told), _said(value), "" if again.recorded is None or told == value else "differs")
+    return table
+
+
+def lines(again: Retrained) -> Iterator[str]:
+    """What is to say below the table."""
+    of, wrong = f"step {again.step}", again.difference
+    if wrong is not None:
+        names = ", ".join(wrong.tensors[:3]) + (", …" if len(wrong.tensors) > 3 else "")
+        since = "" if wrong.step == again.step else f" since step {wrong.step}"
+        yield f"{of}: the weights DIFFER{since} from the run's, in {len(wrong.tensors)} of {wrong.of} tensors: {names}"
+    if again.settings:
+        yield f"{of}: trained otherwise on purpose ({', '.join(again.settings)}): its weights are not the run's"
+    elif again.equal:
+        yield f"{of}: the weights of all {again.tensors} tensors are bit-equal to those of the run"
+    elif wrong is None:
+        yield f"{of}: the run recorded no hash of its weights, nothing was compared (train.hash_every = 1 records one)"
+    yield from (f"not as in the run: {note}" for note in again.notes)
+    if again.out is not None:
+        yield f"weights: {again.out}"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.6g}"
+    return "-" if value is None else str(value)
