@@ -12,7 +12,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo demo-llm test test-slow test-all test-numeric gpu-check check vllm lock clean
+.PHONY: help setup demo demo-llm view-demo test test-slow test-all test-numeric gpu-check check vllm lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -54,6 +54,13 @@ demo: setup ## train the tiny coding agent on this machine, with a live view, a 
 
 demo-llm: setup $(VENV)/.smollm2 ## train a real pretrained language model on this machine
 	$(BIN)/agentrl train examples/laptop_llm.toml --out runs/demo-llm --overwrite $(ARGS)
+
+# Smaller than the demo: it goes into the wheel.
+view-demo: setup ## record anew the run that agentrl view --demo shows
+	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/recorded --overwrite $(UNBOXED) $(ARGS) \
+	  --set train.steps=24 --set buffer.groups_per_step=6 --set buffer.keep_steps=2 --set eval.every=8 --set eval.n_during=32 \
+	  --set 'eval.sets=[{ name = "held_out", kwargs = { split = "held_out" }, n = 32 }]'
+	$(BIN)/python -m agentrl.view.recorded_run runs/recorded
 
 # Tests that share servers run on one worker: see tests/conftest.py.
 WORKERS ?= 2

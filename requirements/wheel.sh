@@ -18,6 +18,8 @@ venv/bin/agentrl list environments | grep -q agentrl/CodeRepair-v0
 venv/bin/agentrl show agentrl/Calculator-v0 >/dev/null
 venv/bin/agentrl validate agentrl/Calculator-v0 --n 2
 venv/bin/agentrl new env my_game >/dev/null
+venv/bin/agentrl view --demo --bundle page >/dev/null  # its files and the recorded run are in the wheel
+[ -s page/assets/app.js ] && [ -s page/data/run.json ]
 venv/bin/python -c 'import agentrl; agentrl.check_env("agentrl/Calculator-v0")'
 venv/bin/python -c 'import gymnasium; gymnasium.make("agentrl:agentrl/Calculator-v0").reset(seed=1)'
 printf 'model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/Calculator-v0"\n' >run.toml

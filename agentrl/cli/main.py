@@ -25,7 +25,7 @@ from agentrl.cli.offline import chaos, export, retrain, sft
 from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
-from agentrl.cli.view import view
+from agentrl.cli.view import beside, view
 from agentrl.errors import AgentRLError, UsageError
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def train(
     alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
     small: Annotated[bool, typer.Option("--small", help="Learn on this CPU, with a model of 135 M parameters")] = False,
+    page: Annotated[bool, typer.Option("--view", help="Serve a web page of the run, as agentrl view does")] = False,
 ) -> None:
     """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
     from agentrl import config as configuration
@@ -137,7 +138,9 @@ def train(
         words = [word for word in sys.argv[1:] if word != "--keep-alive"]
         raise SystemExit(keep_training(words, file, settings, out, resume))
     if resume is not None:
-        path, summary = resume, Trainer.resume(resume, LiveView(), settings=settings or [])
+        path = resume
+        with beside(path, wanted=page):
+            summary = Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
         assert file is not None
         config = configuration.load(file, settings)
@@ -147,7 +150,8 @@ def train(
 
             folder = path.with_name(f"{path.name}-model")
             config = tiny_run.shrunk(config, folder) if tiny else tiny_run.on_cpu(config)
-        summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
+        with beside(path, wanted=page):
+            summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     report.show(tables.console(), path, summary)
     if summary["unmeasured"]:
         _fail(f"the run is trained, and not measured: {summary['unmeasured']}; mend it and: agentrl eval {path}", 1)

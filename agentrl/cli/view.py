@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,16 +19,28 @@ def view(
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8642,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run; nothing has to be trained")] = False,
+    bundle: Annotated[Path | None, typer.Option(help="Write one run's page here as static files, and end")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Episodes in a bundle, of each purpose the newest")] = 500,
     browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser")] = False,
 ) -> None:
     """Show runs on a web page, live while they go on: curves, episodes turn by turn, tokens. It only looks. The address
     ends in a token, without which nobody reads a run."""
     from agentrl.view.page_server import served
+    from agentrl.view.recorded_run import recorded_run
 
-    places = runs or [Path("runs")]
-    if not runs and not places[0].is_dir():
-        raise UsageError("there is no folder runs here: name run directories")
-    with served(places, host=host, port=port) as address:
+    if demo and runs:
+        raise UsageError("--demo shows a recorded run: leave the run directories out")
+    with ExitStack() as stack:
+        places = [stack.enter_context(recorded_run())] if demo else runs or [Path("runs")]
+        for place in places:
+            if not place.is_dir():
+                hint = "give run directories, or a folder of such; agentrl view --demo shows a recorded run"
+                raise UsageError(f"{place} is no folder: {hint}")
+        if bundle is not None:
+            _write_bundle(places, bundle, most)
+            return
+        address = stack.enter_context(served(places, host=host, port=port))
         print(f"{address}\nCtrl-C ends the page, and no run", flush=True)
         if browser:
             import webbrowser
@@ -36,3 +50,25 @@ def view(
             threading.Event().wait()
         except KeyboardInterrupt:
             print("the page is closed")
+
+
+def _write_bundle(places: list[Path], out: Path, most: int) -> None:
+    from agentrl.view.bundle import write_bundle
+
+    if len(places) != 1:
+        raise UsageError(f"--bundle {out}: it has one run; give one run directory")
+    episodes = write_bundle(places[0], out, most=most)
+    print(f"{out} has the page with {episodes} episodes, for any web server: python -m http.server -d {out}")
+
+
+@contextmanager
+def beside(run: Path, *, wanted: bool) -> Generator[None]:
+    """Serve a page of a run while a block trains it, and print its address, if that is wanted."""
+    if not wanted:
+        yield
+        return
+    from agentrl.view.page_server import served
+
+    with served([run]) as address:
+        print(f"see it on {address}", flush=True)
+        yield

@@ -5,6 +5,8 @@
     episode_answers  its episodes as JSON: lists, one turn by turn, a group, a step
     web_page         routes, and who may ask
     page_server      listening, the address with the token
+    bundle           one run as static files, to send
+    recorded_run     the run that a page shows to somebody who has none
     assets/          the page: HTML, style, JavaScript modules without a build step
 
 What a policy wrote is data all the way: JSON in an answer, `textContent` on the page.

@@ -53,7 +53,7 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
     return {
         "total": total,
         "offset": offset,
-        "rows": [_row(row) for row in rows],
+        "rows": [row_of(row) for row in rows],
         "histogram": histogram(outcomes),
         "searched_back_to": back_to,
     }
@@ -87,7 +87,7 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     roles = {turn.role for turn in found.turns} - {*frozen}
     of_turns = iter(judged.get(found.member, ()) if len(roles) == 1 else ())  # those of several come role by role
     return {
-        **_row(row),
+        **row_of(row),
         "detail": row.detail[:_CUT],
         "group_state": row.group_state.value,
         "start": _messages(found.start, cut),
@@ -138,11 +138,12 @@ def step(opened: OpenedRun, number: int, _query: Mapping[str, str]) -> Json:
         "attempt": row.attempt,
         "values": opened.values()[opened.steps().index(row)],
         "alarms": [str(alarm) for alarm in cast("list[object]", row.values.get("alarms") or [])],
-        "episodes": [_row(one) for one in episodes],
+        "episodes": [row_of(one) for one in episodes],
     }
 
 
-def _row(row: EpisodeRow) -> Json:
+def row_of(row: EpisodeRow) -> Json:
+    """One episode, for a list."""
     return {
         "id": row.id,
         "group": row.group_id,

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from tokenizers import Tokenizer
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, UsageError
+from agentrl.errors import AgentRLError
 from agentrl.models.resolve import model_dir
 from agentrl.run.evaluation import held_out
 from agentrl.run.reporting import status
@@ -85,6 +85,8 @@ class OpenedRun:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model, to show single tokens; None if its files are not here."""
+        if (own := self.run.path / "tokenizer.json").is_file():  # a recorded run brings it
+            return Tokenizer.from_file(str(own))
         for name in (str(self.run.path), self.config.model):
             with suppress(AgentRLError, OSError):
                 return Tokenizer.from_file(str(model_dir(name) / "tokenizer.json"))
@@ -144,9 +146,6 @@ class OpenedRuns:
     """The runs in `places`, each the folder of a run or a folder of such. Those that begin later come along."""
 
     def __init__(self, places: Sequence[Path]) -> None:
-        for place in places:
-            if not place.is_dir():
-                raise UsageError(f"{place} is no folder: give run directories, or a folder with run directories")
         self._places: Final = [place.resolve() for place in places]
         self._lock = threading.Lock()
         self._known: dict[Path, OpenedRun] = {}

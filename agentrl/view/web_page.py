@@ -30,12 +30,12 @@ from agentrl.errors import AgentRLError, UsageError
 from agentrl.view import episode_answers, run_answers
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns
 
-_POLICY = (
+POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS: Final = {
-    "content-security-policy": _POLICY,
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
 
 from .made_run import HOSTILE, make_run
@@ -88,4 +92,33 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         stranger.goto(origin)
         stranger.wait_for_selector("text=This page needs its token")
         context.close()
+    assert wrong == []
+
+
+def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> None:
+    write_bundle(make_run(tmp_path / "made").path, tmp_path / "page", most=50)
+    wrong: list[str] = []
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        context = browser.new_context()
+        context.set_default_timeout(_DEADLINE_MS)
+        page = context.new_page()
+        page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.click(".run a[href='#/run/made']")
+        page.wait_for_selector(".page-run .plot svg")
+        page.keyboard.press("e")
+        page.fill("input[aria-label='Search texts']", "onerror=")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("p:has-text('of 1 episodes')")
+        page.click("[aria-label='outcome 1: 1 episodes']")
+        page.click("td[data-name=episode] a")
+        page.wait_for_selector(".page-episode")
+        assert page.locator(".turn .said pre").first.text_content().replace("\ufffd", "\ud800") == HOSTILE
+        page.click("a:has-text('trained in step 1')")
+        page.wait_for_selector(".page-step tbody tr")
+        context.close()
+        server.shutdown()
     assert wrong == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 from store.play import admit
+from typer.testing import CliRunner
 
+from agentrl.cli.main import app
 from agentrl.errors import UsageError
+from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
-from agentrl.view import web_page
+from agentrl.view import recorded_run, web_page
 from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.page_server import served
 from agentrl.view.web_page import Visitors, loopback_hosts, page_files
@@ -219,8 +223,7 @@ def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:
     assert opened.steps() == [], "the handle of the run that was there is not asked any more"
     both = OpenedRuns([tmp_path / "one", tmp_path / "other"])
     assert sorted(one.id for one in both.all()) == ["one", "one~2"]
-    with pytest.raises(UsageError, match="nothing is no folder"):
-        OpenedRuns([tmp_path / "nothing"])
+    assert OpenedRuns([tmp_path / "nothing"]).all() == []
     both.close()
     runs.close()
 
@@ -238,3 +241,56 @@ def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> No
             pass
     with pytest.raises(httpx.TransportError):
         httpx.get(base, timeout=30)
+
+
+def test_the_recorded_run_is_small_and_whole_and_tells_nothing_of_a_machine() -> None:
+    packed = Path(recorded_run.__file__).with_name("recorded_run.tar.zst")
+    assert packed.stat().st_size < 300_000
+    with recorded_run.recorded_run() as folder:
+        files = b"".join(path.read_bytes() for path in folder.iterdir())
+        assert not any(place in files for place in (b"/tmp/", b"/root/", b"/home/", b"/dev/shm", b"/work/"))
+        page = TestClient(
+            web_page.web_page(OpenedRuns([folder]), Visitors(TOKEN)), base_url="http://127.0.0.1", headers=KEY
+        )
+        (line,) = get(page, "")
+        assert (line["id"], line["state"]) == ("demo", "over") and line["step"] == line["steps"] >= 20
+        assert len(line["held_out"]) >= 3
+        last = get(page, "/demo/episodes", sort="step", limit=1)["rows"][0]
+        turns = get(page, f"/demo/episodes/{last['id']}")["turns"]
+        assert all(token["text"] for turn in turns for token in turn["tokens"]) and turns[0]["tokens"]
+    assert not folder.exists()
+
+
+def test_training_with_view_has_a_page_for_as_long_as_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def train(*_: object) -> None:
+        threads.extend(thread.name for thread in threading.enumerate())
+        raise UsageError("that is all")
+
+    monkeypatch.setattr(Trainer, "train", train)
+    file = tmp_path / "run.toml"
+    file.write_text('model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/Calculator-v0"\n')
+    words = ["train", str(file), "--out", str(tmp_path / "out")]
+    without = CliRunner().invoke(app, words)
+    assert "see it on" not in without.output and "page" not in threads
+    done = CliRunner().invoke(app, [*words, "--view"])
+    assert done.output.startswith("see it on http://127.0.0.1:") and "page" in threads
+    assert "page" not in {thread.name for thread in threading.enumerate()}
+    gone = CliRunner().invoke(app, ["view", str(tmp_path / "nothing")])
+    assert "nothing is no folder" in str(gone.exception) and "--demo" in str(gone.exception)
+
+
+def test_a_bundle_holds_the_newest_episodes_and_goes_into_a_new_folder(folder: Path, tmp_path: Path) -> None:
+    words = ["view", str(folder / "made"), "--bundle", str(tmp_path / "page"), "--most", "1"]
+    done = CliRunner().invoke(app, words)
+    assert "with 2 episodes" in done.output, "one of training, one of an evaluation"
+    names = {str(path.relative_to(tmp_path / "page")) for path in (tmp_path / "page").rglob("*.*")}
+    assert {"index.html", "assets/api.js", "data/run.json", "data/steps/3.json"} <= names
+    assert sum(name.startswith("data/episodes/") for name in names) == 2
+    index = (tmp_path / "page" / "index.html").read_text()
+    assert "default-src 'none'; script-src 'self'" in index and TOKEN not in index
+    assert "it is not empty" in str(CliRunner().invoke(app, words).exception)
+    assert "give one run directory" in str(CliRunner().invoke(app, [*words[:2], *words[1:]]).exception)

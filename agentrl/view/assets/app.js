@@ -89,14 +89,19 @@ function follow(id) {
   if (id === null) return;
   let waiting = false;
   let first = true;
-  const refresh = () => {
+  let took = 0;
+  const refresh = async () => {
     waiting = false;
-    if (!document.hidden) Promise.resolve(shown.refresh?.()).catch(() => {});
+    if (document.hidden) return;
+    const began = performance.now();
+    try { await shown.refresh?.(); } catch { /* the next news ask again */ }
+    took = performance.now() - began;
   };
+  // A long answer is asked for less often: the page must not cost the run.
   const changed = () => {
     if (first || waiting) { first = false; return; }
     waiting = true;
-    setTimeout(refresh, 700);
+    setTimeout(refresh, Math.min(15000, Math.max(700, 10 * took)));
   };
   const lost = (gone) => { live.textContent = gone ? "no connection" : ""; };
   watch(id, changed, lost, watched.stop.signal);

@@ -27,7 +27,7 @@ export function episodeTable(id, rows, { sort, order, sorted } = {}) {
     h("td", { class: "num", "data-name": "time" }, duration(row.seconds)),
     h("td", { class: "num", "data-name": "step" }, row.step ? link(path("run", id, "step", row.step), number(row.step)) : row.dropped ? h("span", { class: "note" }, row.dropped.replaceAll("_", " ")) : "–"),
     h("td", { "data-name": "ended by" }, (row.stop_reason ?? row.state).replaceAll("_", " ")),
-    h("td", { class: "num", "data-name": "" }, ago(row.ended_s)),
+    h("td", { class: "num when", "data-name": "" }, ago(row.ended_s)),
   ));
   return h("table", { class: "episodes-table" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
 }

@@ -1,0 +1,60 @@
+"""A run's page as static files, for any web server: `agentrl view RUN --bundle DIR`. Its answers are files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UsageError
+from agentrl.store.episode_search import EpisodeFilter
+from agentrl.view import episode_answers, run_answers
+from agentrl.view.opened_runs import OpenedRuns
+from agentrl.view.web_page import POLICY, page_files
+
+_API, _STATIC_API = "api.js", "static_api.js"
+
+
+def write_bundle(run: Path, out: Path, *, most: int) -> int:
+    """Write the page of a run to a new folder, with its newest `most` episodes of each purpose; how many there are.
+    Raises UsageError for a folder that has something in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--bundle {out}: it is not empty; name a new folder")
+    runs = OpenedRuns([run])
+    try:
+        (opened,) = runs.all() or [None]
+        if opened is None:
+            raise UsageError(f"{run} holds no run: give a run directory")
+        with opened.store() as store:
+            rows = [
+                row
+                for purpose in store.purposes()
+                for row in store.find_episodes(EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most)
+            ]
+        answers: dict[str, Any] = {
+            "runs": [run_answers.line(opened)],
+            "run": run_answers.summary(opened),
+            "metrics": run_answers.metrics(opened, run_answers.metric_names(opened)),
+            "episodes": [episode_answers.row_of(one) for one in rows],
+            **{f"episodes/{one.id}": episode_answers.detail(opened, one.id, {}) for one in rows},
+            **{f"groups/{id}": episode_answers.group(opened, id, {}) for id in {one.group_id for one in rows}},
+            **{f"steps/{one.step}": episode_answers.step(opened, one.step, {}) for one in opened.steps()},
+        }
+    finally:
+        runs.close()
+    _write(out, answers)
+    return len(rows)
+
+
+def _write(out: Path, answers: dict[str, Any]) -> None:
+    files = page_files()
+    files[_API] = files.pop(_STATIC_API)
+    policy = f'<meta http-equiv="content-security-policy" content="{POLICY.partition("; frame-ancestors")[0]}">'
+    index = files.pop("index.html").decode().replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n    {policy}')
+    for folder in ("assets", "data/episodes", "data/groups", "data/steps"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    (out / "index.html").write_text(index, encoding="utf-8")
+    for name, content in files.items():
+        (out / "assets" / name).write_bytes(content)
+    for name, answer in answers.items():
+        (out / "data" / f"{name}.json").write_text(json.dumps(answer, allow_nan=False), encoding="ascii")

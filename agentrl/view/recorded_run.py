@@ -1,0 +1,66 @@
+"""The run that `agentrl view --demo` shows: recorded once (`make view-demo`), shipped compressed beside the page.
+
+`python -m agentrl.view.recorded_run RUN` packs a run's folder: what the page reads of it, without what belongs to the
+machine that trained it.
+"""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import sys
+import tarfile
+import tempfile
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from importlib import resources
+from pathlib import Path
+
+import zstandard
+
+from agentrl.host.janitor import OwnedFolder
+from agentrl.models.resolve import model_dir
+from agentrl.run.run_folder import RunDir
+
+_FILE = "recorded_run.tar.zst"
+_KEPT = "('config', 'created_s', 'phase', 'attempt', 'next_task', 'train_started_s', 'train_ended_s', 'model_params')"
+
+
+@contextmanager
+def recorded_run() -> Generator[Path]:
+    """The folder of the recorded run, which is removed after the block."""
+    packed = (resources.files("agentrl.view") / _FILE).read_bytes()
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        with tarfile.open(fileobj=io.BytesIO(zstandard.decompress(packed))) as files:
+            files.extractall(owner.path / "demo", filter="data")
+        yield owner.path / "demo"
+
+
+def pack(run: RunDir, out: Path) -> None:
+    """Write what a page shows of a run in a file of SQLite into one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store.sqlite"
+        with closing(sqlite3.connect(run.store_path)) as whole, closing(sqlite3.connect(store)) as copy:
+            whole.backup(copy)
+            copy.execute("UPDATE versions SET path = NULL")
+            copy.execute("UPDATE checkpoints SET path = ''")
+            copy.execute("DELETE FROM leases")
+            copy.execute("DELETE FROM metrics WHERE kind <> 'step'")
+            copy.execute(f"DELETE FROM meta WHERE key NOT IN {_KEPT}")
+            copy.execute("DELETE FROM experts")
+            copy.commit()
+            copy.execute("PRAGMA journal_mode = DELETE")
+            copy.execute("VACUUM")
+        packed = io.BytesIO()
+        tokenizer = model_dir(run.config().model) / "tokenizer.json"
+        with tarfile.open(fileobj=packed, mode="w") as files:
+            for path in (store, run.path / "config.json", run.summary, tokenizer):
+                entry = tarfile.TarInfo(path.name)
+                content = path.read_bytes()
+                entry.size = len(content)
+                files.addfile(entry, io.BytesIO(content))
+    out.write_bytes(zstandard.ZstdCompressor(level=22).compress(packed.getvalue()))
+
+
+if __name__ == "__main__":
+    pack(RunDir.open(Path(sys.argv[1])), Path(__file__).with_name(_FILE))
