@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 MOST_FILES = 20  # of one folder, `__init__.py` among them
-MOST_OF_A_SETTING = 16  # files from the run file to the uses of `buffer.max_lag`
+MOST_OF_A_SETTING = 10  # files from the run file to the uses of `buffer.max_lag`
 LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registration.py", "registry.py"}
 ONE_IDEA = {
     "backend.py": "the backend of a kind of box",

@@ -18,7 +18,7 @@ import torch
 from agentrl.algos.algorithm import Algorithm, Slots
 from agentrl.blocks.buffer import Batch
 from agentrl.blocks.publishing import Weights
-from agentrl.config import Train, algorithms
+from agentrl.config import BufferSettings, Train, algorithms
 from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import read_section
 from agentrl.engine.weight_sync.canary import Dtype
@@ -68,7 +68,12 @@ class Learner(Closing):
         self.folder = model_dir(str(model))
         self._inner = build_learner(
             LearnerSettings(
-                model=str(model), train=chosen, algo=judge, seed=seed, temperature=temperature, max_lag=max_lag
+                model=str(model),
+                train=chosen,
+                algo=judge,
+                seed=seed,
+                temperature=temperature,
+                buffer=read_section(BufferSettings, {"max_lag": max_lag}, "buffer"),
             )
         )
         self._versions: dict[int, int] = {0: 0}  # the step of each version that was published
@@ -163,7 +168,7 @@ class Learner(Closing):
                 raise UsageError(f"this learner published no weight version {version}: {hint}")
             return self._versions[version]
 
-        bound = self._inner.settings.max_lag
+        bound = self._inner.settings.buffer.max_lag
         return Batch(groups, self.step_index + 1, bound, step_of, lambda _: False)
 
 

@@ -216,13 +216,11 @@ def _config(file: Path | None, run: Path | None, settings: list[str]) -> RunConf
 
 def _measured(run: Path) -> MeasuredRun:
     from agentrl.planning.simulate.measured import measure
-    from agentrl.planning.simulate.sweep import START_UP
     from agentrl.run.order_by_name import returns_of
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
     folder = RunDir.open(run)
     config = folder.config()
-    lag, end = config.buffer.max_lag, config.train.steps
     with RunStore.read(folder.store_path) as store:
-        return measure(store, start_up=lag + START_UP, end=end, max_lag=lag, returns=returns_of(config))
+        return measure(store, config.buffer, end=config.train.steps, returns=returns_of(config))

@@ -16,7 +16,7 @@ from pydantic import SerializeAsAny
 
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
-from agentrl.config.sections import RewardSource, Section
+from agentrl.config.sections import BufferSettings, RewardSource, Section
 from agentrl.config.train import Train
 from agentrl.config.weight_sync import Transport
 from agentrl.errors import ConfigError
@@ -213,7 +213,7 @@ class LearnerSettings(WithRoles):
     named: Mapping[str, Algorithm] | None = None  # those that train something, by field; default: `algo` alone
     seed: int = 0  # decides the weights of a fresh adapter, and the order of minibatches
     temperature: float = 1.0  # of sampling: `rollout.temperature`
-    max_lag: int = 0  # `buffer.max_lag`
+    buffer: BufferSettings = field(default_factory=BufferSettings)  # its lag bound holds for a step without its own
     quorum: int | None = None  # how many members close a group: `RunConfig.quorum`
     keeps_kv: bool = True  # running requests keep keys and values of older weights: `engine.recompute_kv` is off
     routed_experts: bool = False  # rows name the experts of their tokens: `engine.routed_experts`

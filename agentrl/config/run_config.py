@@ -382,7 +382,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
             named=self.algorithms,
             seed=self.seed,
             temperature=self.rollout.temperature,
-            max_lag=self.buffer.max_lag,
+            buffer=self.buffer,
             quorum=self.quorum,
             keeps_kv=not self.engine.recompute_kv,
             routed_experts=self.engine.routed_experts,

@@ -112,9 +112,14 @@ class BufferSettings(Section):
         return self.max_lag == 0
 
     @property
+    def steps_ahead(self) -> int:
+        """How many optimizer steps may train a token, the one after the weights that sampled it among them."""
+        return self.max_lag + 1
+
+    @property
     def groups_ahead(self) -> int:
         """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
-        return (self.max_lag + 1) * self.groups_per_step
+        return self.steps_ahead * self.groups_per_step
 
     @property
     def patience(self) -> float:

@@ -212,7 +212,7 @@ class Learner:
                 self.settings.algo_of(group.task.env) if algo is None else algo,
                 step_of=step_of,
                 step_now=self.step_index,
-                max_lag=self.settings.max_lag if max_lag is None else max_lag,
+                max_lag=self.settings.buffer.max_lag if max_lag is None else max_lag,
                 undone=abandoned,
                 keeps_kv=self.settings.keeps_kv,
                 quorum=self.settings.quorum,

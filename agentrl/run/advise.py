@@ -11,7 +11,16 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
 from agentrl.planning.simulate.measured import MeasuredRun, measure
-from agentrl.planning.simulate.sweep import START_UP, SweepCase, SweepRow, Wishes, advice, not_reproduced, plan, run_all
+from agentrl.planning.simulate.sweep import (
+    SweepCase,
+    SweepRow,
+    Wishes,
+    advice,
+    neighbours,
+    not_reproduced,
+    plan,
+    run_all,
+)
 from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -26,10 +35,7 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     run = RunDir.open(path)
     config = run.config()
     with RunStore.read(run.store_path) as store:
-        lag = config.buffer.max_lag
-        measured = measure(
-            store, start_up=lag + START_UP, end=config.train.steps, max_lag=lag, returns=returns_of(config)
-        )
+        measured = measure(store, config.buffer, end=config.train.steps, returns=returns_of(config))
         turns = [row.values for row in store.metrics("step")] if config.engine.colocated else []
     yield f"The learner was idle {measured.idle:.0%} of its time."
     if measured.skipped:
@@ -38,11 +44,7 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
             f"{measured.skipped:.0%} of its groups left without signal (buffer.skip_without_signal): a step sampled "
             f"{times:.1f} times the episodes that it trained."
         )
-    size = config.rollout.group_size
-    lags = ",".join(str(one) for one in sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1}))
-    close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
-    wishes = Wishes(max_lag=lags, close=close, others=False, steps=_STEPS)
-    rows = run_all(plan(config, wishes, measured))
+    rows = run_all(plan(config, neighbours(config, steps=_STEPS), measured))
     if other := not_reproduced(rows, measured.idle):
         yield other
         return
@@ -50,7 +52,7 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     turns = [step for step in turns if "asleep_s" in step]
     yield _turns(turns) if turns else _side(measured, rows)
     slots = config.rollout.max_running
-    more = Wishes(slots=f"{max(size, slots // 2)},{2 * slots}", others=False, steps=_STEPS)
+    more = Wishes(slots=f"{max(config.rollout.group_size, slots // 2)},{2 * slots}", others=False, steps=_STEPS)
     present, *others = _of(run_all(plan(config, more, measured)))
     for row in others:
         name = f"rollout.max_running = {row.case.world.slots}"

@@ -88,7 +88,7 @@ class League:
     def _outgrown(self) -> dict[int, Path]:
         """Leave out the members that no group can meet any more, and return their folders. A group that meets older
         ones than the newest was admitted before these joined, but not longer ago than its tokens may be sampled."""
-        kept = self._config.league.newest + math.ceil((self._config.buffer.max_lag + 1) / self._config.league.every) + 1
+        kept = self._config.league.newest + math.ceil(self._config.buffer.steps_ahead / self._config.league.every) + 1
         old = sorted(version for version in self._joined if version not in self._waiting)[:-kept]
         return {version: self._joined.pop(version) for version in old}
 

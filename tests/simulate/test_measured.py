@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from agentrl.config import parse
+from agentrl.config import BufferSettings, parse
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.service import MeasuredSteps
@@ -30,7 +30,7 @@ class Clock:
 
 def of(store: RunStore, *, start_up: int, returns: Returns | None = None) -> MeasuredRun:
     """What a run measures that is not near its end."""
-    return measure(store, start_up=start_up, end=100, max_lag=2, returns=returns or Returns())
+    return measure(store, BufferSettings(max_lag=2), start_up=start_up, end=100, returns=returns or Returns())
 
 
 def finished(
@@ -114,8 +114,8 @@ def test_the_last_steps_of_a_run_are_left_out_because_no_group_is_admitted_behin
     with finished(tmp_path, groups=8, steps=8) as store:
         for step in (9, 10):
             store.record("step", step, {"idle_s": 500.0, "busy_s": 10.0, "tokens_scored": 20})
-        assert measure(store, start_up=2, end=10, max_lag=2).idle == pytest.approx(3 / 13)
-        assert measure(store, start_up=2, end=10, max_lag=0).idle == pytest.approx(
+        assert measure(store, BufferSettings(max_lag=2), start_up=2, end=10).idle == pytest.approx(3 / 13)
+        assert measure(store, BufferSettings(max_lag=0), start_up=2, end=10).idle == pytest.approx(
             (6 * 3 + 500) / (7 * 10 + 6 * 3 + 500)
         )
         assert of(store, start_up=2).idle == pytest.approx((6 * 3 + 1000) / (8 * 10 + 6 * 3 + 1000)), "it goes on"
@@ -138,7 +138,7 @@ def test_a_run_too_short_to_say_anything_is_one_clear_line(tmp_path: Path) -> No
         "8 finished groups and 1 steps between the first 2 and the last 1; .* 4 of each: go on with .*train.steps=12$"
     )
     with finished(tmp_path, groups=8, steps=4) as store, pytest.raises(UsageError, match=says):
-        measure(store, start_up=2, end=4, max_lag=0)
+        measure(store, BufferSettings(max_lag=0), start_up=2, end=4)
 
 
 def test_steps_are_a_line_through_what_was_measured() -> None:

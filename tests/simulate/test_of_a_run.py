@@ -16,9 +16,9 @@ from trio.testing import MockClock
 from agentrl.config import RunConfig, parse
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.tasks import Seeds
-from agentrl.planning.simulate.measured import MeasuredRun, measure
+from agentrl.planning.simulate.measured import MeasuredRun, measure, start_up_steps
 from agentrl.planning.simulate.simulation import Found
-from agentrl.planning.simulate.sweep import START_UP, Wishes, plan
+from agentrl.planning.simulate.sweep import Wishes, plan
 from agentrl.records import Group, Task, Trajectory
 from agentrl.rollout import episode
 from agentrl.rollout.admitter import Admitter, bounds_of
@@ -114,7 +114,7 @@ class Played:
 
     def count(self, step: int, groups: list[Group]) -> None:
         lag = self.config.buffer.max_lag
-        if lag + START_UP < step <= self.config.train.steps - lag:
+        if start_up_steps(self.config.buffer) < step <= self.config.train.steps - lag:
             for group in (one for one in groups if not one.skipped):
                 self.fresh += sum(self.tokens_of(one, step) for one in group.trajectories)
                 self.tokens += sum(self.tokens_of(one) for one in (*group.trajectories, *group.left_out))
@@ -187,8 +187,7 @@ async def test_a_simulation_gives_the_idle_share_and_the_dropped_tokens_of_its_r
     run = config(**buffer)
     played = await play(tmp_path, run)
     with played.store as store:
-        lag = run.buffer.max_lag
-        measured = measure(store, start_up=lag + START_UP, end=run.train.steps, max_lag=lag, returns=returns_of(run))
+        measured = measure(store, run.buffer, end=run.train.steps, returns=returns_of(run))
     found = simulated(run, measured)
     assert found.idle == pytest.approx(measured.idle, abs=0.05)
     assert found.tokens_discarded == pytest.approx(1 - played.fresh / played.tokens, abs=0.05)

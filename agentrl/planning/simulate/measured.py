@@ -8,11 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from agentrl.config.sections import BufferSettings
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.service import Measured, MeasuredSteps, Play
 from agentrl.store import EpisodeTimes, Returns
 from agentrl.store.interfaces import ReadStore
 
+START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _GROUPS = 4096  # the newest, at most
 _FEWEST = 4  # groups, and steps: fewer say nothing
 _WAITS_FOR_LATE = 1  # the last step, which waits for the late members of all before it
@@ -32,13 +34,26 @@ class MeasuredRun:
     skipped: float = 0.0
 
 
+def start_up_steps(buffer: BufferSettings) -> int:
+    """How many first steps of a run are not measured."""
+    return buffer.max_lag + START_UP
+
+
 def measure(
-    store: ReadStore, *, start_up: int, end: int, max_lag: int, returns: Returns = _RETURNS, newest: int = _GROUPS
+    store: ReadStore,
+    buffer: BufferSettings,
+    *,
+    end: int,
+    start_up: int | None = None,
+    returns: Returns = _RETURNS,
+    newest: int = _GROUPS,
 ) -> MeasuredRun:
-    """What a run to step `end` says: its steps after the first `start_up`, and the `newest` groups. Left out are steps
-    before which fewer groups were admitted than `max_lag` allows, since none follow: their learner waits for the last
-    episodes on slots that empty. `returns` tell which groups give no signal. Raises UsageError if it is too short."""
-    last = end - max(max_lag, _WAITS_FOR_LATE)
+    """What a run to step `end` says: its steps after the first `start_up` (default: `start_up_steps`), and the `newest`
+    groups. Left out are steps before which fewer groups were admitted than `buffer.max_lag` allows, since none follow:
+    their learner waits for the last episodes on slots that empty. `returns` tell which groups give no signal. Raises
+    UsageError if it is too short."""
+    start_up = start_up_steps(buffer) if start_up is None else start_up
+    last = end - max(buffer.max_lag, _WAITS_FOR_LATE)
     rows = [row for row in store.metrics("step") if start_up < row.step <= last]
     groups = _groups(store.episode_times(newest), store.silent_groups(newest, returns))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
-from agentrl.planning.simulate.measured import MeasuredRun
+from agentrl.planning.simulate.measured import START_UP, MeasuredRun
 from agentrl.planning.simulate.policies import Policy, others, ours, parse_close
 from agentrl.planning.simulate.service import Constant, Episodes, Play, parse_episodes
 from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
@@ -65,7 +65,6 @@ def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: 
     return (steps - start_up) * batch / (now - measured_from) / bound_s
 
 
-START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _AS_GOOD = 0.01  # of throughput: less is no reason to change a setting
 _MEASURED_EPISODES = 8_000  # of a simulated run, at least
 _MEASURED_STEPS = 16  # and of these
@@ -248,6 +247,14 @@ class Wishes:
     others: bool = True
     steps: int | None = None
     seed: int = 0
+
+
+def neighbours(config: RunConfig, *, steps: int) -> Wishes:
+    """The run's own lag bound and those beside it, each with full groups and with a quorum of three in four."""
+    lag, size = config.buffer.max_lag, config.rollout.group_size
+    lags = sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1})
+    close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
+    return Wishes(max_lag=",".join(map(str, lags)), close=close, others=False, steps=steps)
 
 
 def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:

@@ -36,8 +36,7 @@ from agentrl.config import RunConfig
 from agentrl.config.cluster import ControllerSettings, Split, splits
 from agentrl.config.cluster import ControllerSettings as Settings
 from agentrl.errors import StoreError, UsageError
-from agentrl.planning.simulate.measured import measure
-from agentrl.planning.simulate.sweep import START_UP
+from agentrl.planning.simulate.measured import measure, start_up_steps
 from agentrl.records import Json
 from agentrl.run.advise import gains
 from agentrl.run.cluster import scale_requests
@@ -183,7 +182,7 @@ class Controller:
         if not rows or not await self._arrived(rows[0]):
             return
         window = self.settings.window_steps
-        since = max(rows[0].step + self.config.buffer.max_lag + START_UP, self._judged)
+        since = max(rows[0].step + start_up_steps(self.config.buffer), self._judged)
         if rows[-1].step - since < window:
             return
         self._judged = rows[-1].step
@@ -227,9 +226,9 @@ class Controller:
         with RunStore.read(self.run.store_path) as store:
             measured = measure(
                 store,
+                self.config.buffer,
                 start_up=after,
                 end=self.config.train.steps,
-                max_lag=self.config.buffer.max_lag,
                 returns=returns_of(self.config),
                 newest=newest,
             )
