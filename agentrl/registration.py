@@ -65,7 +65,11 @@ def make(id: str, **kwargs: Any) -> Any:
 
 def _nearer(maker: Callable[..., Any], given: Mapping[str, Any]) -> str:
     """For each argument that nothing is called, the nearest that there is; all of them if none is near."""
-    known = [one.name for one in parameters_of(maker) if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    known = [
+        parameter.name
+        for parameter in parameters_of(maker)
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
     found = [(name, registry.nearest(name, known)) for name in given if name not in known]
     said = [f"{name!r} is near {near[0]!r}" for name, near in found if near]
     if said or not found:

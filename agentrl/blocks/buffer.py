@@ -43,7 +43,7 @@ class Batch:
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
         """The members that the step trains."""
-        return tuple(one for group in self.groups for one in group.trajectories)
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
 
 
 class Buffer(Closing):
@@ -117,20 +117,25 @@ class Buffer(Closing):
             raise UsageError("a group without trajectories cannot be put into the buffer: give the members of one task")
         task = trajectories[0].task
         members: list[MovedMember] = []
-        if other := next((one.task for one in trajectories if one.task != task), None):
+        if other := next((trajectory.task for trajectory in trajectories if trajectory.task != task), None):
             raise UsageError(f"a group has one task: the trajectories are of seeds {task.seed} and {other.seed}")
-        for one in sorted(trajectories, key=lambda one: one.member):
-            if one.stop_reason is None:
-                raise UsageError(f"trajectory {one.episode_id} has not ended: put it in when it has a stop reason")
-            spans = [span for turn in one.turns if turn.learns for span in turn.spans]
+        for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.member):
+            if trajectory.stop_reason is None:
+                raise UsageError(
+                    f"trajectory {trajectory.episode_id} has not ended: put it in when it has a stop reason"
+                )
+            spans = [span for turn in trajectory.turns if turn.learns for span in turn.spans]
             unknown = sorted({span.version for span in spans if not self.store.knows_version(span.version)})
             if unknown:
                 hint = "publish(learner.weights(), fleet, buffer) before they are played"
                 raise UsageError(f"the buffer minted no weight version {unknown[0]}: {hint}")
             ending = Ending(
-                stop_reason=one.stop_reason, outcome=one.outcome, success=one.success, outcomes=dict(one.outcomes)
+                stop_reason=trajectory.stop_reason,
+                outcome=trajectory.outcome,
+                success=trajectory.success,
+                outcomes=dict(trajectory.outcomes),
             )
-            members.append(MovedMember(start=one.start, turns=one.turns, ending=ending))
+            members.append(MovedMember(start=trajectory.start, turns=trajectory.turns, ending=ending))
         return self.store.put_group(MovedGroup(id=0, task=task, members=tuple(members)))
 
     def take(

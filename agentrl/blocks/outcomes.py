@@ -28,7 +28,7 @@ async def score(
     found, tracebacks = list(trajectories), Tracebacks()
     places = trio.CapacityLimiter(concurrency)
 
-    async def one(at: int, trajectory: Trajectory) -> None:
+    async def score_one(at: int, trajectory: Trajectory) -> None:
         async with places:
             try:
                 outcome = await rewarded(reward, trajectory, EnvCalls(trajectory.task.env, deadline_s))
@@ -43,5 +43,5 @@ async def score(
     async with trio.open_nursery() as nursery:
         for at, trajectory in enumerate(found):
             if trajectory.stop_reason is not None and trajectory.stop_reason.by_policy:
-                nursery.start_soon(one, at, trajectory)
+                nursery.start_soon(score_one, at, trajectory)
     return found

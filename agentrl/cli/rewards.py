@@ -29,27 +29,29 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
         functions = by_function([row.values for row in store.metrics("step")])
     if as_json:
         document = {"sources": found, "failures": failed}
-        rows = {name: [asdict(one) for one in many] for name, many in document.items()}
+        rows = {name: [asdict(reward) for reward in many] for name, many in document.items()}
         print(json.dumps({**rows, "functions": functions}, indent=2))
         return
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
-    for one in found:
-        numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]
-        table.add_row(one.source, str(one.version), str(one.turns), str(one.counted), *numbers, f"{one.cost:g}")
+    for report in found:
+        numbers = [f"{value:.3f}" for value in (report.mean, report.least, report.most, report.took_s)]
+        table.add_row(
+            report.source, str(report.version), str(report.turns), str(report.counted), *numbers, f"{report.cost:g}"
+        )
     console = tables.console()
     if found or not functions:
         console.print(table if found else "no reward source scored a turn of this run")
-    for one in failed:
-        console.print(printable(str(one)), markup=False, highlight=False)
-    if texts := [(one.source, text) for one in failed for text in one.texts]:
+    for failure in failed:
+        console.print(printable(str(failure)), markup=False, highlight=False)
+    if texts := [(failure.source, text) for failure in failed for text in failure.texts]:
         unscored = Table("source", "text without a score", "turns", "why", title="texts that never got a score")
         for source, text in texts:
             unscored.add_row(*(escape(printable(cell)) for cell in (source, text.text, str(text.turns), text.reason)))
         console.print(unscored)
     if functions:
         means = Table("reward function", "first steps", "last steps")
-        for name, one in functions.items():
-            means.add_row(escape(name), f"{one['first']:.3f}", f"{one['last']:.3f}")
+        for name, mean in functions.items():
+            means.add_row(escape(name), f"{mean['first']:.3f}", f"{mean['last']:.3f}")
         console.print(means)
 
 

@@ -92,8 +92,8 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
             hint = f"a run has one critic, and {critic_of} another: give both the same critic and critic_lr"
             raise ConfigError(f"{field}.critic", needed.critic, hint)
     return Slots(
-        frozen={name: folder for one in algorithms.values() for name, folder in one.slots.frozen.items()},
-        moving={name: follows for one in algorithms.values() for name, follows in one.slots.moving.items()},
+        frozen={name: folder for judge in algorithms.values() for name, folder in judge.slots.frozen.items()},
+        moving={name: follows for judge in algorithms.values() for name, follows in judge.slots.moving.items()},
         critic=critic.critic,
         critic_lr=critic.critic_lr,
     )

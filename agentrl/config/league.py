@@ -115,4 +115,4 @@ def to_json(members: Sequence[Member]) -> str:
 def from_json(text: str | None) -> list[Member]:
     """What `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
     told: list[dict[str, Any]] = json.loads(text) if text else []
-    return [Member(**one) for one in told] or [FIRST]
+    return [Member(**fields) for fields in told] or [FIRST]

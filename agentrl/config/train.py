@@ -27,7 +27,7 @@ def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequen
         raise ConfigError(f"train.parallel.{key}", ranks, f"the model's config.json has no {counts[0]}: give 1")
     for name, count in found.items():
         if count % ranks:
-            may = " or ".join(str(one) for one in range(1, ranks) if count % one == 0)
+            may = " or ".join(str(divisor) for divisor in range(1, ranks) if count % divisor == 0)
             hint = f"the model's {name} = {count} cannot be divided by it: give {may}"
             raise ConfigError(f"train.parallel.{key}", ranks, hint)
 
@@ -64,12 +64,12 @@ class ParallelPlan(Section):
             raise ConfigError("train.parallel.gpus", self.gpus, f"name {self.ranks} GPUs: train.parallel.ranks")
         for name in ("tensor", "expert"):
             if self.ranks % (width := getattr(self, name)):
-                may = " or ".join(str(one) for one in range(1, self.ranks + 1) if self.ranks % one == 0)
+                may = " or ".join(str(divisor) for divisor in range(1, self.ranks + 1) if self.ranks % divisor == 0)
                 hint = f"it has to divide train.parallel.ranks = {self.ranks}: give {may}"
                 raise ConfigError(f"train.parallel.{name}", width, hint)
         if self.ranks % (self.context * self.tensor):
             most = self.ranks // self.tensor
-            may = " or ".join(str(one) for one in range(1, most + 1) if most % one == 0)
+            may = " or ".join(str(divisor) for divisor in range(1, most + 1) if most % divisor == 0)
             beside = f"train.parallel.ranks = {self.ranks}"
             if self.tensor > 1:
                 beside += f" by train.parallel.tensor = {self.tensor}"

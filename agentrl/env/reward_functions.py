@@ -54,16 +54,20 @@ class RewardFunction:
                 f"the reward function {name!r} is no function whose arguments are known: {error}"
             ) from None
         parameters = signature.parameters.values()
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        batched = any(one.name == "completions" for one in named)
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        batched = any(parameter.name == "completions" for parameter in named)
         if not batched:
             try:
                 signature.bind((), "", {})
             except TypeError:
                 raise UsageError(f"the reward function {name!r} takes {signature}: {_FORMS}") from None
-        any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        takes = None if any_name else frozenset(one.name for one in named)
-        needs = frozenset(one.name for one in named if one.default is one.empty)
+        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        takes = None if any_name else frozenset(parameter.name for parameter in named)
+        needs = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         return cls(name, function, batched, takes, needs)
 
     def __call__(self, answer: Answer) -> float:

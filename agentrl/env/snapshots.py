@@ -76,7 +76,7 @@ class Past:
             "seed": self.seed,
             "options": dict(self.options),
             "start": self.start,
-            "actions": [[one.text, one.cut, one.id, one.answer] for one in self.actions],
+            "actions": [[action.text, action.cut, action.id, action.answer] for action in self.actions],
             "calls": self.tape.entries,
             "meter": list(meter),
         }
@@ -189,7 +189,7 @@ def read_past(data: bytes, snapshot_bytes: int) -> Past:
 
 def _three(value: Sequence[Any]) -> tuple[float, float, float]:
     tokens, seconds, tool_seconds = map(float, value)
-    if not all(0 <= one < inf for one in (tokens, seconds, tool_seconds)):
+    if not all(0 <= amount < inf for amount in (tokens, seconds, tool_seconds)):
         raise ValueError("no episode can have used what its meter says")
     return tokens, seconds, tool_seconds
 

@@ -48,7 +48,7 @@ def use(
     peak_tflops: float | None,
 ) -> Use:
     """Measure a step whose updates made `passes`, each by its module, and begin to measure the memory of the next."""
-    tflops = sum(operations(module_of(one), one) for one in passes) / max(seconds, 1e-9) / 1e12
+    tflops = sum(operations(module_of(pass_), pass_) for pass_ in passes) / max(seconds, 1e-9) / 1e12
     peak = peak_tflops or peak_of(device, dtype)
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device) / 2**20

@@ -85,7 +85,11 @@ def smollm2_135m() -> Path:
 
 def absent() -> list[str]:
     """The packages that the model needs and this environment lacks."""
-    return [one for one in PACKAGES if importlib.util.find_spec(re.split("[=>]", one)[0].replace("-", "_")) is None]
+    return [
+        package
+        for package in PACKAGES
+        if importlib.util.find_spec(re.split("[=>]", package)[0].replace("-", "_")) is None
+    ]
 
 
 def _cache() -> Path:

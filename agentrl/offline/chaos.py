@@ -163,8 +163,8 @@ def hurt(what: Hurts, console: Console) -> bool:
             raise RunFailed(f"the undisturbed run failed; read {quiet.out / 'logs'}")
     ended = {how: report for how, report in reports.items() if report.status == 0}
     costs = [Cost.of(how, report, runs[how].out, quiet and quiet.out) for how, report in ended.items()]
-    for one in costs:
-        for line in one.lines(titled=len(runs) > 1):
+    for cost in costs:
+        for line in cost.lines(titled=len(runs) > 1):
             console.print(line, markup=False, highlight=False)
     if quiet is not None:
         console.print(compared(costs, quiet.out))
@@ -184,7 +184,7 @@ def _hurt_one(run: TrainingRun, below: Path | None, console: Console) -> ChaosRe
     console.print(_table(report))
     for what_not, why in LEFT_OUT.items():
         console.print(f"left out: {what_not}: {why}", markup=False, highlight=False)
-    for line in (*report.violations, *(f"left behind: {one}" for one in report.left)):
+    for line in (*report.violations, *(f"left behind: {leftover}" for leftover in report.left)):
         console.print(line, style="bold red", markup=False, highlight=False)
     console.print(f"exit status {report.status} after {report.wall_s:.0f} s", highlight=False)
     return report
@@ -215,7 +215,7 @@ class Cost:
         pace = Pace.of(run)
         calm = pace if quiet is None else Pace.of(quiet)
         step_s = pace.step_s if quiet is None else calm.train_s / calm.steps
-        kills = [one for one in report.outcomes if one.fault.kind in ("kill", "stop")]
+        kills = [outcome for outcome in report.outcomes if outcome.fault.kind in ("kill", "stop")]
         return cls(
             how=how,
             success=_success(run),
@@ -223,8 +223,8 @@ class Cost:
             useful_s=min(pace.train_s, pace.steps * step_s),
             whose="its own median step" if quiet is None else "the undisturbed run",
             faults=len(report.outcomes),
-            left=tuple(one.tokens_lost for one in kills),
-            stake=tuple(one.at_stake for one in kills),
+            left=tuple(kill.tokens_lost for kill in kills),
+            stake=tuple(kill.at_stake for kill in kills),
             tokens=report.tokens,
             abandoned=report.abandoned,
         )
@@ -264,9 +264,9 @@ def compared(costs: Sequence[Cost], quiet: Path) -> Table:
     """The hurt runs beside the undisturbed one."""
     table = Table("an interrupted episode goes on", "held-out success", "effective time", "lost a fault", "tokens lost")
     table.add_row("(no faults)", _success(quiet), "1.00", "", "")
-    for one in costs:
-        lost = f"{one.abandoned} of {one.tokens}"
-        table.add_row(one.how, one.success, f"{one.share:.2f}", f"{one.lost_s:.1f} s", lost)
+    for cost in costs:
+        lost = f"{cost.abandoned} of {cost.tokens}"
+        table.add_row(cost.how, cost.success, f"{cost.share:.2f}", f"{cost.lost_s:.1f} s", lost)
     return table
 
 
@@ -277,16 +277,16 @@ def _check_free(out: Path) -> None:
 
 def _table(report: ChaosReport) -> Table:
     table = Table("at", "fault", "part", "advanced after", "tokens left behind", "at stake", "audit", "proof")
-    for one in report.outcomes:
+    for outcome in report.outcomes:
         table.add_row(
-            f"{one.at_s:.0f} s",
-            one.fault.kind,
-            one.fault.part,
-            f"{one.recovery_s:.1f} s",
-            str(one.tokens_lost),
-            str(one.at_stake),
-            escape("; ".join(one.violations)) or "clean",
-            one.proof,
+            f"{outcome.at_s:.0f} s",
+            outcome.fault.kind,
+            outcome.fault.part,
+            f"{outcome.recovery_s:.1f} s",
+            str(outcome.tokens_lost),
+            str(outcome.at_stake),
+            escape("; ".join(outcome.violations)) or "clean",
+            outcome.proof,
         )
     return table
 

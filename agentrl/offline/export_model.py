@@ -85,7 +85,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         raise UsageError(f"{run} holds no checkpoint: name the folder of a run that has trained for a while")
     if step is None:
         return found[-1]
-    steps = {step_of(one): one for one in found}
+    steps = {step_of(folder): folder for folder in found}
     if step not in steps:
         raise UsageError(
             f"--step {step}: {run} has checkpoints of {', '.join(map(str, steps))} (train.keep_checkpoints)"

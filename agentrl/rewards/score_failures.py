@@ -101,7 +101,7 @@ class FailureCount:
             return None
         self._recorded, self._recorded_s = failed, now
         shown = sorted(self._texts.items(), key=lambda item: -item[1].turns)[:_SHOWN_TEXTS]
-        texts = [{"digest": key, "text": one.text, "turns": one.turns, "reason": one.reason} for key, one in shown]
+        texts = [{"digest": key, "text": text.text, "turns": text.turns, "reason": text.reason} for key, text in shown]
         sums = self._sums
         return {
             "source": self.source,
@@ -135,10 +135,10 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
     for source in sorted({source for source, _ in last}):
         lives = [row for (name, _), row in last.items() if name == source]
         texts: dict[str, UnscoredText] = {}
-        for one in (text for row in lives for text in row["texts"]):
-            before = texts.get(one["digest"])
-            turns = one["turns"] + (0 if before is None else before.turns)
-            texts[one["digest"]] = UnscoredText(text=one["text"], turns=turns, reason=one["reason"])
+        for text in (text for row in lives for text in row["texts"]):
+            before = texts.get(text["digest"])
+            turns = text["turns"] + (0 if before is None else before.turns)
+            texts[text["digest"]] = UnscoredText(text=text["text"], turns=turns, reason=text["reason"])
         counts = ("calls", "calls_failed", "turns", "turns_failed", "texts_failed")
         found.append(
             ScoreFailures(

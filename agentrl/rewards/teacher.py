@@ -42,9 +42,9 @@ class Teacher:
             raise ScoreError("no engine of the policy is known yet")
         tokens = (*self.prefix, *context_ids(seen.turns, turn.index), *turn.token_ids)
         told = (await clients[seen.episode_id % len(clients)].logprobs(tokens))[-len(turn.token_ids) :]
-        if not all(math.isfinite(one) and one > _LEAST for one in told):
+        if not all(math.isfinite(logprob) and logprob > _LEAST for logprob in told):
             raise ScoreError("the teacher gave a log-prob that is none")
-        gaps = [one - own for one, own in zip(told, turn.logprobs, strict=True)]
+        gaps = [logprob - own for logprob, own in zip(told, turn.logprobs, strict=True)]
         columns: Columns = {TEACHER.name: told}
         return Verdict(fmean(gaps), columns)
 

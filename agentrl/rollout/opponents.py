@@ -47,5 +47,5 @@ class Opponents:
         members, measured = from_json(await LEAGUE.awaited(store.meta)), self.settings.measured
         if claim.purpose != TRAIN and measured != "drawn":
             return members[0 if measured == "first" else -1].version
-        members = members[:1] + [one for one in members[1:] if one.step < claim.started_step]
+        members = members[:1] + [member for member in members[1:] if member.step < claim.started_step]
         return draw(members, self.settings, seed=self.seed, group_id=claim.group_id, role=role)

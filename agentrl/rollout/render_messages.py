@@ -43,11 +43,11 @@ def plain(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message["role"] == "tool" and found and found[-1]["role"] == "tool":
             continue
-        one: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
+        bare: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
         if calls := cast("list[Any] | None", message.get("tool_calls")):
             function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
-            one["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]
-        found.append(cast("Message", {"role": message["role"], **one}))
+            bare["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]
+        found.append(cast("Message", {"role": message["role"], **bare}))
     return found
 
 

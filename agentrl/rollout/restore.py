@@ -28,7 +28,7 @@ async def replay(env: AsyncEnv, start: Messages, claim: Claim, act: Act) -> str:
 async def replay_after(env: AsyncEnv, turn: int, claim: Claim, act: Act) -> str:
     """Repeat with `act` the answered actions of `claim` after that of `turn`, where `env` stands. The result is empty,
     or the reason why it cannot go on."""
-    later = [one for one in claim.turns[turn + 1 :] if one.step is not None]
+    later = [played for played in claim.turns[turn + 1 :] if played.step is not None]
     if later and not env.replayable:
         return f"{claim.task.env} does not promise to be replayable"
     return await _repeat(later, act)

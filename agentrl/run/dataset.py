@@ -127,7 +127,7 @@ def _source_of(value: Any) -> str | None:
         with suppress(SyntaxError):
             for node in reversed(ast.parse("".join(lines)).body):
                 if isinstance(node, ast.ClassDef) and node.name == value.__name__:
-                    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                     return "".join(lines[first - 1 : node.end_lineno])
     return None
 

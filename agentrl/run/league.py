@@ -56,7 +56,9 @@ class League:
     def join(self, version: WeightVersion, checkpoint: Path) -> None:
         """Have a saved checkpoint join, whole or not at all. A later `announce` makes it known."""
         folder = self._root / str(version.version)
-        if version.version in self._joined or any(self._store.step_of(one) == version.step for one in self._joined):
+        if version.version in self._joined or any(
+            self._store.step_of(joined) == version.step for joined in self._joined
+        ):
             return
         draft = self._root / f".draft-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
@@ -99,15 +101,23 @@ class League:
         found = [FIRST, *(Member(version=version, step=self._store.step_of(version)) for version in known)]
         table = self._table
         return [
-            replace(one, played=int(table[one.version][0]), won=table[one.version][1]) if one.version in table else one
-            for one in found
+            replace(member, played=int(table[member.version][0]), won=table[member.version][1])
+            if member.version in table
+            else member
+            for member in found
         ]
 
     def count(self, groups: Iterable[Group]) -> dict[str, Json]:
         """What a step's episodes say of the members, for its metrics: games and wins of the policy, by version, and the
         share of all games that it won."""
         found: dict[str, list[float]] = {}
-        for member in (one for group in groups if not group.skipped for one in group.trajectories if one.scored):
+        for member in (
+            trajectory
+            for group in groups
+            if not group.skipped
+            for trajectory in group.trajectories
+            if trajectory.scored
+        ):
             if (played := game(member, self._config.league_roles)) is not None:
                 version, won = played
                 games, wins = found.get(str(version), (0, 0.0))

@@ -43,8 +43,8 @@ def returns_of(config: RunConfig) -> Returns:
             discount=algo.turn_discount,
             frozen=frozenset({*config.rollout.frozen_roles(), *past}),
             quorum=config.quorum,
-            skips=all(one.judges_returns for one in (algo, *roles.values())),
-            by_role=tuple((role, one.process_weight, one.turn_discount) for role, one in roles.items()),
+            skips=all(judge.judges_returns for judge in (algo, *roles.values())),
+            by_role=tuple((role, judge.process_weight, judge.turn_discount) for role, judge in roles.items()),
         )
 
     named = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}

@@ -49,7 +49,7 @@ def start_point(run: RunDir, store: StartStore) -> StartPoint:
     """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
-    saved = [one for folder in complete(run.checkpoints) if (one := _saved(folder)) is not None]
+    saved = [found for folder in complete(run.checkpoints) if (found := _saved(folder)) is not None]
     buffer = run.config().buffer
     store.reconcile(saved, max_lag=buffer.max_lag)
     known = store.latest_checkpoint()

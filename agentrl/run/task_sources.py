@@ -42,16 +42,19 @@ def first_tasks(config: RunConfig) -> list[Task]:
 def source_tasks(config: RunConfig, count: int) -> list[list[Task]]:
     """The first tasks of each table, at most `count`. Raises UsageError for rows that cannot be read."""
     sources = [_source(config, table) for table in _tables(config)]
-    return [[one.task(at) for at in range(min(count, count if one.size is None else one.size))] for one in sources]
+    return [
+        [source.task(at) for at in range(min(count, count if source.size is None else source.size))]
+        for source in sources
+    ]
 
 
 def data_sets_of(config: RunConfig) -> dict[str, str]:
     """The data sets of the run file, by field and name."""
     named = {f"tasks.{at}.rows": table.rows for at, table in enumerate(config.tasks)}
     named |= {
-        f"eval.sets.{at}.kwargs.rows": {**config.env.kwargs, **one.kwargs}.get("rows")
-        for at, one in enumerate(config.eval.sets)
-        if (one.id or config.env.id) == dataset_env.ID
+        f"eval.sets.{at}.kwargs.rows": {**config.env.kwargs, **held_out.kwargs}.get("rows")
+        for at, held_out in enumerate(config.eval.sets)
+        if (held_out.id or config.env.id) == dataset_env.ID
     }
     return {f"{field} = {where!r}": where for field, where in named.items() if where is not None}
 

@@ -373,8 +373,8 @@ def _check_records(db: Database, report: AuditReport) -> None:
         if packed is None or state in ("waiting", "running"):
             continue
         recorded = {
-            member: (one["outcome"], sum(map(len, one["rewards"].values())))
-            for member, one in json.loads(packed).items()
+            member: (member_record["outcome"], sum(map(len, member_record["rewards"].values())))
+            for member, member_record in json.loads(packed).items()
         }
         if recorded != members[group]:
             report.breach("record_disagrees", f"group {group} recorded {recorded}, its members are {members[group]}")
@@ -385,22 +385,26 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
     roles = config.get("rollout", {}).get("roles", {})
-    named = {one.get("id") or config["env"]["id"]: one["algo"] for one in config.get("tasks", []) if one.get("algo")}
-    of_role = {one["name"]: one["algo"] for one in config.get("roles", []) if one.get("algo")}
+    named = {
+        table.get("id") or config["env"]["id"]: table["algo"] for table in config.get("tasks", []) if table.get("algo")
+    }
+    of_role = {table["name"]: table["algo"] for table in config.get("roles", []) if table.get("algo")}
     for group, state, reason, packed, task in db.rows(
         "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
         where = f"group {group} left as without signal"
         algo = named.get(json.loads(task)["env"], config.get("algo", {}))
-        if any(one.get("distil_weight") or one.get("observation_weight") for one in (algo, *of_role.values())):
+        if any(judge.get("distil_weight") or judge.get("observation_weight") for judge in (algo, *of_role.values())):
             report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
         if (state, reason) != ("expired", "no_signal"):
             report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
         members = list(json.loads(packed or "{}").values())
-        for role in {role for one in members for role in one["rewards"] if roles.get(role, "trained") == "trained"}:
+        for role in {
+            role for member in members for role in member["rewards"] if roles.get(role, "trained") == "trained"
+        }:
             weight, discount = (of_role.get(role, algo).get(name, 1.0) for name in ("process_weight", "discount"))
-            outcome = [one["outcomes"].get(role, one["outcome"]) for one in members]
-            rewards = [one["rewards"].get(role, []) for one in members]
+            outcome = [member["outcomes"].get(role, member["outcome"]) for member in members]
+            rewards = [member["rewards"].get(role, []) for member in members]
             for turn in range(max(map(len, rewards))):
                 returns = [
                     discount ** max(len(own) - 1 - turn, 0) * of_episode

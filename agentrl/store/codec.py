@@ -201,7 +201,7 @@ def unpack_messages(text: str) -> Messages:
 
 def pack_spans(spans: tuple[VersionSpan, ...]) -> str:
     """Version spans as JSON `[[version, start, end], …]`; a recomputed one has a 1 after these."""
-    numbers = ([one.version, one.start, one.end, *[1] * one.recomputed] for one in spans)
+    numbers = ([span.version, span.start, span.end, *[1] * span.recomputed] for span in spans)
     return json.dumps(list(numbers), separators=(",", ":"))
 
 
@@ -274,29 +274,31 @@ _EMPTY: Final = Step(observation=())
 _ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # a field with its default was not set
 
 
-_RECORD: Final = tuple(one.name for one in fields(MemberRecord))
+_RECORD: Final = tuple(field.name for field in fields(MemberRecord))
 
 
 def pack_record(record: Mapping[int, MemberRecord]) -> str:
     """The record that a group's members are judged against, by member, as JSON."""
-    return json.dumps({str(at): {name: getattr(one, name) for name in _RECORD} for at, one in record.items()})
+    return json.dumps(
+        {str(at): {name: getattr(member_record, name) for name in _RECORD} for at, member_record in record.items()}
+    )
 
 
 def unpack_record(text: str) -> dict[int, MemberRecord]:
     """Read what `pack_record` wrote; every number is the same."""
     return {
         int(member): MemberRecord(
-            outcome=one["outcome"],
-            outcomes=one["outcomes"],
-            rewards={role: tuple(rewards) for role, rewards in one["rewards"].items()},
+            outcome=packed["outcome"],
+            outcomes=packed["outcomes"],
+            rewards={role: tuple(rewards) for role, rewards in packed["rewards"].items()},
             streams={
                 role: {source: tuple(values) for source, values in own.items()}
-                for role, own in one.get("streams", {}).items()
+                for role, own in packed.get("streams", {}).items()
             },
-            weights=one.get("weights", {}),
-            states={role: tuple(states) for role, states in one.get("states", {}).items()},
+            weights=packed.get("weights", {}),
+            states={role: tuple(states) for role, states in packed.get("states", {}).items()},
         )
-        for member, one in json.loads(text).items()
+        for member, packed in json.loads(text).items()
     }
 
 

@@ -111,7 +111,7 @@ class ChaosReport:
     @property
     def ok(self) -> bool:
         """Whether the run ended well, every audit was clean, and nothing was left behind."""
-        audits = (self.violations, *(one.violations for one in self.outcomes))
+        audits = (self.violations, *(outcome.violations for outcome in self.outcomes))
         return self.status == 0 and not self.left and not any(audits)
 
 
@@ -160,7 +160,7 @@ def _small(folder: Path) -> bool:
 
 def _urls(config: dict[str, Any]) -> list[str]:
     """The servers of reward sources; not those that are the run's own engines."""
-    return [url for one in config.get("rewards", ()) if (url := one.get("url") or "").startswith(URL_SCHEMES)]
+    return [url for table in config.get("rewards", ()) if (url := table.get("url") or "").startswith(URL_SCHEMES)]
 
 
 @dataclass(slots=True)
@@ -312,22 +312,22 @@ class ChaosRun:
     def _cut(self, part: str) -> str:
         cut: list[faults.Connection] = []
 
-        def one() -> bool:
+        def cut_some() -> bool:
             ports = self._engine_ports() if part == "engine" else self._reward_ports()
             cut.extend(faults.cut_connections(self._pids("worker") | self._pids("learner"), ports))
             return bool(cut)
 
-        self._until(one, 60.0, f"no process was connected to {part}")
+        self._until(cut_some, 60.0, f"no process was connected to {part}")
         return f"{len(cut)} connections"
 
     def _garble(self, pid: int) -> str:
         junk, sent = self._chance.choice(JUNK), list[faults.Connection]()
 
-        def one() -> bool:
+        def sent_some() -> bool:
             sent.extend(faults.garble(pid, self._engine_ports(), junk))
             return bool(sent)
 
-        self._until(one, 60.0, "nobody was connected to the engine")
+        self._until(sent_some, 60.0, "nobody was connected to the engine")
         self._until(lambda: len(faults.still_open(sent)) < len(sent), 60.0, "no client left a connection")
         return f"{len(sent)} connections"
 
@@ -478,9 +478,10 @@ def _port(url: str) -> int | str:
     return found.port or (443 if found.scheme == "https" else 80)
 
 
-def _line(one: FaultOutcome) -> str:
-    found = "; ".join(one.violations) or "clean"
+def _line(outcome: FaultOutcome) -> str:
+    found = "; ".join(outcome.violations) or "clean"
     return (
-        f"{one.at_s:7.0f} s  {one.fault.kind:7} {one.fault.part:11} advanced after {one.recovery_s:6.1f} s, "
-        f"{one.tokens_lost} tokens left behind, {one.at_stake} at stake, audit {found} ({one.proof})"
+        f"{outcome.at_s:7.0f} s  {outcome.fault.kind:7} {outcome.fault.part:11} "
+        f"advanced after {outcome.recovery_s:6.1f} s, "
+        f"{outcome.tokens_lost} tokens left behind, {outcome.at_stake} at stake, audit {found} ({outcome.proof})"
     )

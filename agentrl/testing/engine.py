@@ -79,7 +79,7 @@ class FakeEngine:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The scripted tokens in chunks, cut at `max_tokens`; finish is "stop" if a stop token ends them."""
-        failure = next((one for one in self.failures if one.request == len(self.requests)), None)
+        failure = next((planned for planned in self.failures if planned.request == len(self.requests)), None)
         self.requests.append(request)
         turn = _begun(request)
         tokens = list(self._script(turn))[: turn.sampling.max_tokens]

@@ -114,7 +114,7 @@ def connections() -> dict[str, Connection]:
             for line in Path(table).read_text().splitlines()[1:]:
                 _, local, remote, phase, *rest = line.split()
                 if phase == _ESTABLISHED:
-                    local_port, remote_port = (int(one.rpartition(":")[2], 16) for one in (local, remote))
+                    local_port, remote_port = (int(address.rpartition(":")[2], 16) for address in (local, remote))
                     found[rest[5]] = Connection(rest[5], local_port, remote_port)
     return found
 
@@ -169,8 +169,12 @@ def serves(pid: int, ports: Collection[int | str]) -> bool:
 def still_open(garbled: Collection[Connection]) -> list[Connection]:
     """Those whose other end still uses them."""
     known = connections()
-    used = {(one.remote, one.local) for one in known.values()}
-    return [one for one in garbled if (one.local, one.remote) in used or (one.remote == "" and one.inode in known)]
+    used = {(connection.remote, connection.local) for connection in known.values()}
+    return [
+        connection
+        for connection in garbled
+        if (connection.local, connection.remote) in used or (connection.remote == "" and connection.inode in known)
+    ]
 
 
 def _ends(pid: int) -> Iterator[tuple[Connection, socket.socket]]:

@@ -434,10 +434,10 @@ def _told(db: sqlite3.Connection) -> dict[int, _Told]:
 
 def _recorded(record: str) -> _Told:
     told: _Told = {}
-    for member, one in json.loads(record).items():
-        told[member, "", 0] = one["outcome"]
-        told |= {(member, role, 0): own for role, own in one["outcomes"].items()}
-        for role, rewards in one["rewards"].items():
+    for member, recorded in json.loads(record).items():
+        told[member, "", 0] = recorded["outcome"]
+        told |= {(member, role, 0): own for role, own in recorded["outcomes"].items()}
+        for role, rewards in recorded["rewards"].items():
             told |= {(member, role, n): reward for n, reward in enumerate(rewards, 1)}
     return told
 

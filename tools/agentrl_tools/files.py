@@ -187,13 +187,13 @@ class ApplyPatch(SchemaChecked):
 
     async def _modes(self, changes: Sequence[FilePatch], written: Mapping[str, bytes | None]) -> None:
         """Files are executable as the patch says; where it does not, one with a new name as the one before."""
-        stay = [one for one in changes if written.get(one.new or "") is not None]
-        made = [f"./{one.new}" for one in stay if one.executable]
-        unmade = [f"./{one.new}" for one in stay if one.executable is False and one.old is not None]
+        stay = [change for change in changes if written.get(change.new or "") is not None]
+        made = [f"./{change.new}" for change in stay if change.executable]
+        unmade = [f"./{change.new}" for change in stay if change.executable is False and change.old is not None]
         for word, paths in (("a+x", made), ("a-x", unmade)):
             if paths:
                 await self._sandbox.exec(["chmod", word, "--", *paths])
-        pairs = [f"./{name}" for one in stay if _moves(one) for name in (one.old, one.new)]
+        pairs = [f"./{name}" for change in stay if _moves(change) for name in (change.old, change.new)]
         if pairs:
             await self._sandbox.exec(["sh", "-c", _AS_BEFORE, "sh", *pairs])
 

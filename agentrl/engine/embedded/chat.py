@@ -86,7 +86,7 @@ class Chat:
 
     def parse(self, document: dict[str, Any], *, name: str, length: int) -> ChatRequest:
         """Check and render a request; `length` is the most tokens of prompt and answer. Raises BadRequest."""
-        messages = [_message(one) for one in _list(document, "messages")]
+        messages = [_message(message) for message in _list(document, "messages")]
         if not messages:
             raise BadRequest("messages: a non-empty list is required")
         tools = cast("list[Mapping[str, Json]]", _list(document, "tools"))
@@ -159,8 +159,8 @@ class Chat:
         content: list[dict[str, Json]] = []
         for token, logprob in zip(part.token_ids, part.logprobs, strict=True):
             text = self._renderer.decode([token])
-            one: dict[str, Json] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-            content.append({**one, "top_logprobs": []})
+            chosen: dict[str, Json] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            content.append({**chosen, "top_logprobs": []})
         return {"content": content}
 
     def event(self, asked: ChatRequest, delta: Mapping[str, Json], part: Emission, reason: str | None = None) -> bytes:
@@ -211,7 +211,7 @@ def _call(call: Any) -> dict[str, Json]:
 
 def _list(document: Mapping[str, Any], name: str) -> list[Any]:
     value = cast("list[Any]", document.get(name) or [])
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"{name}: must be a list of objects")
     return value
 

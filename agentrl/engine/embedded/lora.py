@@ -66,14 +66,14 @@ class Adapted:
 
 def adapted(adapters: Sequence[Adapter | None], wanted: Sequence[int]) -> tuple[Adapted, ...]:
     """The rows of a pass by adapter: `adapters` has that of each row, `wanted` the rows whose logits are asked for."""
-    found = {id(one): one for one in adapters if one is not None}
+    found = {id(adapter): adapter for adapter in adapters if adapter is not None}
     return tuple(
         Adapted(
-            one,
-            torch.tensor([row for row, own in enumerate(adapters) if own is one]),
-            torch.tensor([at for at, row in enumerate(wanted) if adapters[row] is one], dtype=torch.long),
+            adapter,
+            torch.tensor([row for row, own in enumerate(adapters) if own is adapter]),
+            torch.tensor([at for at, row in enumerate(wanted) if adapters[row] is adapter], dtype=torch.long),
         )
-        for one in found.values()
+        for adapter in found.values()
     )
 
 
@@ -120,7 +120,7 @@ def _layer(
     for part, names in _PARTS.items():
         downs: list[torch.Tensor] = []
         ups: list[torch.Tensor] = []
-        for name in (f"model.layers.{at}.{one}" for one in names):
+        for name in (f"model.layers.{at}.{suffix}" for suffix in names):
             out, into = shapes[f"{name}.weight"]
             down = tensors.pop(f"{name}.lora_A.weight", torch.zeros(0, into))
             up = tensors.pop(f"{name}.lora_B.weight", torch.zeros(out, 0)) * scale

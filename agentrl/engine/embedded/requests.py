@@ -94,7 +94,7 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     if not all(type(id) is int and 0 <= id < vocab for id in stops):
         raise BadRequest(f"sampling_params.stop_token_ids: every id must be an integer from 0 to {vocab - 1}")
     texts = cast("list[Any]", given.get("stop") or [])
-    if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(one, str) and one for one in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(text, str) and text for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
     for name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
         if given.get(name):

@@ -144,7 +144,7 @@ class ChatTemplate:
     @cached_property
     def writes_tools(self) -> bool:
         written = [self._tried(messages, [PROBE]) for messages in ([_user("a")], _SYSTEM)]
-        return bool(written[0]) and all(not one or PROBE_NAME in one for one in written)
+        return bool(written[0]) and all(not text or PROBE_NAME in text for text in written)
 
     @cached_property
     def writes_calls(self) -> bool:
@@ -185,7 +185,7 @@ def one_by_one(messages: Sequence[Message]) -> list[Message]:
             found += [] if message in answers else [message]
             answers = answers if message in answers else []
             continue
-        follow = itertools.takewhile(lambda one: one["role"] == "tool", messages[at + 1 :])
+        follow = itertools.takewhile(lambda message: message["role"] == "tool", messages[at + 1 :])
         answers = list(itertools.islice(follow, len(calls)))
         for call, answer in itertools.zip_longest(calls, answers):
             found.append(cast("Message", {**message, "tool_calls": [call]}))

@@ -191,12 +191,12 @@ def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) 
     if not reach or decode is None:
         return False
     text = decode(token_ids[-reach - 1 :])
-    return any(one in text for one in stop)
+    return any(stop_text in text for stop_text in stop)
 
 
 def _reach(stop: Sequence[str]) -> int:
     """The most tokens that a stop text can have."""
-    return max((len(one.encode()) for one in stop), default=0)
+    return max((len(stop_text.encode()) for stop_text in stop), default=0)
 
 
 def _first(chunk: Chunk, count: int) -> Chunk:

@@ -130,7 +130,7 @@ async def load(
     asked = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
     digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in asked.items()}
 
-    async def one(engine: EngineClient) -> None:
+    async def load_into(engine: EngineClient) -> None:
         for name, place in asked.items():
             if is_near(engine.url):
                 try:
@@ -150,7 +150,7 @@ async def load(
             await _load_from(engine, name, there, digests[name], deadline_s)
 
     started = trio.current_time()
-    await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
+    await _everywhere(engines, load_into, f"load adapter {adapter_name(version)}")
     return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=size)
 
 
@@ -214,7 +214,7 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
     still has besides `keep`, whose folders must stay."""
     left: set[int] = set()
 
-    async def one(engine: EngineClient) -> None:
+    async def unload(engine: EngineClient) -> None:
         places = await _places(engine, deadline_s)
         found = {name: version for name in places for version in _versions([name])}
         old = frozenset(found.values()) - frozenset(keep)
@@ -223,7 +223,7 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
         for name in sorted(name for name, version in found.items() if version in old - busy):
             await _unload(engine, name, places[name], deadline_s)
 
-    await _everywhere(engines, one, "unload old adapters")
+    await _everywhere(engines, unload, "unload old adapters")
     return frozenset(left)
 
 
@@ -232,12 +232,12 @@ async def forget(engines: Sequence[EngineClient], version: int | None = None, *,
     wanted = r"\d+" if version is None else str(version)
     named = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
 
-    async def one(engine: EngineClient) -> None:
+    async def unload(engine: EngineClient) -> None:
         for name, place in (await _places(engine, deadline_s)).items():
             if named.fullmatch(name):
                 await _unload(engine, name, place, deadline_s)
 
-    await _everywhere(engines, one, "unload past selves")
+    await _everywhere(engines, unload, "unload past selves")
 
 
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
@@ -279,13 +279,13 @@ def _stamped(chunk: Chunk, version: int) -> Chunk:
 
 
 async def _everywhere(
-    engines: Sequence[EngineClient], one: Callable[[EngineClient], Awaitable[None]], what: str
+    engines: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[None]], what: str
 ) -> None:
     failures: list[str] = []
 
     async def named(engine: EngineClient) -> None:
         try:
-            await one(engine)
+            await call(engine)
         except EngineError as error:
             failures.append(f"{engine.url} did not {what}: {error}")
 

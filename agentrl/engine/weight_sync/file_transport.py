@@ -85,7 +85,7 @@ async def push(
         client.version = version
         return paused
 
-    async def one(engine: str | EngineClient) -> None:
+    async def push_to(engine: str | EngineClient) -> None:
         client = EngineClient(engine) if isinstance(engine, str) else engine
         try:
             with trio.fail_after(deadline_s):
@@ -101,7 +101,7 @@ async def push(
 
     async with trio.open_nursery() as nursery:
         for engine in engines:
-            nursery.start_soon(one, engine)
+            nursery.start_soon(push_to, engine)
     if failures:
         raise WeightSyncError("; ".join(sorted(failures)))
     total = trio.current_time() - started

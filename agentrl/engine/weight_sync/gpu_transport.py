@@ -168,11 +168,11 @@ class _Calls:
     ) -> None:
         """One call to every engine, with the `body` for its URL."""
 
-        async def one(engine: EngineClient) -> None:
+        async def receive(engine: EngineClient) -> None:
             json = None if body is None else body(engine.url)
             await engine.call("POST", path, deadline_s=self._deadline_s, json=json, params=params)
 
-        await _each(self._engines, self._version, one, first_ends=first_ends)
+        await _each(self._engines, self._version, receive, first_ends=first_ends)
 
     def _from_sender(self, path: str, body: Callable[[str], dict[str, Json]] | None = None) -> None:
         async def call() -> None:
@@ -226,7 +226,7 @@ async def _each(
     answers: dict[str, _T] = {}
     failures: list[str] = []
 
-    async def one(engine: EngineClient) -> None:
+    async def answer(engine: EngineClient) -> None:
         try:
             answers[engine.url] = await ask(engine)
         except EngineError as error:
@@ -236,7 +236,7 @@ async def _each(
 
     async with trio.open_nursery() as nursery:
         for engine in engines:
-            nursery.start_soon(one, engine)
+            nursery.start_soon(answer, engine)
     if failures:
         raise WeightSyncError("; ".join(sorted(failures)))
     return {engine.url: answers[engine.url] for engine in engines}

@@ -38,7 +38,7 @@ class Sources:
         self._urls = [place.rstrip("/") for place in places if object_store.is_url(place)]
         named = [Path(place).absolute() for place in places if not object_store.is_url(place)]
         # Where a folder is named by way of a link, its files may be named both ways.
-        self._folders = {one: Path(os.path.realpath(one)) for one in named}
+        self._folders = {path: Path(os.path.realpath(path)) for path in named}
         self._folders |= {real: real for real in self._folders.values()}
 
     def read(self, path: str, sha256: str, base: Bytes | None = None) -> Bytes:

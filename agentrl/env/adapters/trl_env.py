@@ -102,13 +102,16 @@ class _MethodTool(FunctionTool):
 def _as_transformers(schema: Mapping[str, Any], method: Callable[..., Any]) -> dict[str, Any]:
     """A schema of ours as transformers writes it: without defaults and bounds of tuples, `nullable` for None, choices
     of the docstring as `enum`, and with what is returned."""
-    parameters = {name: _plain(one) for name, one in schema["parameters"]["properties"].items()}
-    for one in parameters.values():
-        if found := _CHOICES.search(one.get("description", "")):
-            one["description"] = one["description"][: found.start()].strip()
+    parameters = {name: _plain(property_) for name, property_ in schema["parameters"]["properties"].items()}
+    for parameter in parameters.values():
+        if found := _CHOICES.search(parameter.get("description", "")):
+            parameter["description"] = parameter["description"][: found.start()].strip()
             with suppress(ValueError):
-                one["enum"] = [each.strip() if isinstance(each, str) else each for each in json.loads(found[1])]
-    shown: dict[str, Any] = {"type": "object", "properties": {name: _ordered(one) for name, one in parameters.items()}}
+                parameter["enum"] = [each.strip() if isinstance(each, str) else each for each in json.loads(found[1])]
+    shown: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: _ordered(parameter) for name, parameter in parameters.items()},
+    }
     if required := schema["parameters"].get("required"):
         shown["required"] = required
     returned = _returned(method)
@@ -129,14 +132,14 @@ def _plain(schema: Any) -> Any:
         if name in left:
             left[name] = _plain(left[name])
     if "prefixItems" in left:
-        left["prefixItems"] = [_plain(one) for one in left["prefixItems"]]
+        left["prefixItems"] = [_plain(schema) for schema in left["prefixItems"]]
     if "anyOf" in left:
-        kinds = [_plain(one) for one in left.pop("anyOf")]
-        given = [one for one in kinds if one != {"type": "null"}]
+        kinds = [_plain(schema) for schema in left.pop("anyOf")]
+        given = [kind for kind in kinds if kind != {"type": "null"}]
         if len(given) == 1:
             left |= given[0]
-        elif all({*one} == {"type"} for one in given):
-            left["type"] = sorted(one["type"] for one in given)
+        elif all({*kind} == {"type"} for kind in given):
+            left["type"] = sorted(kind["type"] for kind in given)
         else:
             left["anyOf"] = given
         if len(given) < len(kinds):

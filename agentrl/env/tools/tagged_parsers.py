@@ -276,10 +276,10 @@ def _named_types(schema: Any) -> Iterator[str]:
         given = fields.get("type")
         yield from cast("list[str]", given) if isinstance(given, list) else [given] if isinstance(given, str) else []
         if "enum" in fields and given is None:
-            yield from ("string" for one in fields["enum"] if isinstance(one, str))
+            yield from ("string" for field in fields["enum"] if isinstance(field, str))
         for inner in ("anyOf", "oneOf"):
-            for one in cast("list[Any]", fields.get(inner) or []):
-                yield from _named_types(one)
+            for alternative in cast("list[Any]", fields.get(inner) or []):
+                yield from _named_types(alternative)
 
 
 def _json_or_text(value: str, types: set[str] | None = None) -> Any:
@@ -349,9 +349,9 @@ class _Reader:
         self.need(":")
         return key, self.value(depth - 1)
 
-    def items(self, end: str, one: Any) -> Iterator[Any]:
+    def items(self, end: str, item: Any) -> Iterator[Any]:
         while not self.take(end):
-            yield one()
+            yield item()
             if not self.take(","):
                 self.need(end)
                 return
@@ -499,7 +499,7 @@ class Gemma(_Tagged):
     _head: Final = re.compile(r"call:([^\s{]++)")
 
     def write(self, *calls: ToolCall) -> str:
-        return "".join(f"{self._begin}call:{one.name}{self._value(dict(one.arguments))}{self._end}" for one in calls)
+        return "".join(f"{self._begin}call:{call.name}{self._value(dict(call.arguments))}{self._end}" for call in calls)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, str):
@@ -510,9 +510,11 @@ class Gemma(_Tagged):
                 key if _GEMMA_KEY.fullmatch(key) and key == key.strip() else f"{_QUOTE}{key}{_QUOTE}"
                 for key, _ in pairs
             )
-            return "{" + ",".join(f"{key}:{self._value(one)}" for key, (_, one) in zip(keys, pairs, strict=True)) + "}"
+            return (
+                "{" + ",".join(f"{key}:{self._value(item)}" for key, (_, item) in zip(keys, pairs, strict=True)) + "}"
+            )
         if isinstance(value, list):
-            return "[" + ",".join(self._value(one) for one in cast("list[Any]", value)) + "]"
+            return "[" + ",".join(self._value(item) for item in cast("list[Any]", value)) + "]"
         return dump(value)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:

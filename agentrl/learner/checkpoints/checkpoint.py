@@ -138,11 +138,11 @@ def save(
             of_role(draft, role).mkdir(parents=True)
             _describe(model.folder, of_role(draft, role))
         progress()
-        for name, one in given:
+        for name, content in given:
             if name == SHARDS:
-                optimizer_state.write(draft / SHARDS, 0, one, progress)
+                optimizer_state.write(draft / SHARDS, 0, content, progress)
             else:
-                _write(draft / name, one, module, parts.get(name))
+                _write(draft / name, content, module, parts.get(name))
             progress()
         settle()
         _check_shared(draft / SHARDS, range(1, ranks))
@@ -162,17 +162,17 @@ def save(
     return folder
 
 
-def _write(path: Path, one: Any, module: Any, part: CheckpointPart | None) -> None:
+def _write(path: Path, state: Any, module: Any, part: CheckpointPart | None) -> None:
     """Write what `contents` gave for a file or folder."""
     if path.name == WEIGHTS:
-        write_weights(one, path)
+        write_weights(state, path)
     elif path.name == ADAPTER:
-        lora.write(module, one, path)
+        lora.write(module, state, path)
     elif part is not None:
         path.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in one.items()}, path / part.file)
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, path / part.file)
     else:
-        torch.save(one, path)
+        torch.save(state, path)
 
 
 def contents(
@@ -207,18 +207,21 @@ def copied(
     copies already."""
     modules = [module, *(model.module for model in own.values())]
     live: list[Any] = [
-        *(master_weights.state(one) for one in modules),
-        *(dict(one.tensors()) for one in parts.values()),
+        *(master_weights.state(module) for module in modules),
+        *(dict(part.tensors()) for part in parts.values()),
     ]
     live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
-    places = {local(one).untyped_storage().data_ptr() for one in _tensors(live)}
+    places = {local(tensor).untyped_storage().data_ptr() for tensor in _tensors(live)}
     return [(name, _kept(found, places)) for name, found in contents(module, optimizers, parts, own)]
 
 
 def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
     """About what `copied` takes, on all ranks of the machine: weights whole, and what optimizers remember."""
-    held = [*(master_weights.state(one) for one in (module, *(model.module for model in own.values())))]
-    return sum(one.nbytes for one in _tensors([held, [one.state_dict()["state"] for one in optimizers.values()]]))
+    held = [*(master_weights.state(each) for each in (module, *(model.module for model in own.values())))]
+    return sum(
+        tensor.nbytes
+        for tensor in _tensors([held, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]])
+    )
 
 
 def free_bytes() -> int:
@@ -237,11 +240,11 @@ def _tensors(found: Any) -> Iterator[Tensor]:
         names = _parts_of(found)
         yield from (getattr(found, name) for name in names) if names else [found]
     elif isinstance(found, Mapping):
-        for one in cast("Mapping[Any, Any]", found).values():
-            yield from _tensors(one)
+        for item in cast("Mapping[Any, Any]", found).values():
+            yield from _tensors(item)
     elif isinstance(found, list | tuple):
-        for one in cast("Sequence[Any]", found):
-            yield from _tensors(one)
+        for item in cast("Sequence[Any]", found):
+            yield from _tensors(item)
 
 
 def _kept(found: Any, places: Set[int]) -> Any:
@@ -253,9 +256,9 @@ def _kept(found: Any, places: Set[int]) -> Any:
             return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], found.size(), found.stride())
         return found.to("cpu", copy=found.untyped_storage().data_ptr() in places)
     if isinstance(found, dict):
-        return {key: _kept(one, places) for key, one in cast("dict[Any, Any]", found).items()}
+        return {key: _kept(item, places) for key, item in cast("dict[Any, Any]", found).items()}
     if isinstance(found, list | tuple):
-        made = [_kept(one, places) for one in cast("Sequence[Any]", found)]
+        made = [_kept(item, places) for item in cast("Sequence[Any]", found)]
         return made if isinstance(found, list) else tuple(made)
     return found
 

@@ -169,7 +169,11 @@ def group_rows(
     def origin_of(turn: Turn, span: VersionSpan) -> Origin:
         if undone(span.version):
             return Origin.UNDONE
-        began = [one for one in turn.spans if one.start <= span.start and (one.recomputed or one.start == 0)][-1]
+        began = [
+            earlier
+            for earlier in turn.spans
+            if earlier.start <= span.start and (earlier.recomputed or earlier.start == 0)
+        ][-1]
         return Origin.MIXED_KV if keeps_kv and span.version != began.version else Origin.PLAIN
 
     record = group.record
@@ -326,8 +330,8 @@ def _judged(
         for place, own in enumerate(rewards):
             rewards_GT[place, : len(own)] = torch.tensor(own, dtype=torch.float64)
         states_GT = torch.full(rewards_GT.shape, UNKNOWN)
-        for place, one in records.items():
-            own = one.states.get(role, ())
+        for place, of_member in records.items():
+            own = of_member.states.get(role, ())
             states_GT[place, : len(own)] = torch.tensor(own, dtype=torch.long)
         outcomes = [records[place].outcome_of(role) if place in records else 0.0 for place in range(size)]
         siblings = Siblings(
@@ -337,7 +341,7 @@ def _judged(
             scored_G=scored_G,
             judges_G=judges_G,
             states_GT=states_GT,
-            **_streams(records, next((one.weights for one in (judges or records).values()), {}), role, rewards_GT),
+            **_streams(records, next((judge.weights for judge in (judges or records).values()), {}), role, rewards_GT),
         )
         for name, of_role_GT in algo_of(role).prepare(siblings).items():
             for place, member, by_role in zip(places, members, prepared, strict=True):

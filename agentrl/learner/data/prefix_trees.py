@@ -234,13 +234,13 @@ def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 
         return []
     size = len(found)
     prefix_experts = [None if row.chosen is None else row.chosen[:size] for row in rows]
-    one = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in prefix_experts], size)
-    if one.chosen_NLK is not None:
-        found = replace(found, experts=blake2b(one.chosen_NLK.numpy().tobytes(), digest_size=16).digest())
-    made = [replace(_pack([tree], device, one.chosen_NLK), stem=found) for tree in trees]
+    prompt = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in prefix_experts], size)
+    if prompt.chosen_NLK is not None:
+        found = replace(found, experts=blake2b(prompt.chosen_NLK.numpy().tobytes(), digest_size=16).digest())
+    made = [replace(_pack([tree], device, prompt.chosen_NLK), stem=found) for tree in trees]
     first = made[0].routes
     assert first is not None, "every pass has"
-    return [replace(made[0], routes=replace(first, differing=first.differing + one.differing)), *made[1:]]
+    return [replace(made[0], routes=replace(first, differing=first.differing + prompt.differing)), *made[1:]]
 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:

@@ -86,7 +86,7 @@ def _check_tied(module: Any, folder: Path) -> None:
     tied = cast("dict[str, str]", tied) if isinstance(tied, dict) else {}
     held = {name: file for file in folder.glob("*.safetensors") for name in _names(file)}
     for name, source in tied.items():
-        if name in held and source in held and not torch.equal(*(_tensor(held[one], one) for one in (name, source))):
+        if name in held and source in held and not torch.equal(*(_tensor(held[key], key) for key in (name, source))):
             hint = "give config.json tie_word_embeddings = false, or remove the tensor"
             raise ModelError(f"{str(folder)!r} ties {name!r} to {source!r}, and its file has another {name!r}: {hint}")
 
@@ -109,12 +109,12 @@ def _check_tokens(module: Any, folder: Path) -> None:
         return
     found = json.loads(file.read_text())
     vocab = found.get("model", {}).get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((one[0], at) for at, one in enumerate(vocab))
-    pairs = [*pairs, *((one["content"], one["id"]) for one in found.get("added_tokens", ()))]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], at) for at, entry in enumerate(vocab))
+    pairs = [*pairs, *((added["content"], added["id"]) for added in found.get("added_tokens", ()))]
     beyond = sorted({(at, token) for token, at in pairs if at >= rows})
     if not beyond:
         return
-    texts = [one.read_text() for one in folder.glob("chat_template*") if one.is_file()]
+    texts = [path.read_text() for path in folder.glob("chat_template*") if path.is_file()]
     described = folder / "tokenizer_config.json"
     facts = json.loads(described.read_text()) if described.is_file() else {}
     texts += [json.dumps(facts.get(key, ""), ensure_ascii=False) for key in ("chat_template", "eos_token")]

@@ -170,7 +170,7 @@ class _Statistics(torch.autograd.Function):
         asked: TokenQuery = ctx.asked
         wanted = ctx.needs_input_grad[3:]
         trained = [parameter for parameter, wants in zip(parameters, wanted, strict=True) if wants]
-        sums = [torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in trained]
+        sums = [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in trained]
         dhidden_PH = torch.empty_like(hidden_PH)
         for rows, (own, *own_at), (plain, *plain_at) in asked.chunks(len(hidden_PH)):
             part_CH = hidden_PH[rows].detach().requires_grad_()
@@ -184,9 +184,9 @@ class _Statistics(torch.autograd.Function):
                 None if h_P is None else h_P[rows],
             )
             dhidden_PH[rows], *found = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
-            for total, one in zip(sums, found, strict=True):
-                total += one
-        given = iter(total.to(one.dtype) for total, one in zip(sums, trained, strict=True))
+            for total, gradient in zip(sums, found, strict=True):
+                total += gradient
+        given = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
         return dhidden_PH, None, None, *(next(given) if wants else None for wants in wanted)
 
 

@@ -151,7 +151,7 @@ class Routers:
         """A layer begins, in a pass or once more for its gradients. Transformers hands the argument `routes` on to it,
         as it does all that a model does not know."""
         self._routes = given.get("routes")
-        return args, {name: one for name, one in given.items() if name != "routes"}
+        return args, {name: argument for name, argument in given.items() if name != "routes"}
 
     def _forward(self, at: int, layer: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         routes = self._routes

@@ -110,9 +110,9 @@ def pulled(
         loads = {at: load(routes, routers.shape) for at, routers, routes in routed if _all_known(routes)}
         left = [at for at, *_ in routed if at not in loads]
         if left:
-            loads |= {at: one.load_ME for at, one in zip(left, heard_in([part[at] for at in left]), strict=True)}
+            loads |= {at: replay.load_ME for at, replay in zip(left, heard_in([part[at] for at in left]), strict=True)}
         for at, routers, routes in routed:
-            load_ME = torch.stack([one.to(routes.rows_N.device) for one in loads.values()]).sum(0)
+            load_ME = torch.stack([counts.to(routes.rows_N.device) for counts in loads.values()]).sum(0)
             tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
             scale = weight * routers.shape.experts / len(load_ME) / tokens**2
             found[at] = replace(part[at], routes=replace(routes, pull_ME=(scale * load_ME).float()))
@@ -122,26 +122,26 @@ def pulled(
 def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
     """Of some passes and what was heard in them; None if there was no mixture. No token is missing if replay was not
     `asked` for and none has experts."""
-    mixed = [(pack, pack.routes, one) for pack, one in zip(packs, passes, strict=True) if pack.routes and one]
+    mixed = [(pack, pack.routes, seen) for pack, seen in zip(packs, passes, strict=True) if pack.routes and seen]
     if not mixed:
         return None
     ratios: list[Tensor] = []  # the load of experts by the mean of their layer
     balances: list[Tensor] = []
     for policy in dict.fromkeys(pack.policy for pack, *_ in mixed):
-        own = [(routes, one) for pack, routes, one in mixed if pack.policy == policy]
-        load_ME, mass_ME = sum(one.load_ME for _, one in own), sum(one.mass_ME.double() for _, one in own)
+        own = [(routes, seen) for pack, routes, seen in mixed if pack.policy == policy]
+        load_ME, mass_ME = sum(seen.load_ME for _, seen in own), sum(seen.mass_ME.double() for _, seen in own)
         assert isinstance(load_ME, Tensor) and isinstance(mass_ME, Tensor)
         tokens, experts = sum(int(routes.rows_N.sum()) for routes, _ in own), load_ME.shape[1]
         ratios += (load_ME / load_ME.mean(1, keepdim=True).clamp(min=1)).unbind()
         balances += (experts * (load_ME * mass_ME).sum(1) / max(tokens, 1) ** 2).unbind()
     replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)
     needed = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed)
-    compared = sum(one.replayed for *_, one in mixed)
+    compared = sum(seen.replayed for *_, seen in mixed)
     return RoutingSummary(
         replayed=replayed,
         missing=needed - replayed if asked or replayed else 0,
         differing=sum(routes.differing for _, routes, _ in mixed),
-        agreement=sum(one.agreed for *_, one in mixed) / compared if compared else None,
+        agreement=sum(seen.agreed for *_, seen in mixed) / compared if compared else None,
         balance=float(torch.stack(balances).mean()),
         load_max=max(float(ratio_E.max()) for ratio_E in ratios),
         load_mean=sum(float(ratio_E.max()) for ratio_E in ratios) / len(ratios),

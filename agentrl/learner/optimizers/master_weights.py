@@ -43,7 +43,9 @@ def move(module: nn.Module) -> None:
 
 def masters(module: nn.Module) -> dict[str, Tensor]:
     """The masters of a module's parameters, by name."""
-    return {name: master(one) for name, one in module.named_parameters() if master(one) is not one}
+    return {
+        name: master(parameter) for name, parameter in module.named_parameters() if master(parameter) is not parameter
+    }
 
 
 def state(module: nn.Module) -> dict[str, Any]:

@@ -124,7 +124,9 @@ def read(
         for name in names:
             optimizer, at, key = name.rsplit(".", 2)
             if optimizer in optimizers:
-                parameter = [one for group in optimizers[optimizer].param_groups for one in group["params"]][int(at)]
+                parameter = [tensor for group in optimizers[optimizer].param_groups for tensor in group["params"]][
+                    int(at)
+                ]
                 wanted[name] = _empty(name, there.get(name), parameter, away=waits(optimizers[optimizer]))
                 found[optimizer].setdefault(int(at), {})[key] = wanted[name]
         with warnings.catch_warnings():

@@ -60,9 +60,9 @@ def moved(value: Any, device: torch.device | str) -> Any:
         named = {field.name: moved(getattr(value, field.name), device) for field in fields(value) if field.init}
         return replace(value, **named)
     if isinstance(value, Mapping):
-        return {name: moved(one, device) for name, one in cast("Mapping[str, Any]", value).items()}
+        return {name: moved(item, device) for name, item in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, tuple | list):
-        return type(value)(moved(one, device) for one in cast("list[Any]", value))
+        return type(value)(moved(item, device) for item in cast("list[Any]", value))
     return value
 
 

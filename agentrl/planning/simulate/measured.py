@@ -67,7 +67,7 @@ def measure(
     tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
     taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
-    took = [one + other for one, other in zip(idle[1:], busy[1:], strict=True)]
+    took = [idle_s + other for idle_s, other in zip(idle[1:], busy[1:], strict=True)]
     between = statistics.median(gap - known for gap, known in zip(gaps, took, strict=False)) if gaps else 0.0
     return MeasuredRun(
         episodes=Measured(groups),
@@ -84,20 +84,22 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
     left out: of these only the short episodes may have ended."""
     if not episodes:
         return []
-    last = max(one.ended_s for one in episodes) - max(one.ended_s - one.started_s for one in episodes)
+    last = max(episode.ended_s for episode in episodes) - max(
+        episode.ended_s - episode.started_s for episode in episodes
+    )
     groups: defaultdict[int, list[EpisodeTimes]] = defaultdict(list)
-    for one in episodes:
-        groups[one.group_id].append(one)
-    whole = [group for group in groups.values() if min(one.started_s for one in group) <= last]
-    return [[_play(one, one.group_id in silent) for one in group] for group in whole if len(group) > 1]
+    for episode in episodes:
+        groups[episode.group_id].append(episode)
+    whole = [group for group in groups.values() if min(episode.started_s for episode in group) <= last]
+    return [[_play(episode, episode.group_id in silent) for episode in group] for group in whole if len(group) > 1]
 
 
-def _play(one: EpisodeTimes, silent: bool) -> Play:
+def _play(episode: EpisodeTimes, silent: bool) -> Play:
     """An episode relative to its start. A turn of an earlier worker's clock is kept inside it."""
-    duration_s = max(one.ended_s - one.started_s, 1e-6)
+    duration_s = max(episode.ended_s - episode.started_s, 1e-6)
 
     def inside(time_s: float) -> float:
-        return min(max(time_s - one.started_s, 0.0), duration_s)
+        return min(max(time_s - episode.started_s, 0.0), duration_s)
 
-    turns = tuple((inside(start), inside(end), n) for start, end, n in one.turns)
-    return Play(duration_s, turns, sum(n for *_, n in turns), one.scored and bool(turns), silent)
+    turns = tuple((inside(start), inside(end), n) for start, end, n in episode.turns)
+    return Play(duration_s, turns, sum(n for *_, n in turns), episode.scored and bool(turns), silent)

@@ -192,23 +192,23 @@ def name_of(callback: Callback) -> str:
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks as a list. Raises UsageError for what would never be called, or could not be told apart."""
     names: set[str] = set()
-    for one in callbacks:
-        if not isinstance(one, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
             hint = "derive its class from agentrl.Callback, or give agentrl.Callback(on_step=…)"
-            raise UsageError(f"{one!r} is no callback: {hint}")
-        name = name_of(one)
+            raise UsageError(f"{callback!r} is no callback: {hint}")
+        name = name_of(callback)
         if name in names:
             raise UsageError(f"two callbacks have the name {name!r}: give one of them another, name=…")
         names.add(name)
-        if one.errors not in ("stop", "warn"):
-            raise UsageError(f"callback {name}: errors = {one.errors!r}: give 'stop' or 'warn'")
-        hooks = overridden(one)
-        for unknown in [key for key in dir(one) if key.startswith("on_") and key not in HOOKS]:
+        if callback.errors not in ("stop", "warn"):
+            raise UsageError(f"callback {name}: errors = {callback.errors!r}: give 'stop' or 'warn'")
+        hooks = overridden(callback)
+        for unknown in [key for key in dir(callback) if key.startswith("on_") and key not in HOOKS]:
             raise UsageError(f"callback {name}: {unknown} is never called; the hooks are {', '.join(HOOKS)}")
         if not hooks:
             raise UsageError(f"callback {name} has no hook: give it one of {', '.join(HOOKS)}")
         for hook in hooks:
-            if inspect.iscoroutinefunction(getattr(one, hook)):
+            if inspect.iscoroutinefunction(getattr(callback, hook)):
                 hint = "hooks run in a thread, so give a function; it may call asyncio.run_coroutine_threadsafe"
                 raise UsageError(f"callback {name}: {hook} is a coroutine function: {hint}")
     return list(callbacks)

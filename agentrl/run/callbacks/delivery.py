@@ -232,7 +232,7 @@ async def telling(
 ) -> AsyncGenerator[None]:
     """Tell callbacks what happens in a run whose supervisor this process is, and at the end what is not told yet. A
     callback that wants the run to end says so to `stop`."""
-    tellers = [Teller(one, run, config, stop) for one in callbacks]
+    tellers = [Teller(callback, run, config, stop) for callback in callbacks]
     for teller in tellers:
         teller.thread.start()
     finished = False

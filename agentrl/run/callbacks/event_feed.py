@@ -77,7 +77,7 @@ class EventFeed:
             for event in read(store) if hook in self._hooks else ():
                 latest_s = max(latest_s, event.time_s)
                 found.append((latest_s, event))
-        return [event for _, event in sorted(found, key=lambda one: one[0])]
+        return [event for _, event in sorted(found, key=lambda told: told[0])]
 
     def mark(self, event: Event) -> None:
         """The event was told."""

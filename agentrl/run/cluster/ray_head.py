@@ -82,14 +82,14 @@ class JobEnded(Exception):
 
 async def watch(address: str, job: str | None = None, *, away_s: float, silent_s: float) -> str:
     """Returns why the head at `address` counts as gone, once it does. Raises JobEnded once it has ended `job`."""
-    one = trio.CapacityLimiter(1)
-    ours = await _cluster(address, one)
+    limiter = trio.CapacityLimiter(1)
+    ours = await _cluster(address, limiter)
     since = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
     while True:
         found, now = await ask(address), trio.current_time()
-        if ours and found is HeadAnswer.ANSWERS and await _cluster(address, one) not in (ours, None):
+        if ours and found is HeadAnswer.ANSWERS and await _cluster(address, limiter) not in (ours, None):
             return "was started anew and knows nothing of before"
-        if job is not None and found is HeadAnswer.ANSWERS and await _ended(address, job, one):
+        if job is not None and found is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
             raise JobEnded
         if found is not HeadAnswer.REFUSES:
             since.pop(HeadAnswer.REFUSES, None)
@@ -104,21 +104,21 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
         await trio.sleep(_LOOK_S)
 
 
-async def _cluster(address: str, one: trio.CapacityLimiter) -> str | None:
+async def _cluster(address: str, limiter: trio.CapacityLimiter) -> str | None:
     """The id of the cluster whose head is there, None if it does not say: a head has a new one unless it has kept what
     it knows. One thread asks (0.5 ms), so a head that only greets holds no other thread of this process."""
     with trio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray names no error that this raises
-        return await called(partial(_cluster_id, address), one)
+        return await called(partial(_cluster_id, address), limiter)
 
 
 def _cluster_id(address: str) -> str:
     return _RAYLET.GcsClient(address=address).cluster_id.hex()
 
 
-async def _ended(address: str, job: str, one: trio.CapacityLimiter) -> bool:
+async def _ended(address: str, job: str, limiter: trio.CapacityLimiter) -> bool:
     """Whether the head says that a job is dead. False if it does not say."""
     with trio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray names no error that this raises
-        return await called(partial(_is_dead, address, job), one)
+        return await called(partial(_is_dead, address, job), limiter)
     return False
 
 

@@ -237,7 +237,7 @@ class RayLauncher:
                 seat.look.remote()
 
     def _reserve(self) -> None:
-        self._group = _UTIL.placement_group([one | self._here for one in self._bundles.values()], strategy="PACK")
+        self._group = _UTIL.placement_group([bundle | self._here for bundle in self._bundles.values()], strategy="PACK")
 
     @property
     def _here(self) -> dict[str, float]:
@@ -245,7 +245,7 @@ class RayLauncher:
         return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
 
     async def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
-        need = {kind: sum(one.get(kind, 0.0) for one in asked) for kind in ("CPU", "GPU")}
+        need = {kind: sum(bundle.get(kind, 0.0) for bundle in asked) for kind in ("CPU", "GPU")}
         nothing = f"Ray found no place for {_told(need)} within {self._cluster.place_deadline_s:g} s"
         with trio.move_on_after(_CALL_S):
             nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]

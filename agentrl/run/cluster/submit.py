@@ -34,7 +34,14 @@ def entrypoint(file: Path, out: Path, settings: Sequence[str]) -> str:
     """The shell command that trains in `out` from the text of `file`, which is kept beside it."""
     agentrl, copy = Path(sys.executable).parent / "agentrl", out.with_name(f"{out.name}.toml")
     given = ["cluster.launcher=ray", "cluster.address=auto", *settings]
-    words = [str(agentrl), "train", str(copy), "--out", str(out), *(word for one in given for word in ("--set", one))]
+    words = [
+        str(agentrl),
+        "train",
+        str(copy),
+        "--out",
+        str(out),
+        *(word for setting in given for word in ("--set", setting)),
+    ]
     text = shlex.quote(file.read_text(encoding="utf-8"))
     made = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {text} > {shlex.quote(str(copy))}"
     return f"{made} && exec {shlex.join(words)}"

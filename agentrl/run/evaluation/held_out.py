@@ -99,8 +99,8 @@ def unmeasured(store: ReadStore, config: RunConfig, when: str) -> str:
         found = result(store, held_out.name, purpose)
         if found is not None and not found.n:
             causes = Counter[str]()
-            for one in store.failed_tasks(purpose):
-                causes[one.detail or one.reason.value] += one.times
+            for task in store.failed_tasks(purpose):
+                causes[task.detail or task.reason.value] += task.times
             (cause, times), *others = causes.most_common() or [("their deadline passed", found.failed)]
             more = f" ({times} of them; {len(others)} other causes)" if others else ""
             said.append(f"all {found.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")

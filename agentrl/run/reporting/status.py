@@ -69,7 +69,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
-        failures, unscored = store.failures(), [str(one) for one in score_failures(store) if one.matters]
+        failures, unscored = store.failures(), [str(failure) for failure in score_failures(store) if failure.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]

@@ -83,13 +83,13 @@ class Publishers:
         is raised, are as for `WeightPublisher.deliver`."""
         costs: list[dict[str, float]] = []
 
-        async def one(role: str | None, parcel: Parcel | MemoryParcel) -> None:
+        async def push_role(role: str | None, parcel: Parcel | MemoryParcel) -> None:
             costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel, held))
 
         try:
             async with trio.open_nursery() as nursery:
                 for role, parcel in parcels.items():
-                    nursery.start_soon(one, role, parcel)
+                    nursery.start_soon(push_role, role, parcel)
         except BaseExceptionGroup as group:
             raise matters(group) from None
         return {name: (sum if name in _SUMS else max)(cost[name] for cost in costs) for name in costs[0]}

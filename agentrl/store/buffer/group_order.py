@@ -50,7 +50,7 @@ class Oldest:
     ones are favoured: of what has closed they are the oldest."""
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        return [Pick(one.group_id) for one in ready[:n]]
+        return [Pick(group.group_id) for group in ready[:n]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Windowed:
     fraction: float = 0.3
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        waiting = sorted([*(one.group_id for one in ready), *under_way])
+        waiting = sorted([*(group.group_id for group in ready), *under_way])
         window = set(waiting[: max(n, math.ceil(self.fraction * len(waiting)))])
-        inside = [Pick(one.group_id) for one in ready if one.group_id in window]
+        inside = [Pick(group.group_id) for group in ready if group.group_id in window]
         return inside[:n]
 
 
@@ -78,8 +78,8 @@ class Freshest:
     and slow groups are among them more often than fast ones: short episodes win. It has the smallest lag of all."""
 
     def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
-        newest = sorted(ready, key=lambda one: (one.lag, -one.closed_s, -one.group_id))
-        return [Pick(one.group_id) for one in newest[:n]]
+        newest = sorted(ready, key=lambda group: (group.lag, -group.closed_s, -group.group_id))
+        return [Pick(group.group_id) for group in newest[:n]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class Prioritised:
         return sorted(picks[:n])
 
     def _sizes(self, ready: Sequence[Ready]) -> list[float]:
-        mean = sum(one.strength for one in ready) / len(ready)
-        return [one.strength + self.floor * mean if mean else 1.0 for one in ready]
+        mean = sum(group.strength for group in ready) / len(ready)
+        return [group.strength + self.floor * mean if mean else 1.0 for group in ready]
 
 
 def inclusion(sizes: Sequence[float], n: int) -> list[float]:
@@ -173,7 +173,7 @@ def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: in
     None if there is nothing to do for the step, not even to drop what is stale."""
     left = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
     skips = frozenset(sorted(offer.silent)[:left])
-    ready = [one for one in offer.ready if one.group_id not in skips]
+    ready = [group for group in offer.ready if group.group_id not in skips]
     picks: Sequence[Pick] = []
     if len(ready) >= n > 0:
         picks = order.choose(ready, n, under_way=offer.under_way, step=step)

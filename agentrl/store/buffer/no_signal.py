@@ -54,8 +54,8 @@ def advantages(
     if returns.quorum is not None and len(record) >= returns.quorum:
         judges, most = judges[: returns.quorum], returns.quorum - 1
     found: dict[int, list[float]] = {member: [] for member in everyone}
-    for role in {role for one in record.values() for role in one.rewards} - returns.frozen:
-        own = {member: _to_go(one, role, returns) for member, one in everyone.items()}
+    for role in {role for member_record in record.values() for role in member_record.rewards} - returns.frozen:
+        own = {member: _to_go(member_record, role, returns) for member, member_record in everyone.items()}
         for member, values in own.items():
             others = [other for other in judges if other != member][:most]
             found[member] += _above(values, [(record[other].outcome_of(role), own[other]) for other in others])
@@ -64,7 +64,7 @@ def advantages(
 
 def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
     """The mean of |advantage| over the turns of a group's members. 0: its returns are equal from each turn on."""
-    sizes = [abs(one) for own in advantages(record, returns).values() for one in own]
+    sizes = [abs(advantage) for own in advantages(record, returns).values() for advantage in own]
     return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
 
 

@@ -136,14 +136,14 @@ class Leases(StorePart):
         self._db.execute_many(
             "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
             " started_s = COALESCE(started_s, ?) WHERE id = ?",
-            [(holder, now, one.id) for one in found],
+            [(holder, now, claim.id) for claim in found],
         )
         self._db.execute_many(
             "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
             " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
-            [(now, group_id) for group_id in {one.group_id for one in found}],
+            [(now, group_id) for group_id in {claim.group_id for claim in found}],
         )
-        return self._load([one.id for one in found])
+        return self._load([claim.id for claim in found])
 
     def reload(self, claim: Claim) -> Claim:
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
@@ -179,11 +179,13 @@ class Leases(StorePart):
         sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
         rows = self._db.rows(sql, (now, holder, limit, bound))
         found = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
-        if suspected := [one for one in found if one.suspected]:
+        if suspected := [claim for claim in found if claim.suspected]:
             ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays
-            together = [] if here is not None and here >= _APART else [one for one in suspected if one.deaths < _APART]
+            together = (
+                [] if here is not None and here >= _APART else [claim for claim in suspected if claim.deaths < _APART]
+            )
             alone = suspected[:1] if here is None and not together else []
-            found = [one for one in found if not one.suspected] + together + alone
+            found = [claim for claim in found if not claim.suspected] + together + alone
         return found[:limit]
 
     def _holder(self, worker: str) -> str:

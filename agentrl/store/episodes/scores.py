@@ -70,7 +70,7 @@ class Rewards(StorePart):
             self._db.execute("DELETE FROM sources")
             self._db.execute_many(
                 "INSERT INTO sources VALUES (?, ?, ?, ?, ?)",
-                [(one.name, one.version, one.weight, one.deadline_s, one.late) for one in sources],
+                [(source.name, source.version, source.weight, source.deadline_s, source.late) for source in sources],
             )
             gone = self._db.rows(
                 "SELECT DISTINCT episode_id FROM unscored WHERE source NOT IN (SELECT source FROM sources)"

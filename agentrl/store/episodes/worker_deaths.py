@@ -71,15 +71,19 @@ class Deaths(StorePart):
                 (worker,),
             )
             self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
-            stuck = [one for one in aboard if one.stuck]
-            beside = [one for one in aboard if one.in_env and not one.stuck]
+            stuck = [episode for episode in aboard if episode.stuck]
+            beside = [episode for episode in aboard if episode.in_env and not episode.stuck]
             blamed = stuck + beside or aboard
-            for one in aboard:
-                deaths = (one.deaths if one.stuck else 0) + (one in blamed)
-                died_at = max(one.turns, one.died_at) if deaths else None
-                self._db.execute("UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, one.id))
+            for episode in aboard:
+                deaths = (episode.deaths if episode.stuck else 0) + (episode in blamed)
+                died_at = max(episode.turns, episode.died_at) if deaths else None
+                self._db.execute(
+                    "UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, episode.id)
+                )
             proof = 2 * max_deaths if beside else max_deaths
-            guilty = {one.id: one.deaths + 1 for one in aboard if one.stuck and one.deaths + 1 >= proof}
+            guilty = {
+                episode.id: episode.deaths + 1 for episode in aboard if episode.stuck and episode.deaths + 1 >= proof
+            }
             for id, deaths in guilty.items():
                 self._quarantine(id, deaths)
         return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))

@@ -23,11 +23,11 @@ async def _(bench: Bench) -> None:
     """four commands run in one box at the same time"""
     async with bench.box() as box, trio.open_nursery() as nursery:
 
-        async def one(number: int) -> None:
+        async def use_box(number: int) -> None:
             assert await output(box, f"sleep 0.2; echo {number} > out{number}; cat out{number}") == f"{number}\n"
 
         for number in range(4):
-            nursery.start_soon(one, number)
+            nursery.start_soon(use_box, number)
 
 
 @promise()
@@ -43,13 +43,13 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """eight boxes are made, used and closed at the same time"""
 
-    async def one(number: int) -> None:
+    async def use_box(number: int) -> None:
         async with bench.box(files={"n": str(number).encode()}) as box:
             assert await output(box, "cat n") == str(number)
 
     async with trio.open_nursery() as nursery:
         for number in range(8):
-            nursery.start_soon(one, number)
+            nursery.start_soon(use_box, number)
 
 
 # --- background processes ---------------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ class CodingTasks(ToolEnv):
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(
-            float(getattr(task.grade, "deadline_s", 0.0)) + sum(one.timeout_s for one in task.collect) for task in kept
+            float(getattr(task.grade, "deadline_s", 0.0)) + sum(step.timeout_s for step in task.collect)
+            for task in kept
         )
         self._box_limits = dict(box or {})
         check_limits(self._box_limits, "box")
@@ -150,8 +151,8 @@ class CodingTasks(ToolEnv):
 
     async def grade(self) -> Grade:
         """Grade the declared files as the task says, in a box that the agent has not seen."""
-        for one in self._playing.collect:
-            await self._box.exec(["sh", "-c", one.command], timeout_s=one.timeout_s)
+        for command in self._playing.collect:
+            await self._box.exec(["sh", "-c", command.command], timeout_s=command.timeout_s)
         work = await carrying.work(self._box, self._start, self._playing.declared)
         if work is None:
             return Grade(outcome=0.0, success=False)
