@@ -25,7 +25,7 @@ from agentrl.errors import EnvError, UsageError, boundary
 from agentrl.records import Json, Message, Messages
 
 ID: Final = "agentrl.env.dataset_env:RowsEnv"
-"""What a run file names it by."""
+"""The id of this environment in a run file."""
 
 log = logging.getLogger(__name__)
 

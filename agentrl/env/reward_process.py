@@ -44,7 +44,7 @@ class RewardProcesses:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def score(self, name: str, answer: Answer, deadline_s: float) -> float:
-        """What the function says. Raises Hangs past `deadline_s` seconds, else as the function itself does."""
+        """The function's result. Raises Hangs past `deadline_s` seconds, else as the function itself does."""
         process = self._take()
         try:
             return process.score(name, answer, deadline_s)

@@ -44,7 +44,7 @@ class Action:
 
 @dataclass(slots=True)
 class Past:
-    """What happened to an environment since its reset. `tape` plays while it happens again."""
+    """The history of an environment since its reset. `tape` answers calls to the box while the history is repeated."""
 
     tape: Tape
     seed: int | None = None

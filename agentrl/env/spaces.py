@@ -179,7 +179,7 @@ def _sample_text(rng: np.random.Generator, max_length: int) -> str:
 
 
 class _Slots:
-    """What lies in the shared memory of a vector environment; a deep copy of it is plain messages."""
+    """Messages that lie in the shared memory of a vector environment; a deep copy of them is plain messages."""
 
     def __init__(self, memory: Array[c_char], count: int) -> None:
         self._memory, self._count = memory, count

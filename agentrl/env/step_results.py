@@ -40,8 +40,8 @@ async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None, t
 
 
 async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
-    """What the environment says of an episode that its driver ends, without messages. Raises EnvError for what is
-    none."""
+    """The environment's last result for an episode that its driver ends, without messages. Raises EnvError for a value
+    that is no step result."""
     return _step(f"{task.env}: end", (), await env.aend(reason), None)
 
 
@@ -143,8 +143,8 @@ def _step(
 
 def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
     """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
-    theirs; of more messages than could have a share, the last ones go. What is no message is left as it is, for a check
-    to find."""
+    theirs; of more messages than could have a share, the last ones go. A value that is no message is left as it is, for
+    a check to find."""
     given = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
     sizes = [_size(message) for message in given]
     if most is None or sum(sizes) <= most:

@@ -166,7 +166,7 @@ class Mixture(TaskSource):
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one task: episodes played, smoothed success rate, the index from which it is due again."""
+    """The record of one task: episodes played, smoothed success rate, the index from which it is due again."""
 
     plays: int = 0
     rate: float = 0.0

@@ -1,4 +1,4 @@
-"""What a learner's step holds in memory, by purpose, found before anything is loaded.
+"""The memory that a learner's step needs, by purpose, computed before anything is loaded.
 
 The learner's own models are made from the model's configuration alone, of tensors that have shapes and no numbers
 (torch's FakeTensorMode), and make one pass forward and backward and one update; meanwhile every storage is counted from
@@ -70,7 +70,7 @@ class MemoryBudget:
 
     @property
     def static(self) -> float:
-        """What does not depend on the size of a pass."""
+        """The memory that does not depend on the size of a pass."""
         return self.weights + self.frozen + self.gradients + self.optimizer
 
 

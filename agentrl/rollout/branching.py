@@ -1,8 +1,8 @@
 """Pivot resampling (`[rollout.pivot]`): groups that play an episode on from one of its turns, as a run goes on.
 
-Owns which groups get such a fork, and the rules that choose its turn. A rule may look at everything that came of the
-episode. What is sampled after the fork is independent of that, so a rule decides how often a state is visited, and not
-what is expected there. Never knows how a fork is made or restored (see `agentrl.store.episodes.groups`).
+Owns which groups get such a fork, and the rules that choose its turn. A rule may use everything that is known of the
+played episode. Tokens sampled after the fork are independent of it: so a rule changes how often a state is visited, and
+not the expected return from there. Never knows how a fork is made or restored (see `agentrl.store.episodes.groups`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ from agentrl.store.interfaces import EpisodeStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What all episodes of a worker share. `frozen` binds roles to engines whose policy does not learn."""
+    """The context that all episodes of a worker share. `frozen` binds roles to engines whose policy does not learn."""
 
     engine: Engine
     renderer: MessageRenderer

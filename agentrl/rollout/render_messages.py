@@ -1,4 +1,4 @@
-"""Messages of one episode to tokens. What the chat template refuses ends that episode alone.
+"""Messages of one episode to tokens. If the chat template refuses the messages, that episode alone ends.
 
 Owns whose failure a refusal is (law 3): the environment's, if the policy has not acted yet, or if the template refuses
 the same order of roles with plain texts too; else the policy's, since its words shape what comes later. Never knows

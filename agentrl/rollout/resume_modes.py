@@ -1,4 +1,4 @@
-"""What an interrupted episode goes on from, by `rollout.resume`:
+"""Where an interrupted episode goes on, by `rollout.resume`:
 
     tokens     all that was sampled: the default, and law 1
     turns      its whole turns; the turn under way is sampled anew

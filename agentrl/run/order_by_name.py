@@ -33,7 +33,7 @@ def take_order(config: RunConfig) -> TakeOrder:
 
 
 def returns_of(config: RunConfig) -> Returns:
-    """What the run's returns are made of, for each environment and role as its algorithm judges it."""
+    """How the run computes returns, for each environment and role as its algorithm judges it."""
     roles = config.algo_by_role
     past = [role for role, plays in config.league_roles.items() if plays == "league" and config.league.share == 1.0]
 

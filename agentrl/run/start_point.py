@@ -75,7 +75,7 @@ def where_it_stands(start: StartPoint, run: RunDir, store: Versions) -> StartPoi
 
 
 def _cost(step: int, lost: Sequence[Metric]) -> str:
-    """What it costs to go back to a step from which these were made; nothing if none of them was finished."""
+    """The cost of going back to `step`, in words: the steps in `lost` are trained again. Empty without any."""
     if not lost:
         return ""
     seconds, tokens = (

@@ -1,4 +1,4 @@
-"""Which process is the run's learner: the last that said so. What an earlier one still writes is refused.
+"""The fence around the learner: the process that claimed the lead last is the learner; writes of an earlier one fail.
 
 A learner that was cut off from the store for so long that another one began may come back and go on: its steps would
 count beside those of the other. Owns that fence; never knows what a learner writes. A folder that it writes elsewhere

@@ -58,7 +58,7 @@ class TextGym(ToolEnv):
         super().__init__(tools=[act], **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """What the model sees: the "ansi" rendering with its highlights in brackets, else the observation as JSON."""
+        """What the model reads: the "ansi" rendering, highlights in brackets, else the observation as JSON."""
         if self._gym.render_mode == "ansi":
             drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")

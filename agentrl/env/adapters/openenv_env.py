@@ -119,8 +119,8 @@ class OpenEnv(ToolEnv):
         return SchemaTool(name, str(described.get("description") or name), parameters, run)
 
     def _stepped(self, action: Mapping[str, Json]) -> Any:
-        """What the server answers to an action. If it refuses the action, fails at it or ends the session, the policy
-        could have caused that: ToolError. Raises EnvError if no server is there any more."""
+        """The server's answer to an action. Raises ToolError if the server refuses the action, fails at it or ends the
+        session, since the policy could have caused that, and EnvError if no server is there any more."""
         client = self._client
         try:
             return client.step(dict(action))

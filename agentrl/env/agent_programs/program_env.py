@@ -64,7 +64,7 @@ class ProgramEnv(Env):
     # --- hooks
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
-        """What the program is given as its task: the reset options, and what `self.np_random` decides."""
+        """The task that the program gets: the reset options, and any choices that `self.np_random` makes."""
         return dict(options)
 
     def grade(self, task: Mapping[str, Json], result: Any) -> MaybeAwaitable[Grade | float | bool | None]:

@@ -20,9 +20,9 @@ from agentrl.records import Json, Message, Messages
 __all__ = ["DEFAULT", "FALLBACK", "FORMATS", "MAX_BROKEN", "ToolFormat", "format_of", "get_format", "spoken_by"]
 
 DEFAULT: Final = "hermes"
-"""What is spoken where no chat template says otherwise."""
+"""The dialect where no chat template shows another."""
 FALLBACK: Final = "json"
-"""What is spoken with a model whose chat template knows no tool calls."""
+"""The dialect for a model whose chat template knows no tool calls."""
 
 
 class Hermes(ToolFormat):

@@ -41,11 +41,11 @@ class ToolFormat(ABC):
     name: ClassVar[str]
     native: ClassVar[bool] = True
     markers: ClassVar[tuple[str, ...]] = ()
-    """What stands in the chat templates of its models and in no other's, for those that leave out calls."""
+    """Texts that only the chat templates of its models hold: they tell the dialect if a template leaves out calls."""
     thoughts: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
-    """What opens and closes a block of reasoning at the head of a turn."""
+    """Pairs of tags that open and close a block of reasoning at the head of a turn."""
     framing: ClassVar[re.Pattern[str] | None] = None
-    """What stands around the words of a turn and is none of them."""
+    """Tags around the text of a turn that are no part of the text."""
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
         """The calls of a turn, its words and its thoughts. `schemas`, those of the tools, say of what type a value is

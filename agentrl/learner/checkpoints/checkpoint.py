@@ -57,7 +57,7 @@ _OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 
 class CheckpointPart(Protocol):
-    """What a checkpoint keeps in a folder of its own: `tensors`, in the safetensors file `file`."""
+    """A part of a checkpoint with a folder of its own: `tensors`, in the safetensors file `file`."""
 
     @property
     def file(self) -> str: ...

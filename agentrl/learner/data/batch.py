@@ -64,7 +64,8 @@ _LIMITS: Final = frozenset(
 _NO_ROLES: Final[Mapping[str, Algorithm]] = {}
 
 Prepared = dict[str, dict[str, Tensor]]
-"""What the algorithm of each role says of an episode's turns, by role and column: [T] each, 0 for turns of others."""
+"""The columns that the algorithm of each role gives to an episode's turns, by role and column: [T] each, 0 for turns of
+other roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +217,7 @@ def group_rows(
 
 
 def _scores(counted: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
-    """By reward function: its sum over the turns of each episode in which it spoke. What is no number is left out."""
+    """By reward function: its sum over the turns of each episode that it scored. Only numbers count."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for member in counted:
         own: defaultdict[str, float] = defaultdict(float)
@@ -290,7 +291,7 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
 
 
 def _prepared(group: Group, algo_of: Callable[[str], Algorithm], quorum: int | None) -> list[Prepared]:
-    """What the algorithms say of each trajectory's turns.
+    """The columns that the algorithms give to each trajectory's turns.
 
     Members in the record are judged against each other; a late one, which is not in it, against all of these. If groups
     close with a `quorum` of k, everyone is judged against the k - 1 others that ended first: however many more the
@@ -312,7 +313,7 @@ def _prepared(group: Group, algo_of: Callable[[str], Algorithm], quorum: int | N
 def _judged(
     group: Group, algo_of: Callable[[str], Algorithm], record: Mapping[int, MemberRecord] | None
 ) -> list[Prepared]:
-    """What the algorithms say of the trajectories if those in `record` form the baseline (None: all of them)."""
+    """The algorithms' columns of the trajectories if those in `record` form the baseline (None: all of them)."""
     members = group.trajectories
     if record is None:
         size, places = len(members), range(len(members))

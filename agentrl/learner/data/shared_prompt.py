@@ -81,7 +81,7 @@ class Roots:
         return torch.cat([first_key.leaf, key], 2), torch.cat([first_value.leaf, value], 2)
 
     def hear(self, heard: RouterRecord) -> None:
-        """What was heard in the stem's own pass."""
+        """Keep the routers' record of the stem's own pass."""
         masses = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
         self._masses = list(masses.values())
         self.heard = replace(heard, mass={at: one.leaf for at, one in masses.items()})

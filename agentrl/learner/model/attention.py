@@ -392,7 +392,7 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
 
 @torch.enable_grad()
 def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
-    """What attention gives, and its gradients."""
+    """The outputs of attention, and their gradients."""
     query, key, value, *sinks = asked = [part.clone().requires_grad_() for part in parts]
     output = layout.attend(query, key, value, window, None, *sinks)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), asked)]

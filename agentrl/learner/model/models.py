@@ -434,7 +434,7 @@ class Models:
             follower.follow(step)
 
     def parts(self) -> Mapping[str, CheckpointPart]:
-        """What a checkpoint keeps besides the policies and the optimizers, by the name of its folder."""
+        """The parts of a checkpoint besides the policies and the optimizers, by the name of the folder."""
         critic: dict[str, CheckpointPart] = {} if self.critic is None else {CRITIC: self.critic}
         return {**critic, **self.moving}
 

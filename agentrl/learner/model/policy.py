@@ -245,7 +245,7 @@ class PolicyModel:
         return tuple(logprobs_T.tolist())
 
     def _portion(self, pack: Pack) -> Portion:
-        """What this rank computes of a pass, without its stem."""
+        """This rank's share of a pass, without its stem."""
         return self._ranks.portion(pack, None if pack.stem is None else (len(pack.stem), len(pack.token_ids_N)))
 
     def _run(self, portion: Portion, gather: Gather | None = None) -> Tensor:
@@ -315,7 +315,7 @@ class PolicyModel:
 
 
 def _joined(heard: Sequence[Tensor]) -> Tensor:
-    """What was heard in the passes of one pack [P, H]."""
+    """The recorded hidden states of one pack's passes, joined [P, H]."""
     return heard[0][0] if len(heard) == 1 else torch.cat([one_1PH[0] for one_1PH in heard])
 
 

@@ -58,7 +58,7 @@ class RouterRecord:
 
     @torch.no_grad()
     def add(self, at: int, index_TK: Tensor, best_TK: Tensor, experts: int, routes: Routes) -> None:
-        """What the router of mixture number `at` did with some tokens."""
+        """Count the choices of the router of mixture number `at` for some tokens."""
         load_E = used(index_TK, routes.rows_N, experts)
         self.load[at] = self.load[at] + load_E if at in self.load else load_E
         if routes.chosen_NLK is not None:
@@ -171,7 +171,7 @@ class Routers:
 
     @contextmanager
     def listening(self) -> Generator[RouterRecord]:
-        """See `listening`. What is heard inside of another one is not heard there."""
+        """See `listening`. A recording inside another one is not part of the outer one."""
         outer, self._heard = self._heard, (heard := RouterRecord())
         try:
             yield heard

@@ -69,7 +69,7 @@ def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> Non
 
 
 def routed(of: RouterRecord) -> Routed:
-    """What the routers said in a pass, without gradients."""
+    """The routers' outputs in a pass, without gradients."""
     load_ME, mass_ME = (torch.stack([found[at].detach() for at in sorted(found)]) for found in (of.load, of.mass))
     return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=float(of.agreed), replayed=float(of.replayed))
 

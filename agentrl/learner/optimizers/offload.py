@@ -2,7 +2,7 @@
 one GPU (`engine.colocated`).
 
 Owns where the tensors of a learner's models and optimizers are. Every tensor stays the object that it is, so nobody who
-holds one notices; a learner that has left can still be saved. What is copied in the background: moments and masters
+holds one notices; a learner that has left can still be saved. Copied in the background: moments and masters
 leave while the weights are still in use, and come back while the step computes its passes, up to its first update.
 Never knows engines.
 """

@@ -208,7 +208,7 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         return here
 
     def _near(self, whole: Tensor, device: torch.device) -> dict[str, Any]:
-        """What is remembered of a parameter, beside it."""
+        """A parameter's optimizer state, with its offloaded tensors copied to `device`."""
         before = self.state.get(whole, {})
         away = {name: value for name, value in before.items() if self.offload and _is_moved(value)}
         return before | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}

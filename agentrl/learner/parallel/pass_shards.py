@@ -1,4 +1,4 @@
-"""What a rank computes of a pass that several ranks compute together.
+"""A rank's share of a pass that several ranks compute together.
 
 Owns how the nodes of a pass, and the rows of its logits, are divided among these ranks, and how what each has found
 comes together. Never knows models or losses.

@@ -1,1 +1,1 @@
-"""What a Python user hangs into a run: callbacks, the events they are told of, early stopping, trackers."""
+"""Callbacks for Python users: their events, early stopping, trackers."""

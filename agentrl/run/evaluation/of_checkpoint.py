@@ -30,8 +30,8 @@ from agentrl.store.run_values import LEAGUE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """What a run has trained over its model: the checkpoint with its adapters, and the run, which has a league if past
-    selves play."""
+    """The weights that a run trained over its model: the checkpoint with its adapters, and the run, which has a league
+    if past selves play."""
 
     source: RunDir
     checkpoint: Path

@@ -2,7 +2,8 @@
 (`agentrl.run.cluster.ray_launcher`).
 
 A launcher knows no role and no budget: `agentrl.run.processes.supervise` decides what is started again, and
-`agentrl.run.processes.heartbeat` what hangs. Whatever starts a child, the child dies with the one who asked for it.
+`agentrl.run.processes.heartbeat` what hangs. A child dies with the process that asked for it, by whatever means it was
+started.
 """
 
 from __future__ import annotations

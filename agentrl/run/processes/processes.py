@@ -363,7 +363,7 @@ class RunProcesses:
 
     @property
     def engine_start_s(self) -> float:
-        """What the slowest start of an engine that learns took, in seconds."""
+        """The seconds that the slowest start of an engine took, of those that serve the policy."""
         return max((replica.start_s for replica in self._learning.get(None, {}).values()), default=0.0)
 
     @property

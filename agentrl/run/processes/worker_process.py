@@ -129,7 +129,7 @@ class FleetView:
 
 
 def known_of(config: RunConfig, store: ReadStore) -> FleetView:
-    """What the store says now."""
+    """The fleet as the store records it now."""
     return FleetView(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
         given=GIVEN_URLS.of(store.meta),
@@ -139,7 +139,7 @@ def known_of(config: RunConfig, store: ReadStore) -> FleetView:
 
 
 class RunView:
-    """What turns have to know of the run, read while the loop goes on."""
+    """The run's state that turns need, read in the background while the worker's loop goes on."""
 
     def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: FleetView) -> None:
         self.config, self.looks, self._minted = config, looks, set[int]()

@@ -94,7 +94,7 @@ class _Alerts:
     _waits: WaitLines = field(default_factory=WaitLines)
 
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
-        """What failed since the last call."""
+        """The failures since the last call."""
         if self._failures is None:
             kept = supervisor.phase != MEASURING
             self._failures = FailureLines(supervisor.run.path if kept else None)

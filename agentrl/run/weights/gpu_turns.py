@@ -75,7 +75,7 @@ class Turns:
         self._cost["restore_s"] = time.monotonic() - slept
 
     def end(self) -> WeightLock:
-        """Have the learner leave. Whoever has the lock that is returned may wake the engines."""
+        """Have the learner leave the GPU. The holder of the returned lock may wake the engines."""
         assert self._held is not None and self.parking is not None
         started = time.monotonic()
         self.parking.leave()

@@ -73,8 +73,8 @@ class Expired(NamedTuple):
 
 
 class AtBound(NamedTuple):
-    """What a step would make too old (see `GroupBuffer.at_bound`): how many running episodes the learner may wait for,
-    and how many running groups close with the step."""
+    """Work that a step would make too old (see `GroupBuffer.at_bound`): how many running episodes the learner may wait
+    for, and how many running groups close with the step."""
 
     episodes: int
     closable: int
@@ -96,8 +96,8 @@ class _Ended:
 
 
 class _Offer(NamedTuple):
-    """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members; ids of
-    groups without signal. `ready` describes `groups` to an order."""
+    """The members that a step may take: groups, oldest admitted first; ids of groups with no member to train; late
+    members; ids of groups without signal. `ready` describes `groups` to an order."""
 
     groups: dict[int, list[_Ended]]
     stale: list[int]
@@ -147,7 +147,7 @@ class GroupBuffer(StorePart):
         return None if chosen is None else self._take(step, chosen, max_lag, returns)
 
     def _offered(self, step: int, n: int, max_lag: int, returns: Returns) -> Offered:
-        """What `step` may take. Changes nothing."""
+        """The members that `step` may take. Changes nothing."""
         with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
             check_lead(self._db)  # one that was followed would wait for groups that the other takes
             offer = self._offer(step, max_lag, returns)
@@ -169,7 +169,7 @@ class GroupBuffer(StorePart):
             close(self._db, [id for (id,) in sorted(running) if id in group_ids], self._db.clock())
 
     def at_bound(self, step: int, *, max_lag: int, quorum: int | None) -> AtBound:
-        """What optimizer step `step` would make too old for every later one.
+        """The work that optimizer step `step` would make too old for every later step.
 
         `episodes` run: those of a group with too few scored members to close (fewer than `quorum`; None: until all have
         ended), one of which has ended with tokens that no later step trains; and those that sample nothing now, since

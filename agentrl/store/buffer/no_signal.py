@@ -20,7 +20,7 @@ _ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
-    """What a return is made of: the weight of process rewards beside the outcome, the discount of both per turn, and
+    """How a return is computed: the weight of process rewards beside the outcome, the discount of both per turn, and
     the roles that do not learn. With a `quorum` of k, everyone is judged by the k - 1 others that ended first.
     `skips` says whether a group whose returns are equal trains nothing. Some environments (`apart`) have other returns,
     and some roles (`by_role`) another weight and discount, in every environment."""
@@ -34,7 +34,7 @@ class Returns:
     by_role: tuple[tuple[str, float, float], ...] = ()
 
     def of(self, env: str) -> Returns:
-        """What the returns of an environment are made of."""
+        """How the returns of an environment are computed."""
         return next((own for name, own in self.apart if name == env), self)
 
     def made_of(self, role: str) -> tuple[float, float]:

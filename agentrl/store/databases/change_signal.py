@@ -13,7 +13,8 @@ from agentrl.store.databases.database import ChangeWatch, Row
 from agentrl.store.run_values import PHASE
 
 Role = Literal["rollout", "learner", "control", "reward"]
-"""Who waits: a worker for episodes, the learner for members, admission for room, a reward source for turns."""
+"""The role of a process that waits: a worker for episodes, the learner for members, admission for room, a reward source
+for turns."""
 
 _LEAST_S, _MOST_S = 0.001, 0.02
 _GROWTH = 1.5

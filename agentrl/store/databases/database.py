@@ -5,8 +5,8 @@ takes the store's write lock at its start, so a killed process leaves either the
 processes never deadlock halfway. Every error of the driver and every unreadable row is raised as a `StoreError` of one
 line. Calls that are made together have one transaction, and each its own result (`Several`, `Result`).
 
-A database on another machine may go away, and come back. Whoever raises StoreAway has left nothing in the store, so the
-call is made again from its start, whole, until the database answers or `away_s` has passed (`outlast`).
+A database on another machine may go away, and come back. A call that raises StoreAway has left nothing in the store, so
+it is made again from its start, whole, until the database answers or `away_s` has passed (`outlast`).
 
 Statements are in the SQL that both databases read, with `?` for a parameter; `postgres` names what it translates.
 """
@@ -239,11 +239,11 @@ class Database(ABC):
 
     @abstractmethod
     def faults(self) -> list[str]:
-        """What the database itself finds wrong with the store, inside a transaction."""
+        """The faults that the database's own check finds in the store, inside a transaction."""
 
     @abstractmethod
     def any_text(self, text: str | bytes) -> str | bytes:
-        """What a column of type ANY takes for model output, which may hold any character."""
+        """Model output, which may hold any character, in the form that a column of type ANY takes."""
 
     # --- transactions -------------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Database(ABC):
                 self._roll_back()
 
     def outlast(self, call: Callable[[], _T], error: StoreAway) -> _T:
-        """What a call returns once the database answers; before, it raised `error`, and left nothing. Raises StoreAway
+        """The result of a call once the database answers; before, it raised `error`, and left nothing. Raises StoreAway
         after `away_s`, and at once if the call is a part of a transaction, which is made again as a whole."""
         if self._lock.mine or error.given_up or not self.away_s:
             raise error
@@ -364,8 +364,8 @@ class Database(ABC):
         raise given_up from error
 
     def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
-        """What came of calls, if none failed and their transaction is committed; None if they are to be made one by
-        one, and nothing is written yet. Most often none fails, and so none needs a savepoint."""
+        """The results of calls, if none failed and their transaction is committed. None if a call failed: nothing is
+        written, and the caller makes them one by one. Most often none fails, and so none needs a savepoint."""
         self._swift, self._torn = True, False
         try:
             done = each(calls)
@@ -403,7 +403,7 @@ class Database(ABC):
 
     @contextmanager
     def _savepoint(self) -> Generator[None]:
-        """What is written inside is undone alone if it fails."""
+        """A savepoint: if the block fails, its writes alone are undone."""
         try:
             self.execute("SAVEPOINT one")
             yield

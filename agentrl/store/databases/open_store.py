@@ -114,7 +114,7 @@ def own(path: Path) -> None:
 @contextmanager
 def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], None]]:
     """Be the only supervisor of a run in the block, on whatever host others are; for a file the lock in the run's
-    folder is enough. What it yields looks whether this is still so: call it now and then. Raises UsageError, which
+    folder is enough. It yields a check that this is still so: call it now and then. Raises UsageError, which
     names the other supervisor, or for a folder that is a copy (see `own`) unless `of_copy`, StoreAway; the look raises
     RunFailed."""
     if path.suffix != SUFFIX:

@@ -100,7 +100,7 @@ class Ending:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """What was reported beside the reason, as columns have it."""
+        """The values of an ending's columns, without its reason."""
         return (self.outcome, self.success, json.dumps(dict(self.outcomes)), self.detail)
 
 

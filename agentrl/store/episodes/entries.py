@@ -1,4 +1,4 @@
-"""What a worker journals most: turns, their answers, parts of turns; many at once, whatever their episodes.
+"""The most frequent writes of a worker: turns, their answers, parts of turns; many at once, of any episodes.
 
 Owns their checks and their rows. However many entries there are, their episodes are looked at in one statement, and
 each table is written in one: a server takes longer over a statement than over a row. All are packed before the

@@ -285,7 +285,7 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
 
 
 def _closing(group_id: int) -> tuple[Asked, ...]:
-    """What a closing has to know of its group."""
+    """The queries that a closing needs of its group."""
     return (
         ("SELECT purpose, size FROM groups WHERE id = ?", (group_id,)),
         (

@@ -1,9 +1,9 @@
 """The tables that hold a run's bytes, divided into parts of so many turns, so that retention drops tables, not rows.
 
 A part has the turns of a range of numbers; a new one has a thirty-second of all turns, so that there are never many.
-Whoever writes a turn makes the part after it ahead. What retention forgets is counted part by part, and once half of a
-full part is forgotten, what is kept of it moves into a new table, or into the part before if that has little left, and
-the old one is dropped: nothing is deleted row by row, and nothing is left to vacuum. Until then the bytes of a
+A process that writes a turn makes the next part ahead of time. Retention counts the forgotten turns of each part. Once
+half of a full part is forgotten, the kept turns move into a new table, or into the part before if that has little left,
+and the old table is dropped: nothing is deleted row by row, and nothing is left to vacuum. Until then the bytes of a
 forgotten group are still there.
 
 A dropped table is gone for whoever began to read before, too, so every read transaction begins with a share of the lock
