@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 MOST_FILES = 20  # of one folder, `__init__.py` among them
-MOST_OF_A_SETTING = 10  # files from the run file to the uses of `buffer.max_lag`
+MOST_OF_A_SETTING = 10  # files from the run file to its uses
 LOOSE = {"__init__.py", "errors.py", "protocols.py", "records.py", "registration.py", "registry.py"}
 ONE_IDEA = {
     "backend.py": "the backend of a kind of box",
@@ -133,4 +133,5 @@ def test_a_sampled_token_passes_few_files() -> None:
 
 
 def test_a_setting_passes_few_files_from_the_run_file_to_its_uses() -> None:
-    assert len(passes("max_lag")) <= MOST_OF_A_SETTING
+    for setting in ("max_lag", "group_size", "groups_per_step"):
+        assert len(passes(setting)) <= MOST_OF_A_SETTING, setting
