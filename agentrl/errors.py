@@ -316,9 +316,9 @@ def place_of_thread(thread: int | None, below: str) -> str:
 
 
 def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
-    frames = [one for one in stack if not one.filename.startswith("<frozen ")]
-    foreign = [one for one in frames if not one.filename.startswith((_OURS, *_LOOPS))]
-    own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
+    frames = [frame for frame in stack if not frame.filename.startswith("<frozen ")]
+    foreign = [frame for frame in frames if not frame.filename.startswith((_OURS, *_LOOPS))]
+    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
     chosen = own or foreign or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
 

@@ -244,7 +244,11 @@ class EngineFleet:
         if not isinstance(prompt[0], int):
             return self.renderer.start(cast("Sequence[Message]", prompt), tools)
         token_ids = tuple(cast("Sequence[int]", prompt))
-        beyond = [one for one in token_ids if one < 0 or (self.vocabulary is not None and one >= self.vocabulary)]
+        beyond = [
+            token_id
+            for token_id in token_ids
+            if token_id < 0 or (self.vocabulary is not None and token_id >= self.vocabulary)
+        ]
         if beyond:
             raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {(self.vocabulary or 0) - 1}")
         return token_ids

@@ -192,7 +192,7 @@ class _Actor:
         if not oracles:
             hint = "write a method oracles() as agentrl.env.checks.oracles describes it"
             raise UsageError(f"{self.env_id} offers no oracles: {hint}")
-        fits = [at for at, one in enumerate(oracles) if (one.outcome < 1.0) == self.errs and at not in self.tried]
+        fits = [at for at, oracle in enumerate(oracles) if (oracle.outcome < 1.0) == self.errs and at not in self.tried]
         if not fits:
             raise _NoOracle("no oracle errs in words: leave out --mistakes" if self.errs else "no oracle gets 1")
         at = self.rng.choice(fits)

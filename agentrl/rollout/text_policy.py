@@ -67,7 +67,7 @@ class TextPolicy:
     def messages(self, ids: Iterable[int]) -> list[Message]:
         """The messages among tokens, in their order."""
         found = (self._said[at] for at in dict.fromkeys(ids))
-        return [one for one in found if isinstance(one, dict)]
+        return [item for item in found if isinstance(item, dict)]
 
     def conversation(self, trajectory: Trajectory) -> list[Message]:
         """All that was said in an episode of this policy, the environment's last answer included."""

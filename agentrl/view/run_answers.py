@@ -58,7 +58,7 @@ def summary(opened: OpenedRun) -> Json:
         purposes, failures = store.purposes(), store.failures()
         told: Json = {
             "purposes": purposes,
-            "sources": [{"name": one.name, "weight": one.weight} for one in store.sources()],
+            "sources": [{"name": source.name, "weight": source.weight} for source in store.sources()],
             "endings": {reason.value: n for reason, n in store.endings().items()},
             "flow": {
                 "groups": {group.value: n for group, n in store.counts().items()},
@@ -128,7 +128,7 @@ def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
                 "failed": result.failed,
             }
         )
-    return {name: sorted(points, key=lambda one: one["step"] or 0) for name, points in sorted(found.items())}
+    return {name: sorted(points, key=lambda point: point["step"] or 0) for name, points in sorted(found.items())}
 
 
 def fingerprint(opened: OpenedRun) -> list[Any]:
@@ -145,14 +145,14 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     for before, after in itertools.pairwise(rows):
         if after.attempt != before.attempt:
             events.append({"kind": "restart", "step": after.step, "text": f"went on from step {after.step - 1}"})
-    for one in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
-        text = f"{one.times} times {one.reason.value}: {one.detail}"[:300]
-        events.append({"kind": "fault", "step": opened.step_at(one.last_s), "text": text, "episode": one.episode})
+    for task in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
+        text = f"{task.times} times {task.reason.value}: {task.detail}"[:300]
+        events.append({"kind": "fault", "step": opened.step_at(task.last_s), "text": text, "episode": task.episode})
     for row in rows:
         for alarm in cast("list[object]", row.values.get("alarms") or [])[:3]:
             events.append({"kind": "alarm", "step": row.step, "text": str(alarm)[:300]})
     events.sort(key=lambda event: event["step"])
-    return {"weights": [one.step for one in served], "checkpoints": saved, "events": events[-4 * _FAULTS :]}
+    return {"weights": [weights.step for weights in served], "checkpoints": saved, "events": events[-4 * _FAULTS :]}
 
 
 def _lags(rows: Sequence[Metric]) -> Json:
@@ -160,7 +160,7 @@ def _lags(rows: Sequence[Metric]) -> Json:
     trained, stale = Counter[str](), Counter[str]()
     for row in rows:
         by_lag = cast("Mapping[str, Mapping[str, float]]", row.values.get("by_lag") or {})
-        trained.update({lag: int(one.get("tokens") or 0) for lag, one in by_lag.items()})
+        trained.update({lag: int(share.get("tokens") or 0) for lag, share in by_lag.items()})
         stale.update(cast("Mapping[str, int]", row.values.get("tokens_stale_by_lag") or {}))
     order = sorted({*trained, *stale}, key=lambda lag: int(lag.partition("_")[0]))
     return {"lag": order, "trained": [trained[lag] for lag in order], "stale": [stale[lag] for lag in order]}
@@ -180,7 +180,7 @@ def _thinned(values: Sequence[float | None]) -> list[float | None]:
     if len(values) <= _SPARK:
         return list(values)
     edges = [len(values) * k // _SPARK for k in range(_SPARK + 1)]
-    parts = ([one for one in values[a:b] if one is not None] for a, b in itertools.pairwise(edges))
+    parts = ([value for value in values[a:b] if value is not None] for a, b in itertools.pairwise(edges))
     return [fmean(part) if part else None for part in parts]
 
 

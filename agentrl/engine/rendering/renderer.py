@@ -314,7 +314,7 @@ class Renderer:
             return value
         if isinstance(value, dict):
             inner = cast("dict[str, Json]", value).items()  # a tool call's arguments have the policy's names
-            return {cast("str", self._guard_value(name)): self._guard_value(one) for name, one in inner}
+            return {cast("str", self._guard_value(name)): self._guard_value(item) for name, item in inner}
         if isinstance(value, list):
             return [self._guard_value(inner) for inner in cast("list[Json]", value)]
         return value
@@ -424,7 +424,7 @@ def _turns_before(news: Sequence[Message], sentinel: str) -> Iterator[tuple[Mess
         given = [cast("Message", {**count, **one}) for count, one in zip(counted, named, strict=True)]
         for last in (0, len(named) - 1)[: len(named)]:
             for answers in (given, counted):
-                calls = [_call_answered(one, sentinel) for one in answers[last:]]
+                calls = [_call_answered(answer, sentinel) for answer in answers[last:]]
                 turn = cast("Message", {"role": "assistant", "content": "", "tool_calls": calls})
                 yield turn, [*answers, *news[first_other:]]
         news = [*given, *news[first_other:]]
@@ -438,7 +438,7 @@ def _call_answered(answer: Message, sentinel: str) -> dict[str, Json]:
 
 def _with_calls_as_text(message: Message, form: ToolFormat) -> Message:
     functions = [cast("dict[str, Any]", call["function"]) for call in message.get("tool_calls", ())]
-    calls = [ToolCall(str(one.get("name")), _arguments(one)) for one in functions]
+    calls = [ToolCall(str(function.get("name")), _arguments(function)) for function in functions]
     texts = [message["content"], form.write(*calls)]
     return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
 
