@@ -248,10 +248,12 @@ def _reap(scratch: Path) -> None:
     next supervisor would hold it). The lock is held meanwhile, so that no supervisor starts."""
     try:
         facts = scratch.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+            return  # somebody else's: nothing in it is opened, a pipe would hold us for ever
         owner, _, run = (scratch / _OWNER).read_text().partition("\n")
     except OSError:
         return
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077 or not is_dead(owner):
+    if not is_dead(owner):
         return
     try:
         with (Path(run) / _LOCK).open("r+") as lock:

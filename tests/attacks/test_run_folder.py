@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,40 @@ def test_a_run_of_before_is_closed_when_it_goes_on_and_says_so(
         assert f"{run.path} was open to other users (mode 755): it is yours alone now" in capsys.readouterr().err
         with run.lock():
             assert capsys.readouterr().err == ""
+
+
+PLANTS = """if True:
+    import os, sys
+    place, ours = sys.argv[1:]
+    for name in ("pipe", "bytes"):
+        folder = os.path.join(place, f"agentrl-{ours}-{name}")
+        os.mkdir(folder)
+    os.mkfifo(os.path.join(place, f"agentrl-{ours}-pipe", "owner"))
+    open(os.path.join(place, f"agentrl-{ours}-bytes", "owner"), "wb").write(bytes([255]))
+"""
+
+
+@pytest.mark.other_user
+def test_scratch_that_somebody_else_planted_holds_up_no_start(other_user: OtherUser) -> None:
+    """Named as ours: one whose owner is said by a pipe, which nobody writes, and one that no text is in."""
+    with other_user.folder() as place, umask(0o077):
+        shared = place / "shm"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        done = other_user.run(PLANTS, shared, os.getuid())
+        assert done.returncode == 0, done.stderr
+        run = RunDir.create(place / "run", CONFIG.model_copy(update={"scratch_dir": str(shared)}))
+        made = threading.Event()
+
+        def starts() -> None:
+            with run.lock() as lock, run.owned_scratch(lock):
+                made.set()
+
+        thread = threading.Thread(target=starts, daemon=True)
+        thread.start()
+        assert made.wait(30), "it waits for somebody else's pipe"
+        thread.join(30)
+        assert len([*shared.iterdir()]) == 2, "and removes nothing that is not its own"
 
 
 def test_a_folder_that_cannot_be_closed_is_named(

@@ -61,7 +61,7 @@ def measure(
         found = f"{len(groups)} finished groups and {steps}"
         run, more = store.path.parent, 2 * _FEWEST + end - last + (rows[-1].step if rows else start_up)
         go_on = f"agentrl train --resume {run} --set train.steps={more}"
-        raise UsageError(f"--from {run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
+        raise UsageError(f"{run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
