@@ -216,8 +216,8 @@ def _config(file: Path | None, run: Path | None, settings: list[str]) -> RunConf
 
 def _measured(run: Path) -> MeasuredRun:
     from agentrl.planning.simulate.measured import measure
-    from agentrl.run.order_by_name import returns_of
     from agentrl.run.run_folder import RunDir
+    from agentrl.run.take_orders import returns_of
     from agentrl.store import RunStore
 
     folder = RunDir.open(run)

@@ -17,7 +17,7 @@ import httpx
 import trio
 from pydantic_core import to_json
 
-from agentrl.engine import access
+from agentrl.engine import auth
 from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
 from agentrl.engine.router.turn_request import Stitcher
 from agentrl.engine.vllm_api import (
@@ -48,7 +48,7 @@ class EngineClient:
 
     `url` is the server's root, or `unix://` and the path of its socket; a `/v1` at its end is removed. `connect_s`
     bounds the time to connect; every call also has its own deadline. `api_key` is sent to a server that requires one,
-    and signs what changes it (`agentrl.engine.access`). With `vocabulary`, how many tokens the model has, an answer
+    and signs what changes it (`agentrl.engine.auth`). With `vocabulary`, how many tokens the model has, an answer
     with a token beyond them is a broken one."""
 
     def __init__(
@@ -66,7 +66,7 @@ class EngineClient:
         place = socket_of(self.url)
         self._transport = transport or TrioTransport(socket=place)
         self._key = EngineKey.of(api_key) if isinstance(api_key, str) else api_key
-        key, base = access.bearer(self._key), self.url if place is None else "http://localhost"
+        key, base = auth.bearer(self._key), self.url if place is None else "http://localhost"
         self._stream_headers = httpx.Headers(_STREAMED | key)
         self._http = httpx.AsyncClient(base_url=base, headers=key, transport=self._transport, trust_env=False)
         self._generate_url = httpx.URL(f"{base}/inference/v1/generate")
@@ -182,10 +182,10 @@ class EngineClient:
         with self._named(deadline_s, path), trio.fail_after(deadline_s):
             timeout = httpx.Timeout(None, connect=self._connect_s)
             request = self._http.build_request(method, path, json=json, params=params, timeout=timeout)
-            if self._key is not None and self._key.signing is not None and access.changes(method, path):
+            if self._key is not None and self._key.signing is not None and auth.changes(method, path):
                 query = request.url.query.decode("latin-1")
                 target = f"{path}?{query}" if query else path
-                request.headers[access.SIGNATURE] = access.signature(self._key, method, target, request.content)
+                request.headers[auth.SIGNATURE] = auth.signature(self._key, method, target, request.content)
             response = await self._http.send(request)
         if response.status_code >= 400:
             raise self._refused(response.status_code, response.content)
@@ -226,12 +226,13 @@ class EngineClient:
         challenge, timeout = uuid4().hex, httpx.Timeout(None, connect=self._connect_s)
         try:
             with self._named(deadline_s, "/health"), trio.fail_after(deadline_s):
-                headers = {access.CHALLENGE: challenge}
+                headers = {auth.CHALLENGE: challenge}
                 answer = await self._http.get("/health", headers=headers, timeout=timeout)
         except EngineError:
             return False
         return answer.is_success and hmac.compare_digest(
-            answer.headers.get(access.PROOF, "").encode(), access.proof(key, challenge.encode()).encode()
+            answer.headers.get(auth.PROOF, "").encode(),
+            auth.proof(key, challenge.encode()).encode(),
         )
 
     async def score(

@@ -20,6 +20,7 @@ RENAMED: Final = {
     "agentrl.columns": "agentrl.tokens.columns",
     "agentrl.kept": "agentrl.tokens.sampling_mask",
     "agentrl.league": "agentrl.config.league",
+    "agentrl.engine.access": "agentrl.engine.auth",
     "agentrl.env.for_gymnasium": "agentrl.env.gymnasium_wrappers",
     "agentrl.env.oracles": "agentrl.env.checks.oracles",
     "agentrl.env.plugged": "agentrl.env.tools.by_name",

@@ -43,9 +43,9 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
+from agentrl.rollout.drain import HandedBack, Leaving
 from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line, reason_of, rewarded
 from agentrl.rollout.generate_turn import sample, untold
-from agentrl.rollout.handover import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.render_messages import rendered
 from agentrl.rollout.restore import replay, replay_after

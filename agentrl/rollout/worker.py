@@ -16,8 +16,8 @@ import trio
 from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
 from agentrl.host.disk_space import wait_for_space
+from agentrl.rollout.drain import HandedBack
 from agentrl.rollout.episode import RolloutContext, play
-from agentrl.rollout.handover import HandedBack
 from agentrl.store import Claim, LeaseLost
 from agentrl.store.interfaces import RolloutStore
 from agentrl.store.run_values import PHASE

@@ -21,8 +21,8 @@ from agentrl.planning.simulate.sweep import (
     plan,
     run_all,
 )
-from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
+from agentrl.run.take_orders import returns_of
 from agentrl.store import RunStore
 
 _BUSY = 0.1  # an idle share below this is not worth a change

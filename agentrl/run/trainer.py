@@ -47,7 +47,6 @@ from agentrl.run.callbacks.delivery import telling
 from agentrl.run.dataset import Rewards, Rows, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
-from agentrl.run.order_by_name import take_order
 from agentrl.run.preflight import check_limits, check_tasks
 from agentrl.run.processes.engine_process import check_arguments
 from agentrl.run.reporting import failed_tasks, report
@@ -56,6 +55,7 @@ from agentrl.run.reward_services import check_teachers
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_to_end
+from agentrl.run.take_orders import take_order
 from agentrl.run.task_sources import first_tasks, task_source
 from agentrl.store import RunStore
 from agentrl.store.run_values import PHASE, TRAIN_STARTED_S

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from agentrl.errors import UsageError
 from agentrl.records import Group, Messages, StopReason, Trajectory, Turn
-from agentrl.run.order_by_name import returns_of
+from agentrl.run.take_orders import returns_of
 from agentrl.store.buffer.no_signal import advantages
 from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder
 from agentrl.store.reads import EpisodeRow

@@ -17,7 +17,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from agentrl import config as configuration
 from agentrl.config.shared_engines import Tenant
-from agentrl.engine import access
+from agentrl.engine import auth
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.gateway import Gateway, SharedEngine
 from agentrl.engine.router.router import Fleet
@@ -283,9 +283,9 @@ async def test_the_gateway_shows_the_engines_key_and_signs(autojump_clock: MockC
     await engine.answer("alice", "POST", "/v1/load_lora_adapter", body)
     listed, load = asked
     assert {one.headers["authorization"] for one in asked} == {f"Bearer {key.value}"}
-    assert access.SIGNATURE not in listed.headers
-    signed = access.signature(key, "POST", "/v1/load_lora_adapter", load.content)
-    assert load.headers[access.SIGNATURE] == signed
+    assert auth.SIGNATURE not in listed.headers
+    signed = auth.signature(key, "POST", "/v1/load_lora_adapter", load.content)
+    assert load.headers[auth.SIGNATURE] == signed
     assert json.loads(load.content) == {"lora_name": "alice.policy-1", "lora_path": "/a", "sha256": "0"}
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import httpx
 import pytest
 
-from agentrl.engine.access import changes
+from agentrl.engine.auth import changes
 from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import TrioTransport
 from agentrl.engine.weight_sync.file_transport import push

@@ -18,9 +18,9 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
-from agentrl_environments.swe.carrying import is_artifact, is_source, matching
 from agentrl_environments.swe.dockerfile import recipe
 from agentrl_environments.swe.harbor import moved
+from agentrl_environments.swe.submitted_files import is_artifact, is_source, matching
 from agentrl_environments.swe.trees import reversed_patch
 from agentrl_tools.patching import apply_hunks, parse_patch
 

@@ -29,7 +29,7 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, current_weights
 from agentrl.run.processes.processes import RunProcesses
-from agentrl.run.processes.supervise import Child
+from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS, RunDir
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.store import RunStore

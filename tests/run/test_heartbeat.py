@@ -23,7 +23,7 @@ from agentrl.host.clocks import HostClock
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Heartbeat, Pulse
 from agentrl.run.processes.processes import RunProcesses
-from agentrl.run.processes.supervise import Child
+from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import Aside, Looks

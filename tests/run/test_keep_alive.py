@@ -15,7 +15,7 @@ import trio.testing
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
-from agentrl.run.processes import heartbeat, supervise
+from agentrl.run.processes import heartbeat, restart
 from agentrl.run.processes.keep_alive import keep_alive
 from agentrl.run.supervisor import Interrupted, _interrupt  # pyright: ignore[reportPrivateUsage]
 
@@ -33,7 +33,7 @@ beat.mark()
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
     monkeypatch.setattr(heartbeat, "_DUMP_S", 0.01)
-    monkeypatch.setattr(supervise, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(restart, "_PAUSE_S", 0.001)
 
 
 class Kept:

@@ -18,10 +18,10 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.admitter import bounds_of
 from agentrl.run.alarms import LagBound
-from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.reporting import report
+from agentrl.run.take_orders import returns_of, take_order
 from agentrl.store import Freshest, Oldest, Patience, Prioritised, RunStore, Windowed
 
 

@@ -24,7 +24,7 @@ from agentrl.rollout import episode
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
-from agentrl.run.order_by_name import returns_of
+from agentrl.run.take_orders import returns_of
 from agentrl.store import Patience, RunStore, close_policy
 from agentrl.store.asynchronous import Aside, AsyncStore, Waiting
 from agentrl.store.run_values import PHASE

@@ -149,7 +149,7 @@ async def serve(
     """Serve until SIGTERM or SIGINT, or until a pass fails. Returns the exit code."""
     import uvicorn
 
-    from agentrl.engine.access import Guard
+    from agentrl.engine.auth import Guard
     from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
     from agentrl.http.bounds import Connections, ServerBounds, raise_open_files
 

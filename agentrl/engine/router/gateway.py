@@ -29,7 +29,7 @@ import trio
 from pydantic_core import to_json
 
 from agentrl.config.shared_engines import Tenant
-from agentrl.engine import access
+from agentrl.engine import auth
 from agentrl.engine.client import Lines
 from agentrl.engine.http_client import TrioTransport, socket_of
 from agentrl.engine.vllm_api import parse_json
@@ -453,9 +453,13 @@ class SharedEngine:
     async def _send(self, method: str, path: str, content: bytes) -> httpx.Response:
         if self._base is None:
             raise httpx.ConnectError("it is being started")
-        headers = {"content-type": "application/json", "accept-encoding": "identity", **access.bearer(self._key)}
-        if self._key is not None and access.changes(method, path):
-            headers[access.SIGNATURE] = access.signature(self._key, method, path, content)
+        headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            **auth.bearer(self._key),
+        }
+        if self._key is not None and auth.changes(method, path):
+            headers[auth.SIGNATURE] = auth.signature(self._key, method, path, content)
         extensions = {"timeout": {"connect": _CONNECT_S}}
         asked = httpx.Request(method, self._base + path, headers=headers, content=content, extensions=extensions)
         return await self._transport.handle_async_request(asked)
@@ -536,7 +540,7 @@ class Gateway:
                 404, "no such tenant: the URL is http://HOST:PORT/TENANT/0, see [[tenants]] of the fleet file"
             )
         key = self.keys[tenant]
-        if key is not None and not access.shows(key, shown):
+        if key is not None and not auth.shows(key, shown):
             return refused(401, f"Unauthorized: tenant {tenant!r} has a key, name its variable in engine.api_key_env")
         return None
 
@@ -558,7 +562,7 @@ class Gateway:
 
     def _shown(self, authorization: bytes) -> set[str]:
         """The tenants whose key a request shows, and those without one."""
-        return {name for name, key in self.keys.items() if key is None or access.shows(key, authorization)}
+        return {name for name, key in self.keys.items() if key is None or auth.shows(key, authorization)}
 
     def _lines(self, tenants: Collection[str]) -> Iterable[str]:
         for number, engine in enumerate(self.engines):

@@ -30,7 +30,7 @@ import trio
 
 import agentrl
 from agentrl.config.vllm_arguments import RESERVED, split_over, words
-from agentrl.engine.access import OPEN
+from agentrl.engine.auth import OPEN
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import end_group
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
@@ -300,7 +300,7 @@ def carry_plugin(folder: Path) -> None:
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
     names = ("weight_file", "fingerprints", "uploads", "object_store", "weight_sources")
-    shared = [root / "errors.py", root / "records.py", root / "engine" / "access.py"]
+    shared = [root / "errors.py", root / "records.py", root / "engine" / "auth.py"]
     shared += [root / "engine" / "weight_sync" / f"{name}.py" for name in names]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)

@@ -23,7 +23,7 @@ import trio
 
 from agentrl.config import MAX_LORA_RANK, EngineSettings, Train
 from agentrl.engine import sleep
-from agentrl.engine.access import folder_digest
+from agentrl.engine.auth import folder_digest
 from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
 from agentrl.engine.vllm_api import metric, parse_json, results

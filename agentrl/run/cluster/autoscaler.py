@@ -41,8 +41,8 @@ from agentrl.records import Json
 from agentrl.run.advise import gains
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import Size, wanted
-from agentrl.run.order_by_name import returns_of
 from agentrl.run.run_folder import RunDir
+from agentrl.run.take_orders import returns_of
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import Aside, Looks

@@ -42,12 +42,12 @@ from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
 from agentrl.run.league import League
-from agentrl.run.order_by_name import returns_of, take_order
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.build_learner import build_learner, ranks_of
 from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
+from agentrl.run.take_orders import returns_of, take_order
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
 from agentrl.run.weights.publisher import NotDelivered

@@ -38,7 +38,7 @@ from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import LOCAL, Launcher
-from agentrl.run.processes.supervise import Child, RestartBudget
+from agentrl.run.processes.restart import Child, RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint, where_it_stands
 from agentrl.store.asynchronous import Aside, Looks

@@ -21,11 +21,11 @@ from agentrl.env.gymnasium_wrappers import printable
 from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation
-from agentrl.run.order_by_name import returns_of
 from agentrl.run.reporting import failed_tasks
 from agentrl.run.reward_services import by_function
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
+from agentrl.run.take_orders import returns_of
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import finite
 from agentrl.store.run_values import CREATED_S, MODEL_PARAMS, STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S

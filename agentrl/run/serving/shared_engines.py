@@ -29,7 +29,7 @@ from agentrl.http.bounds import ServerBounds, raise_open_files
 from agentrl.http.http_server import listen
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
-from agentrl.run.processes.supervise import RestartBudget
+from agentrl.run.processes.restart import RestartBudget
 from agentrl.run.serving.serve import Door, end_on_signal, running_engine
 
 _LOOK_S = 1.0  # between two questions whether an engine lives

@@ -1,8 +1,14 @@
 """Coding tasks that others collected: rows of SWE-bench or SWE-smith, and Harbor task folders, played in boxes.
 
-task         what a task is        trees        the work folder at the start    carrying   what is taken to grading
-jsonl        SWE rows as tasks     harbor       task folders as tasks           dockerfile what needs no building
-verdicts     test logs             environment  `SWE` and `Harbor`
+task              what a task is
+jsonl             SWE rows as tasks
+harbor            task folders as tasks
+trees             the work folder at the start
+dockerfile        what needs no building
+submitted_files   what is taken to grading
+verdicts          test logs
+separate_grading  the tests in one box, the sources in another
+environment       `SWE` and `Harbor`
 """
 
 from typing import TYPE_CHECKING

@@ -28,7 +28,7 @@ from agentrl.records import Json
 from agentrl.sandbox.backend_pool import Setup, set_up
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
-from agentrl_environments.swe import carrying, harbor, jsonl
+from agentrl_environments.swe import harbor, jsonl, submitted_files
 from agentrl_environments.swe.task import Act, BadTask, CodingTask, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import apply_patch
 from agentrl_tools.editing import Submit
@@ -115,7 +115,7 @@ class CodingTasks(ToolEnv):
         self._boxes = boxes
         with self._named():
             self._box.box = await self._started(boxes)
-            start = await carrying.listing(self._box)
+            start = await submitted_files.listing(self._box)
             if start is None:
                 raise ConfigError("box", self._box_limits, "the task's files cannot be listed: give larger limits")
         self._start = start
@@ -153,7 +153,7 @@ class CodingTasks(ToolEnv):
         """Grade the declared files as the task says, in a box that the agent has not seen."""
         for command in self._playing.collect:
             await self._box.exec(["sh", "-c", command.command], timeout_s=command.timeout_s)
-        work = await carrying.work(self._box, self._start, self._playing.declared)
+        work = await submitted_files.work(self._box, self._start, self._playing.declared)
         if work is None:
             return Grade(outcome=0.0, success=False)
         assert self._boxes is not None

@@ -35,8 +35,8 @@ from agentrl.errors import ConfigError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Json
 from agentrl.sandbox.work_folder import WORKSPACE
-from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
+from agentrl_environments.swe.submitted_files import is_artifact, matching
 from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import WorkTree
 

@@ -22,8 +22,8 @@ from agentrl.env import Grade
 from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError, ToolError
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl_environments.swe.apart import ApartTests
-from agentrl_environments.swe.carrying import is_source, matching
+from agentrl_environments.swe.separate_grading import ApartTests
+from agentrl_environments.swe.submitted_files import is_source, matching
 from agentrl_environments.swe.task import Act, CodingTask, TaskSet
 from agentrl_environments.swe.trees import WorkTree, reversed_patch
 from agentrl_environments.swe.verdicts import Log, canonical, graded, is_name, read_log

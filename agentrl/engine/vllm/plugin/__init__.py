@@ -18,7 +18,7 @@ import os
 
 BACKEND = "shm"
 EXTENSION = "agentrl.engine.vllm.plugin.worker_extension.WorkerExtension"
-GUARD = "agentrl.engine.access.Guard"
+GUARD = "agentrl.engine.auth.Guard"
 
 MEND_VARIABLE = "AGENTRL_VLLM_MEND"
 ROUTING_VARIABLE = "AGENTRL_VLLM_ROUTING"

@@ -49,7 +49,7 @@ def register() -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """A trainer's message: which file to load, and what it must hold. `deadline_s` is that of each object of a
-    store; `version` is what the trainer signs the content as (`agentrl.engine.access`)."""
+    store; `version` is what the trainer signs the content as (`agentrl.engine.auth`)."""
 
     path: str
     sha256: str

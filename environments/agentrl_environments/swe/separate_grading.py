@@ -12,7 +12,7 @@ from agentrl.env import Grade
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.judging import DEADLINE_S, SourceJudge
 from agentrl_environments.rewards import carried
-from agentrl_environments.swe.carrying import listing
+from agentrl_environments.swe.submitted_files import listing
 from agentrl_environments.swe.verdicts import Log, graded
 
 _TESTS: Final = "tests/"

@@ -16,7 +16,7 @@ import trio
 from safetensors.torch import load_file, save_file
 
 from agentrl.config import EngineSettings
-from agentrl.engine import access
+from agentrl.engine import auth
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import EmbeddedEngine, launch_embedded
 from agentrl.engine.http_client import TrioTransport, socket_of
@@ -80,7 +80,7 @@ async def passes(method: str, target: str, body: bytes = b"", **headers: str) ->
 
     scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
     scope["headers"] = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    await access.Guard(app, KEY)(scope, receive, send)
+    await auth.Guard(app, KEY)(scope, receive, send)
     if said[0]["status"] == 200:
         assert b"".join(seen) == body
     return said[0]["status"]
@@ -118,7 +118,7 @@ async def test_an_update_names_its_content_and_the_version_that_is_finished() ->
         reached.append(scope["path"])
         await send({"type": "http.response.start", "status": 200})
 
-    guard, status = access.Guard(app, KEY), list[int]()
+    guard, status = auth.Guard(app, KEY), list[int]()
 
     async def ask(path: str, body: dict[str, Any]) -> int:
         content = json.dumps(body).encode()
@@ -160,7 +160,7 @@ def test_the_secret_that_signs_is_in_no_text(monkeypatch: pytest.MonkeyPatch) ->
         READER.variables(signs=True) == KEY.variables(signs=False) == {EngineKey.VALUE: "shown", EngineKey.SIGNING: ""}
     )
     with pytest.raises(ValueError, match="signs no change"):
-        access.signature(READER, "POST", "/pause", b"")
+        auth.signature(READER, "POST", "/pause", b"")
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ async def test_every_route_of_the_engine_asks_for_the_key(engine: EmbeddedEngine
         headers = {"authorization": "Bearer shown"}
         for method, route in ROUTES:
             answer = await plain.request(method, route, json={}, headers=headers)
-            assert (answer.status_code == 403) == access.changes(method, route), route
+            assert (answer.status_code == 403) == auth.changes(method, route), route
 
 
 async def test_the_run_pushes_and_nobody_else(
@@ -208,7 +208,7 @@ async def test_the_run_pushes_and_nobody_else(
 async def test_an_adapter_is_the_one_that_was_signed(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     by_hand = hashlib.sha256(f"adapter_config.json\0{hashlib.sha256(b'{}').hexdigest()}\n".encode()).hexdigest()
-    assert access.folder_digest(tmp_path) == by_hand
+    assert auth.folder_digest(tmp_path) == by_hand
     path, body = "/v1/load_lora_adapter", {"lora_name": "policy-1", "lora_path": str(tmp_path), "sha256": by_hand}
     for digest, expected in ((by_hand, 200), ("0" * 64, 403), (None, 403)):
         content = json.dumps({**body, "sha256": digest}).encode()
@@ -250,7 +250,7 @@ async def test_adapters_come_with_the_digest_of_their_files(tmp_path: Path) -> N
 
     async with aclosing(EngineClient("unix:///run/e.sock", transport=httpx.MockTransport(answer))) as client:
         await adapters.load([client], tmp_path, 4)
-    assert asked == [{"lora_name": "policy-4", "lora_path": str(tmp_path), "sha256": access.folder_digest(tmp_path)}]
+    assert asked == [{"lora_name": "policy-4", "lora_path": str(tmp_path), "sha256": auth.folder_digest(tmp_path)}]
 
 
 def test_what_cannot_be_listened_on_is_one_line(tmp_path: Path) -> None:
