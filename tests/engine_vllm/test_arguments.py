@@ -170,7 +170,7 @@ def test_drafts_are_refused_with_the_build_that_tells_wrong_log_probs_of_them(gi
 def test_a_run_asks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[VLLMServer] = []
     monkeypatch.setattr(engine_process.vllm, "find_build", lambda **_: CUDA)
-    monkeypatch.setattr(engine_process.arguments, "check", asked.append)
+    monkeypatch.setattr(engine_process, "check_vllm", asked.append)
     trainer.check_startable(configuration.parse({**RUN, "engine": {"kind": "vllm"}}))
     assert not asked  # it takes ten seconds: nobody waits for nothing
     trainer.check_startable(configuration.parse({**RUN, "engine": {"kind": "vllm", "vllm": {"seed": 7}}}))
