@@ -12,7 +12,7 @@ from typing import Any, cast
 from agentrl import config as configuration
 from agentrl.records import StopReason
 from agentrl.store.metrics import Metric, finite
-from agentrl.store.run_values import CREATED_S, TRAIN_ENDED_S, TRAIN_STARTED_S
+from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
 from agentrl.view.opened_runs import OpenedRun, is_live
 
 Json = dict[str, Any]
@@ -134,7 +134,7 @@ def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
 def fingerprint(opened: OpenedRun) -> list[Any]:
     """Changes whenever a page of the run has something new to show. Constant time."""
     with opened.store() as store:
-        return [*store.progress(), store.attempt, sorted(store.counts().items()), store.meta("phase")]
+        return [*store.progress(), store.attempt, sorted(store.counts().items()), PHASE.of(store.meta)]
 
 
 def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:

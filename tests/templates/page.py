@@ -43,7 +43,7 @@ message, the answer to one call, and to two. `sft` says how a demonstration with
 - **kept**: the model ended its turn with a token with which its template does not end such a turn. That token was
   sampled and stays; what the template writes there follows.
 
-The package `renderers` was weighed on the same matrix: [figures](../../benchmarks/renderers.md).
+The package `renderers` was weighed on the same matrix: [figures](../../benchmarks/chat_templates.md).
 
 The dialect is the one that reads the template's own calls back. Where it is "unknown", a run with tools asks for
 `tool_format`. The tokenizers of these models are in no package: a byte-level tokenizer with the family's markers as

@@ -1,18 +1,24 @@
-"""`python -m tests.templates.weighed`: our renderer and the package `renderers` on the same real templates.
+"""`agentrl bench chat_templates`: our renderer and the package `renderers` on the same real templates.
+
+    make adapters templates
+    python benchmarks/chat_templates.py
 
 For the families that `renderers` knows it prints, cell by cell of the matrix, whether what each of them appends is what
-the template writes; and whether a message can pass for control tokens. benchmarks/renderers.md has the figures.
+the template writes; and whether a message can pass for control tokens. benchmarks/chat_templates.md has the figures.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the catalogue of the tests
 
 import renderers
 from renderers.base import RENDERER_REGISTRY, _populate_registry  # pyright: ignore[reportPrivateUsage]
@@ -21,9 +27,8 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ModelError
-
-from .catalogue import Real, everything, write_folder
-from .matrix import cells, messages_of
+from tests.templates.catalogue import Real, everything, write_folder
+from tests.templates.matrix import cells, messages_of
 
 # Templates of our catalogue that are those of models which `renderers` knows by name, and its name for them.
 KNOWN: tuple[tuple[str, str], ...] = (
