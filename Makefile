@@ -64,7 +64,8 @@ view-demo: setup ## record anew the run that agentrl view --demo shows
 
 # Tests that share servers run on one worker: see tests/conftest.py.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+# A worker that dies ends the run: after a restart the rest of its tests may be waited for in vain.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --durations=10
 test: setup $(VENV)/.dev ## the tests, save the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
 

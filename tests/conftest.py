@@ -220,6 +220,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say how a worker of xdist died: it tells only that it is gone."""
+    if error:
+        try:
+            code = node.gateway._io.popen.wait(10)
+        except (AttributeError, subprocess.TimeoutExpired):
+            return
+        how = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit status {code}"
+        print(f"\nworker {node.gateway.id} ended {how}", flush=True)
+
+
 def worker_group(nodeid: str) -> str:
     """Tests of one group run on one worker: those of a file; those of all files that share vLLM servers, Docker's or
     embedded engines."""
