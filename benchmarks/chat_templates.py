@@ -9,6 +9,7 @@ the template writes; and whether a message can pass for control tokens. benchmar
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tempfile
@@ -151,6 +152,7 @@ def made(real: Real, folder: Path, name: str, whose: str) -> Counter[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     totals = {"ours": Counter[str](), "theirs": Counter[str]()}
     for real in everything():
         name = next((name for what, name in KNOWN if re.search(what, real.name)), None)

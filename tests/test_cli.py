@@ -221,7 +221,7 @@ def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are
     assert "--rounds" in stdout
     code, _, stderr = agentrl("bench", "sandbocks")
     assert code == 2
-    assert "known: checkpoints, cluster, collectives, deltas, embedded_engine" in one_line(stderr)
+    assert "known: chat_templates, checkpoints, cluster, collectives, deltas, embedded_engine" in one_line(stderr)
 
 
 @pytest.mark.bubblewrap
