@@ -16,7 +16,17 @@ export function takeToken() {
 const headers = () => ({ authorization: `Bearer ${localStorage.getItem(KEY) ?? ""}` });
 const url = (parts) => `api/${parts.map((part) => encodeURIComponent(part)).join("/")}`;
 
+// The answer. Nobody waits for that of a page which was left: it never comes, instead of an error that nobody handles.
 export async function get(parts, query = {}, signal = undefined) {
+  try {
+    return await answered(parts, query, signal);
+  } catch (error) {
+    if (signal?.aborted) return new Promise(() => {});
+    throw error;
+  }
+}
+
+async function answered(parts, query, signal) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const asked = given.length ? `?${new URLSearchParams(given)}` : "";
   const answer = await fetch(url(parts) + asked, { headers: headers(), signal });
