@@ -115,19 +115,7 @@ def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
             continue
         at = {"before": 0, "after": last}.get(when)
         step = int(when.partition("@")[2]) if at is None and when.partition("@")[2].isdigit() else at
-        found.setdefault(name, []).append(
-            {
-                "purpose": purpose,
-                "when": when,
-                "step": step,
-                "success": result.success,
-                "outcome": result.outcome,
-                "turns": result.turns,
-                "tokens": result.tokens,
-                "n": result.n,
-                "failed": result.failed,
-            }
-        )
+        found.setdefault(name, []).append({"purpose": purpose, "when": when, "step": step, **result.figures()})
     return {name: sorted(points, key=lambda point: point["step"] or 0) for name, points in sorted(found.items())}
 
 

@@ -35,6 +35,10 @@ class EvalResult:
     failed: int
     failed_tasks: Sequence[dict[str, Any]] = ()
 
+    def figures(self) -> dict[str, Any]:
+        """Its numbers by their names."""
+        return {name: getattr(self, name) for name in ("success", "outcome", "turns", "tokens", "n", "failed")}
+
 
 def label(name: str, when: str) -> str:
     """The `purpose` of one evaluation's groups in the store."""

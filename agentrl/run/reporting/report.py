@@ -46,8 +46,9 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
     started, ended = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
     sets = {
         held_out.name: {
-            when: _asdict(evaluation.result(store, held_out.name, evaluation.label(held_out.name, when)))
+            when: result and result.figures()
             for when in ("before", "after")
+            for result in [evaluation.result(store, held_out.name, evaluation.label(held_out.name, when))]
         }
         for held_out in config.eval.sets
     }
@@ -94,19 +95,6 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
 
 def _close(config: RunConfig) -> str:
     return "full" if config.quorum is None else f"quorum of {config.quorum}"
-
-
-def _asdict(result: evaluation.EvalResult | None) -> dict[str, Any] | None:
-    if result is None:
-        return None
-    return {
-        "success": result.success,
-        "outcome": result.outcome,
-        "turns": result.turns,
-        "tokens": result.tokens,
-        "n": result.n,
-        "failed": result.failed,
-    }
 
 
 def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
