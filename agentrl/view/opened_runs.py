@@ -163,10 +163,9 @@ class OpenedRuns:
 
     def __getitem__(self, id: str) -> OpenedRun:
         """Raises KeyError for an id of no run that is there."""
-        return next(iter([one for one in self.all() if one.id == id]), None) or self._missing(id)
-
-    @staticmethod
-    def _missing(id: str) -> OpenedRun:
+        for opened in self.all():
+            if opened.id == id:
+                return opened
         raise KeyError(id)
 
     def _free_id(self, name: str) -> str:

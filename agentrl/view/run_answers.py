@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from agentrl import config as configuration
 from agentrl.records import StopReason
+from agentrl.run.evaluation import held_out
 from agentrl.store.metrics import Metric, finite
 from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
 from agentrl.view.opened_runs import OpenedRun, is_live
@@ -109,14 +110,11 @@ def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
     found: dict[str, list[Json]] = {}
     last = opened.state()["step"]
     for purpose in purposes:
-        head, _, rest = purpose.partition(":")
-        name, _, when = rest.rpartition(":")
-        if head != "eval" or (result := opened.evaluation(name, purpose)) is None:
-            continue
-        at = {"before": 0, "after": last}.get(when)
-        step = int(when.partition("@")[2]) if at is None and when.partition("@")[2].isdigit() else at
-        found.setdefault(name, []).append({"purpose": purpose, "when": when, "step": step, **result.figures()})
-    return {name: sorted(points, key=lambda point: point["step"] or 0) for name, points in sorted(found.items())}
+        read = held_out.read_label(purpose, now=last)
+        if read is not None and (result := opened.evaluation(read.name, purpose)) is not None:
+            point = {"purpose": purpose, "when": read.when, "step": read.step, **result.figures()}
+            found.setdefault(read.name, []).append(point)
+    return {name: sorted(points, key=lambda point: point["step"]) for name, points in sorted(found.items())}
 
 
 def fingerprint(opened: OpenedRun) -> list[Any]:

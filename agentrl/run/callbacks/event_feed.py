@@ -135,29 +135,21 @@ class EventFeed:
     def _evals(self, store: ReadStore) -> Iterator[Event]:
         attempt = store.attempt
         for purpose in store.purposes():
-            head, _, named = purpose.partition("eval:")
+            read = held_out.read_label(purpose, now=store.current_version().step)
             groups = sum(store.counts(purpose).values())
-            if head or (purpose, groups, attempt) in self._seen or not held_out.finished(store, purpose):
+            if read is None or (purpose, groups, attempt) in self._seen or not held_out.finished(store, purpose):
                 continue
             self._seen.add((purpose, groups, attempt))
             rows = store.episodes(purpose, limit=_ALL)
-            name, _, label = named.rpartition(":")
-            result = held_out.result(store, name, purpose)
+            result = held_out.result(store, read.name, purpose)
             if result is None or self.place.evals.get(str(rows[0].id)) == groups:
                 continue
-            when, _, step = label.partition("@")
-            now = 0 if when == "before" else store.current_version().step
             yield EvalEnded(
                 id=f"eval:{rows[0].id}:{groups}",
-                name=name,
-                when=when,
-                step=int(step) if step.isdigit() else now,
-                success=result.success,
-                outcome=result.outcome,
-                turns=result.turns,
-                tokens=result.tokens,
-                n=result.n,
-                failed=result.failed,
+                name=read.name,
+                when=read.when,
+                step=read.step,
+                **result.figures(),
                 time_s=max(row.ended_s or 0.0 for row in rows),
             )
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.config import RunConfig
 from agentrl.config.sections import HeldOut
@@ -43,6 +43,25 @@ class EvalResult:
 def label(name: str, when: str) -> str:
     """The `purpose` of one evaluation's groups in the store."""
     return f"eval:{name}:{when}"
+
+
+class LabelRead(NamedTuple):
+    """Which set was measured, when (`before`, `during`, `after`), and after which step."""
+
+    name: str
+    when: str
+    step: int
+
+
+def read_label(purpose: str, *, now: int) -> LabelRead | None:
+    """The reverse of `label`; None for groups that are no evaluation's. `now` is the run's step, for a label that has
+    no step of its own."""
+    head, _, rest = purpose.partition(":")
+    name, _, moment = rest.rpartition(":")
+    when, _, step = moment.partition("@")
+    if head != "eval":
+        return None
+    return LabelRead(name, when, int(step) if step.isdigit() else 0 if when == "before" else now)
 
 
 def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:

@@ -102,14 +102,12 @@ def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     if not config.eval.sets:
         return
     name = config.eval.sets[0].name
-    found: dict[int, str] = {0: evaluation.label(name, "before")}
-    for purpose in store.purposes():
-        head, _, step = purpose.partition(f"eval:{name}:during@")
-        if not head and step.isdigit():
-            found[int(step)] = purpose
-    after = evaluation.label(name, "after")
-    if store.counts(after):
-        found[store.current_version().step] = after
+    found = {0: evaluation.label(name, "before")}
+    labels = [
+        (purpose, evaluation.read_label(purpose, now=store.current_version().step)) for purpose in store.purposes()
+    ]
+    for when in ("during", "after"):  # the last one holds for a step that has both
+        found |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
     for step in sorted(found):
         result = evaluation.result(store, name, found[step])
         if result is not None and result.success is not None and evaluation.finished(store, found[step]):
