@@ -86,6 +86,16 @@ def test_a_run_under_way_says_its_process_and_its_pace(run: RunDir) -> None:
     assert told[-1] == f"next      agentrl logs {run.path} --follow; agentrl stop {run.path}"
 
 
+def test_the_pace_of_a_young_run_is_that_of_its_few_steps(run: RunDir) -> None:
+    step(run, 1, NOW)
+    assert status.status(run, lambda: NOW)["step_s"] is None
+    step(run, 2, NOW + 300)
+    step(run, 3, NOW + 600)
+    with run.lock():
+        found = status.status(run, lambda: NOW + 600 + 70)
+    assert (found["step_s"], found["late_s"]) == (300.0, None)
+
+
 @pytest.mark.parametrize(("ago_s", "late"), [(59.0, False), (61.0, True)])
 def test_a_run_whose_steps_stopped_coming_is_told_from_one_that_works(run: RunDir, ago_s: float, late: bool) -> None:
     step(run, 1, NOW)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
@@ -72,7 +73,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         failures, unscored = store.failures(), [str(failure) for failure in score_failures(store) if failure.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
-    gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
+    gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_RECENT - 1 :])]
     ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
     done = rows[-1].step if rows else 0
     training = held.kind != "nobody" and phase in STEPS_COME
