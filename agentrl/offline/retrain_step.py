@@ -52,6 +52,7 @@ class TokenDump:
     ratio       of these to the policy at the start of the step
     loss        the token's part of the policy's loss: its share times what its share is multiplied by
     gradient    derivative of the loss by the token's log-prob: below 0 it is made likelier
+    entropy     in nats, of the distribution under the weights of this pass
     and all columns of the algorithm, such as advantage, behaviour, proximal, weight, lag"""
 
     def __init__(self, file: IO[str], step: int) -> None:
@@ -67,6 +68,7 @@ class TokenDump:
             "ratio": (logprob_K - tokens["proximal"]).exp().tolist(),
             "loss": loss_K.tolist(),
             "gradient": gradient_K.tolist(),
+            "entropy": outputs.entropy_K.detach().tolist(),
             **{name: tokens[name].tolist() for name in tokens if name not in ("episode", "turn")},
         }
         turns = list(zip(tokens["episode"].tolist(), tokens["turn"].tolist(), strict=True))
@@ -358,6 +360,8 @@ def _saved(learner: Learner, out: Path) -> Path:
 
 def _opened(dump: Path) -> Any:
     try:
+        if not dump.parent.exists() and dump.parent.parent.is_dir():  # RUN/tokens
+            dump.parent.mkdir()
         return dump.open("w", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--dump {str(dump)!r} cannot be written: {error.strerror}") from error

@@ -6,6 +6,7 @@
     RUN/store.folder        beside it: where this folder was when it last had the store
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/logs/               one log per process; NAME.error holds the one line of its error
+    RUN/tokens/STEP.jsonl   what `agentrl retrain --dump` writes there for the page of runs
     RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
     RUN/summary-NNN.json    that of an earlier end, after NNN steps, of a run that goes on for longer
@@ -72,6 +73,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def token_dump(self, step: int) -> Path:
+        """Where the page of runs looks for what a step did to each token."""
+        return self.path / "tokens" / f"{step}.jsonl"
 
     @property
     def summary(self) -> Path:

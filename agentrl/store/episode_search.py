@@ -1,4 +1,4 @@
-"""Find episodes: by how they went, by their place in the run, by a text of theirs. Never writes.
+"""Find episodes: by how they went, by their place in the run, by a text of theirs; their relatives. Never writes.
 
 A filter costs one pass over the episodes and their groups, without their turns. A text is looked for in what the model
 wrote, in what it was answered and in what it was asked, newest episodes first, for a bounded time: no index of the
@@ -11,12 +11,14 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Literal
 
 from agentrl.records import StopReason
+from agentrl.store.codec import unpack_spans
 from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN
-from agentrl.store.reads import EpisodeRow, EpisodeState, episode_rows
+from agentrl.store.reads import LAST_TRIAL, EpisodeRow, EpisodeState, episode_rows
 
 EpisodeOrder = Literal["episode", "group", "outcome", "turns", "tokens", "seconds", "step", "ended"]
 _COLUMNS: Final[dict[EpisodeOrder, str]] = {
@@ -31,12 +33,16 @@ _COLUMNS: Final[dict[EpisodeOrder, str]] = {
 }
 _FROM = " FROM episodes e JOIN groups g ON g.id = e.group_id"
 _CHUNK = 500  # episodes whose texts are searched in one statement
+_SOME_TURNS = 2000  # whose roles stand for those of all
+_MOST_MEMBERS = 500  # of the forks of one generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFilter:
     """What episodes have in common; None: anything. `step` is the optimizer step that trained them, `dropped` whether
-    they left the buffer untrained, `least` and `most` bound the outcome reward (both included), `ids` names them."""
+    they left the buffer untrained, `least` and `most` bound the outcome reward (both included). `role` acted in a turn.
+    Weights of the optimizer steps `from_weights` to `to_weights` (both included), or of those around them, sampled its
+    tokens: its newest are not older, its oldest not newer. `ids` names them."""
 
     purpose: str | None = TRAIN
     env: str | None = None
@@ -51,6 +57,9 @@ class EpisodeFilter:
     most: float | None = None
     least_turns: int | None = None
     most_turns: int | None = None
+    role: str | None = None
+    from_weights: int | None = None
+    to_weights: int | None = None
     ids: tuple[int, ...] | None = None
 
 
@@ -61,6 +70,27 @@ class Searched:
 
     ids: tuple[int, ...]
     back_to: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSize:
+    """How long a turn is, in tokens, also after retention dropped them; the weight versions that sampled it."""
+
+    index: int
+    prompt_tokens: int
+    tokens: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """A training group whose members go on from `turn` (the first that they played anew) of an episode."""
+
+    group_id: int
+    of: int
+    trial: int
+    turn: int
+    members: tuple[int, ...]
 
 
 class EpisodeSearch(StorePart):
@@ -111,6 +141,57 @@ class EpisodeSearch(StorePart):
                 return Searched(ids=tuple(found[:limit]), back_to=low + 1)
         return Searched(ids=tuple(found[:limit]), back_to=None)
 
+    def turn_sizes(self, episode_id: int) -> list[TurnSize]:
+        """The turns of an episode's last trial, in order."""
+        with self._db.read():
+            rows = self._db.rows(
+                f"SELECT t.idx, t.n_prompt, t.n_tokens, t.spans FROM turns t WHERE {LAST_TRIAL} ORDER BY t.idx",
+                (episode_id,),
+            )
+        return [
+            TurnSize(
+                index=index,
+                prompt_tokens=n_prompt,
+                tokens=n,
+                versions=tuple(dict.fromkeys(span.version for span in unpack_spans(spans))),
+            )
+            for index, n_prompt, n, spans in rows
+        ]
+
+    def roles(self) -> list[str]:
+        """The roles that acted in the first and the newest turns."""
+        newest = "SELECT role FROM (SELECT role FROM turns ORDER BY id DESC LIMIT ?) t"
+        with self._db.read():
+            rows = self._db.rows(f"SELECT role FROM turns WHERE id <= ? UNION {newest}", (_SOME_TURNS, _SOME_TURNS))
+        return sorted(role for (role,) in rows)
+
+    def family(self, episode_id: int, *, most: int = 100) -> list[Fork]:
+        """The forks among the relatives of an episode: those of the episode that all of them come from, and of its
+        descendants, at most `most`, parents first. Empty for an episode that neither is one nor has any."""
+        with self._db.read():
+            origin = "SELECT g.fork_of FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
+            root = episode_id
+            for _ in range(most):
+                if (row := self._db.row(origin, (root,))) is None or row[0] is None:
+                    break
+                root = row[0]
+            if self._db.row("SELECT 1 FROM groups WHERE fork_of IS NOT NULL LIMIT 1") is None:
+                return []
+            found: list[Fork] = []
+            parents = [root]
+            while parents and len(found) < most:
+                among = ", ".join("?" * len(parents))
+                rows = self._db.rows(
+                    "SELECT g.id, g.fork_of, g.fork_trial, g.fork_turn, e.id FROM groups g"
+                    f" JOIN episodes e ON e.group_id = g.id WHERE g.fork_of IN ({among}) ORDER BY g.id, e.id LIMIT ?",
+                    (*parents, _MOST_MEMBERS),
+                )
+                for (group, of, trial, turn), members in groupby(rows, key=lambda row: row[:4]):
+                    ids = tuple(id for *_, id in members)
+                    found.append(Fork(group_id=group, of=of, trial=trial, turn=turn, members=ids))
+                parents = [id for *_, id in rows]
+        return found[:most]
+
     def _with_text(self, text: str, purpose: str | None, low: int, high: int) -> Iterator[int]:
         written = self._db.any_text(f"%{_escaped(text)}%")
         answered = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1]).lower()}%"
@@ -140,6 +221,12 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
         "e.outcome <= ?": wanted.most,
         "e.n_turns >= ?": wanted.least_turns,
         "e.n_turns <= ?": wanted.most_turns,
+        "e.newest_step >= ?": wanted.from_weights,
+        # weights only get newer from turn to turn
+        "(SELECT t.oldest_step FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial AND t.idx = 0) <= ?": (
+            wanted.to_weights
+        ),
+        "EXISTS (SELECT 1 FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial AND t.role = ?)": wanted.role,
     }
     for condition, value in compared.items():
         if value is not None:

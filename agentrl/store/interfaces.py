@@ -80,6 +80,9 @@ class ReadStore(Versions, Protocol):
     find_episodes = RunStore.find_episodes
     outcomes = RunStore.outcomes
     search_texts = RunStore.search_texts
+    turn_sizes = RunStore.turn_sizes
+    roles = RunStore.roles
+    family = RunStore.family
     purposes = RunStore.purposes
     counts = RunStore.counts
     ready_count = RunStore.ready_count
@@ -102,6 +105,7 @@ class ReadStore(Versions, Protocol):
     steps_trained = RunStore.steps_trained
     retake = RunStore.retake
     episode_times = RunStore.episode_times
+    activity = RunStore.activity
     silent_groups = RunStore.silent_groups
     push_times = RunStore.push_times
     latest_checkpoint = RunStore.latest_checkpoint

@@ -325,8 +325,31 @@ class EpisodeTimes:
     turns: tuple[tuple[float, float, int], ...]
 
 
+class Activity(NamedTuple):
+    """The newest turns as (start, end, sampled tokens), the last written first, and the episodes that played them or
+    that go on as (start, end; None while it goes on), by the store's clock."""
+
+    turns: list[tuple[float, float, int]]
+    episodes: list[tuple[float, float | None]]
+
+
 class Durations(StorePart):
-    """Read times back for a simulation."""
+    """Read times back for a simulation, and for who looks on."""
+
+    def activity(self, turns: int) -> Activity:
+        """Who did something lately: the newest `turns` turns. Constant time."""
+        newest = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
+        with self._db.read():
+            found = self._db.rows(newest, (turns,))
+            episodes = self._db.rows(
+                f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest}) t)"
+                " AND started_s IS NOT NULL UNION SELECT id, started_s, ended_s FROM episodes"
+                " WHERE state = 'running' AND holder IS NOT NULL AND started_s IS NOT NULL",
+                (turns,),
+            )
+        return Activity(
+            turns=[(began, ended, n) for _, began, ended, n in found], episodes=[(a, b) for _, a, b in episodes]
+        )
 
     def episode_times(self, limit: int) -> list[EpisodeTimes]:
         """The ended episodes of the newest `limit` training groups, by id. An episode that started anew, after its

@@ -33,8 +33,8 @@ EpisodeState = Literal["waiting", "running", "finished", "expired"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
     """One line about an episode, for lists: everything but its turns. Lengths are those of its last trial; `late`: its
-    group closed before it ended; `taken_step`: the step in which it left the buffer, `dropped` why it did so untrained.
-    """
+    group closed before it ended; `admitted_s`: when its group entered the buffer; `taken_step`: the step in which it
+    left the buffer, `dropped` why it did so untrained."""
 
     id: int
     group_id: int
@@ -52,6 +52,7 @@ class EpisodeRow:
     trial: int
     turns: int
     tokens: int
+    admitted_s: float
     started_s: float | None
     ended_s: float | None
     late: bool
@@ -157,7 +158,7 @@ def episode_rows(
     rows = db.rows(
         "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
         " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s,"
-        " e.late, e.taken_step, e.dropped FROM episodes e JOIN groups g ON g.id = e.group_id"
+        " e.late, e.taken_step, e.dropped, g.admitted_s FROM episodes e JOIN groups g ON g.id = e.group_id"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
         f" WHERE {where} GROUP BY e.id, g.id ORDER BY e.id" + (" LIMIT ?" if limit is not None else ""),
         parameters if limit is None else (*parameters, limit),
@@ -188,6 +189,7 @@ def _episode_row(row: Row) -> EpisodeRow:
         late=bool(row[18]),
         taken_step=row[19],
         dropped=row[20],
+        admitted_s=row[21],
     )
 
 

@@ -2,7 +2,9 @@
 
     opened_runs      which runs a page shows, and a handle of each
     run_answers      a run as JSON: its state, its curves, what happened when
+    lanes            who did something in the last minutes
     episode_answers  its episodes as JSON: lists, one turn by turn, a group, a step
+    file_edits       what the tool calls of a turn change in files
     web_page         routes, and who may ask
     page_server      listening, the address with the token
     bundle           one run as static files, to send

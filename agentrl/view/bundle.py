@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.errors import UsageError
 from agentrl.store.episode_search import EpisodeFilter
 from agentrl.view import episode_answers, run_answers
+from agentrl.view.lanes import lanes
 from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.web_page import POLICY, page_files
 
@@ -35,6 +36,7 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
             "runs": [run_answers.line(opened)],
             "run": run_answers.summary(opened),
             "metrics": run_answers.metrics(opened, run_answers.metric_names(opened)),
+            "lanes": lanes(opened),
             "episodes": [episode_answers.row_of(one) for one in rows],
             **{f"episodes/{one.id}": episode_answers.detail(opened, one.id, {}) for one in rows},
             **{f"groups/{id}": episode_answers.group(opened, id, {}) for id in {one.group_id for one in rows}},

@@ -6,6 +6,9 @@ for. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -14,11 +17,12 @@ from typing import Any, Final, cast, get_args
 from tokenizers import Tokenizer
 
 from agentrl.errors import UsageError
-from agentrl.records import Group, Messages, StopReason, Trajectory, Turn
+from agentrl.records import Group, GroupState, Messages, StopReason, Trajectory, Turn
 from agentrl.run.take_orders import returns_of
 from agentrl.store.buffer.no_signal import advantages
-from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder
+from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder, TurnSize
 from agentrl.store.reads import EpisodeRow
+from agentrl.view.file_edits import edits_of
 from agentrl.view.opened_runs import OpenedRun
 
 Json = dict[str, Any]
@@ -27,6 +31,8 @@ _MOST_FOUND = 2000  # episodes with a text
 _BINS = 20
 _CUT = 20_000  # characters of a text
 _MOST_TOKENS = 4000  # shown of a turn
+_DUMPED = re.compile(r'\{"pass": (\d{1,9}), "episode": (\d{1,15}), "turn": (\d{1,9}),')
+_DUMPED_COLUMNS = ("entropy", "advantage", "gradient", "loss")
 
 
 def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
@@ -78,9 +84,15 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """One episode turn by turn, with the members of its group. Raises StoreError for an unknown id."""
     with opened.store() as store:
         found = store.trajectory(id)
-        (row,) = store.find_episodes(EpisodeFilter(purpose=None, ids=(id,)))
+        rows = store.episodes(group_id=found.group_id)
         group = store.group(found.group_id)
         restarts = store.restarts(id)
+        sizes = {size.index: size for size in store.turn_sizes(id)}
+        family = store.family(id)
+        learned = {version for turn in found.turns if turn.learns for version in sizes[turn.index].versions}
+        made_at = {version: store.step_of(version) for version in sorted(learned) if store.knows_version(version)}
+    row = next(row for row in rows if row.id == id)
+    dumped = {} if row.taken_step is None else _dumped(opened, row.taken_step, id)
     judged = _advantages(opened, group)
     cut = None if query.get("whole") == "yes" else _CUT
     frozen = opened.config.rollout.frozen_roles()
@@ -92,13 +104,27 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
         "group_state": row.group_state.value,
         "start": _messages(found.start, cut),
         "turns": [
-            _turn(opened.tokenizer, turn, cut) | {"advantage": next(of_turns, None) if turn.role in roles else None}
+            _turn(opened.tokenizer, turn, sizes[turn.index], cut)
+            | {"advantage": next(of_turns, None) if turn.role in roles else None}
+            | {"columns": _columns(turn, dumped.get(turn.index, {}), cut)}
             for turn in found.turns
         ],
-        "siblings": _members(group, judged),
+        "weight_steps": made_at,
+        "task": {"kwargs": dict(found.task.kwargs), "options": dict(found.task.options)},
+        "siblings": _members(group, judged, rows),
         "outcomes": dict(found.outcomes),
         "weights": dict(found.weights),
-        "restarts": [{"trial": one.trial, "reason": one.reason[:_CUT], "turns": len(one.turns)} for one in restarts],
+        "restarts": [
+            {
+                "trial": one.trial,
+                "reason": one.reason[:_CUT],
+                "turns": [{"index": turn.index, "text": _text(turn.text, _CUT // 10)} for turn in one.turns],
+            }
+            for one in restarts
+        ],
+        "family": [
+            {"group": one.group_id, "of": one.of, "turn": one.turn, "members": list(one.members)} for one in family
+        ],
     }
 
 
@@ -106,8 +132,9 @@ def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """The members of a group with their conversations, side by side. Raises StoreError for an unknown id."""
     with opened.store() as store:
         found = store.group(id)
+        rows = store.episodes(group_id=id)
     cut = None if query.get("whole") == "yes" else _CUT // 5
-    members = _members(found, _advantages(opened, found))
+    members = _members(found, _advantages(opened, found), rows)
     for member, trajectory in zip(members, found.trajectories, strict=True):
         member["turns"] = [
             {"text": _text(turn.text, cut), "role": turn.role, "reward": turn.reward} for turn in trajectory.turns
@@ -161,14 +188,21 @@ def row_of(row: EpisodeRow) -> Json:
         "seconds": None if row.ended_s is None or row.started_s is None else row.ended_s - row.started_s,
         "late": row.late,
         "step": row.taken_step if row.dropped is None else None,
-        "dropped": row.dropped,
+        "dropped": _dropped(row),
         "trial": row.trial,
+        "admitted_s": row.admitted_s,
         "started_s": row.started_s,
         "ended_s": row.ended_s,
     }
 
 
-def _turn(tokenizer: Tokenizer | None, turn: Turn, cut: int | None) -> Json:
+def _dropped(row: EpisodeRow) -> str | None:
+    """Why an episode left the buffer untrained: its own reason, or its group's."""
+    lost = row.group_state in (GroupState.EXPIRED, GroupState.FAILED) and not row.late
+    return row.dropped or ((row.group_reason or row.group_state.value) if lost else None)
+
+
+def _turn(tokenizer: Tokenizer | None, turn: Turn, size: TurnSize, cut: int | None) -> Json:
     shown = len(turn.token_ids) if cut is None else _MOST_TOKENS
     return {
         "id": turn.id,
@@ -182,8 +216,10 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, cut: int | None) -> Json:
         "rewards": turn.rewards,
         "seconds": turn.ended_s - turn.started_s,
         "started_s": turn.started_s,
-        "prompt_tokens": len(turn.prompt_ids),
-        "n_tokens": len(turn.token_ids),
+        "edits": edits_of(turn.text[:_CUT]),
+        "prompt_tokens": size.prompt_tokens,
+        "n_tokens": size.tokens,
+        "versions": list(size.versions),
         "tokens": [
             {"id": id, "text": text, "logprob": logprob, "version": version}
             for id, text, logprob, version in zip(
@@ -198,6 +234,40 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, cut: int | None) -> Json:
         "terminated": turn.step is not None and turn.step.terminated,
         "truncated": turn.step is not None and turn.step.truncated,
     }
+
+
+def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -> dict[str, list[float | None]]:
+    """By name, a number of each token that is shown: what the engine said of it, and what the step did to it."""
+    n = len(turn.token_ids)
+    shown = n if cut is None else min(n, _MOST_TOKENS)
+    said = {name: values for name, values in turn.columns.items() if len(values) == n}
+    return {name: [_number(value) for value in values[:shown]] for name, values in {**said, **dumped}.items()}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _dumped(opened: OpenedRun, step: int, episode: int) -> dict[int, dict[str, list[Any]]]:
+    """What `agentrl retrain RUN --step N --dump RUN/tokens/N.jsonl` has written about an episode, by turn."""
+    path, found = opened.run.token_dump(step), dict[int, dict[str, list[Any]]]()
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                head = _DUMPED.match(line)
+                if head is None or int(head[1]) != 0 or int(head[2]) != episode:  # of the first pass
+                    continue
+                row: Json = json.loads(line)
+                known = {name: row[name] for name in _DUMPED_COLUMNS if name in row}
+                if "logprob" in row and "behaviour" in row:
+                    known["ratio"] = [
+                        None if a is None or b is None else math.exp(min(50.0, a - b))
+                        for a, b in zip(row["logprob"], row["behaviour"], strict=True)
+                    ]
+                found[int(head[3])] = known
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str | None]:
@@ -239,11 +309,12 @@ def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
     return advantages(group.record, returns_of(opened.config).of(group.task.env), late)
 
 
-def _members(group: Group, judged: Mapping[int, Sequence[float]]) -> list[Json]:
-    return [_member(one, judged.get(one.member, ())) for one in group.trajectories]
+def _members(group: Group, judged: Mapping[int, Sequence[float]], rows: Sequence[EpisodeRow]) -> list[Json]:
+    tokens = {row.id: row.tokens for row in rows}
+    return [_member(one, judged.get(one.member, ()), tokens[one.episode_id]) for one in group.trajectories]
 
 
-def _member(one: Trajectory, judged: Sequence[float]) -> Json:
+def _member(one: Trajectory, judged: Sequence[float], tokens: int) -> Json:
     return {
         "id": one.episode_id,
         "member": one.member,
@@ -251,7 +322,7 @@ def _member(one: Trajectory, judged: Sequence[float]) -> Json:
         "success": one.success,
         "stop_reason": None if one.stop_reason is None else one.stop_reason.value,
         "n_turns": len(one.turns),
-        "tokens": sum(len(turn.token_ids) for turn in one.turns),
+        "tokens": tokens,
         "reward": (one.outcome or 0.0) + sum(one.rewards),
         "advantage": fmean(judged) if judged else None,
     }
@@ -277,6 +348,9 @@ def _filter(query: Mapping[str, str]) -> EpisodeFilter:
         most=_decimal(query, "max"),
         least_turns=_whole(query, "min_turns"),
         most_turns=_whole(query, "max_turns"),
+        role=query.get("role") or None,
+        from_weights=_whole(query, "from_weights"),
+        to_weights=_whole(query, "to_weights"),
     )
 
 

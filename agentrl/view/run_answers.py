@@ -56,7 +56,7 @@ def summary(opened: OpenedRun) -> Json:
     """All about a run but its curves."""
     state, config, rows = opened.state(), opened.config, opened.steps()
     with opened.store() as store:
-        purposes, failures = store.purposes(), store.failures()
+        purposes, failures, roles = store.purposes(), store.failures(), store.roles()
         told: Json = {
             "purposes": purposes,
             "sources": [{"name": source.name, "weight": source.weight} for source in store.sources()],
@@ -81,6 +81,7 @@ def summary(opened: OpenedRun) -> Json:
             "evaluations": evaluations(opened, purposes),
             "marks": _marks(opened, rows),
             "environments": sorted({config.env.id, *(table.id for table in config.tasks if table.id)}),
+            "roles": roles,
             "stop_reasons": [reason.value for reason in StopReason],
             "summary": _final(opened),
             "config": cast("Json", json.loads(configuration.to_json(config))),

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.view import episode_answers, run_answers
+from agentrl.view.lanes import lanes
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns
 
 POLICY = (
@@ -87,6 +88,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs", answering(lambda runs, _: _lines(runs))),
             Route("/api/runs/{run}", answering(_of_run(lambda run, _: run_answers.summary(run)))),
             Route("/api/runs/{run}/metrics", answering(_of_run(_metrics))),
+            Route("/api/runs/{run}/lanes", answering(_of_run(lambda run, _: lanes(run)))),
             Route("/api/runs/{run}/episodes", answering(_of_run(episode_answers.listed))),
             Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),

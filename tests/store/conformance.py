@@ -160,6 +160,9 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
     assert (
         found(least_turns=2, most_turns=2, late=False, dropped=False) == [0, 1, 2, 3, 4] and found(dropped=True) == []
     )
+    assert found(role="policy") == [0, 1, 2, 3, 4] and found(role="critic") == [] and read.roles() == ["policy"]
+    assert found(from_weights=0, to_weights=0) == [0, 1, 2, 3, 4], "weights of step 0 sampled them"
+    assert found(from_weights=1) == [] == found(to_weights=-1)
     assert read.outcomes(EpisodeFilter()) == {None: 1, 0.0: 1, 0.25: 1, 0.5: 1, 1.0: 2}
     assert read.checkpoint_steps() == [1]
 
@@ -170,6 +173,32 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
     assert texts('"100%"') == [5], "what it was asked, with characters that patterns and JSON write otherwise"
     late = read.search_texts("action", limit=2, budget_s=0.0)
     assert (len(late.ids), late.back_to) == (2, None), "all fit into one look"
+
+
+async def test_lengths_times_and_relatives_of_an_episode_are_read(offer: Offer) -> None:
+    admit(offer, 1)
+    first, second = await claim(offer)
+    await play(offer, first)
+    await offer.rollout.begin(second.episode_id, second.fence, START)
+    read = offer.read
+    sizes = read.turn_sizes(first.episode_id)
+    assert [(one.index, one.prompt_tokens, one.tokens, one.versions) for one in sizes] == [
+        (index, 3, 3, (1,)) for index in (0, 1)
+    ]
+    found = read.activity(1)
+    assert found.turns == [(11.0, 11.5, 3)], "the newest turn alone"
+    assert sorted(ended is None for _, ended in found.episodes) == [False, True], "one goes on"
+    assert read.family(first.episode_id) == []
+    group = offer.control.fork(first.episode_id, turn=1, k=2)
+    forked = members(offer, group)
+    again = offer.control.fork(forked[0], turn=1, k=2)
+    for id in (first.episode_id, *forked, *members(offer, again)):
+        family = read.family(id)
+        assert [(one.group_id, one.of, one.trial, one.turn) for one in family] == [
+            (group, first.episode_id, 0, 1),
+            (again, forked[0], 0, 1),
+        ]
+        assert [list(one.members) for one in family] == [forked, members(offer, again)]
 
 
 async def test_a_late_member_is_trained_later_against_its_groups_record(offer: Offer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,16 @@ HOSTILE = (
     "\x1b[31mred\x1b[0m \u202eesrever\u202c \x00 \ud800 javascript:alert(1)"
 )
 LONG = "x" * 60_000
+FILE = "../<b onclick='window.hacked = 1'>\x1b[31m\u202eyp.txt"
+CHANGED = {"path": FILE, "old_str": "a\n<b>b</b>\nc", "new_str": "a\n<script>window.hacked = 1</script>\nc"}
+EDIT = f"<tool_call>{json.dumps({'name': 'str_replace', 'arguments': CHANGED})}</tool_call>"
+DONE = "action 1"
 
 
 def make_run(path: Path) -> RunDir:
     """Group 1, of episodes 1 and 2, is trained by step 1; of group 2 episode 3 has failed and 4 goes on; episode 5 is
-    of an evaluation. Episode 1 wrote `HOSTILE`, and was answered it and `LONG`."""
+    of an evaluation. Episode 1 wrote `HOSTILE`, and was answered it and `LONG`; episode 2
+    edited the file `FILE`."""
     run = RunDir.create(
         path, parse({"name": "made", "model": "m", "env": {"id": "test/Env-v0"}, "train": {"steps": 4}})
     )
@@ -38,7 +45,13 @@ def make_run(path: Path) -> RunDir:
             first.episode_id, first.fence, 0, replace(answer(0, last=True), observation=said, reward=0.5)
         )
         store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-        play(store, second, turns=2, outcome=0.0)
+        store.begin(second.episode_id, second.fence, START)
+        for index in range(2):
+            at = time.time() + index
+            played = replace(turn(index, 1), text=(EDIT, DONE)[index], started_s=at, ended_s=at + 0.5)
+            store.journal_turn(second.episode_id, second.fence, played)
+            store.journal_step(second.episode_id, second.fence, index, answer(index, last=index == 1))
+        store.finish(second.episode_id, second.fence, stop_reason=StopReason.DONE, outcome=0.0, success=False)
         play(store, failed, turns=1, stop=StopReason.ENV_FAILED, outcome=None)
         store.take(1, 1, max_lag=1)
         store.checkpoint(1, serve(store, 1), "there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import pytest
 
 from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
+from agentrl.view.recorded_run import recorded_run
 
-from .made_run import HOSTILE, make_run
+from .made_run import FILE, HOSTILE, make_run
 
 pytestmark = pytest.mark.chromium
 _DEADLINE_MS = 60_000
@@ -61,6 +63,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         page.click(".run a[href='#/run/made']")
         shows("run")
         assert page.locator(".plot svg").count() >= 5
+        assert page.locator(".lanes .area").count() == 4 and page.locator(".pipe li").count() == 5
         page.fill("input[list]", "kl_k3")
         page.keyboard.press("Enter")
         page.wait_for_selector("h3:has-text('kl_k3')")
@@ -80,6 +83,14 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         assert page.evaluate("window.hacked === undefined")
         page.click("text=by probability")
         assert page.locator(".token.shade1").count() == 1, "one token had between 50% and 90%"
+        page.click("aside a:has-text('2')")
+        page.wait_for_selector("h1:has-text('Episode 2')")
+        assert page.locator(".edit summary code").text_content() == FILE
+        lines = [page.locator(f".diff-{kind}").all_text_contents() for kind in ("same", "removed", "added")]
+        assert lines == [["  a", "  c"], ["- <b>b</b>"], ["+ <script>window.hacked = 1</script>"]]
+        assert page.evaluate("window.hacked === undefined")
+        page.locator(".times .pick").first.dispatch_event("click")
+        page.wait_for_selector("#turn-0.linked")
         page.click("a:has-text('Group 1')")
         shows("group")
         assert page.locator(".member").count() == 2
@@ -93,6 +104,34 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         stranger.wait_for_selector("text=This page needs its token")
         context.close()
     assert wrong == []
+
+
+def test_an_episode_is_copied_as_a_test_that_passes(browser: Any) -> None:
+    with recorded_run() as folder, served([folder]) as address:
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        context.set_default_timeout(_DEADLINE_MS)
+        page = context.new_page()
+        page.goto(address)
+        page.wait_for_selector(".run")
+        page.goto(f"{address.partition('#')[0]}#/run/demo/episode/1500")
+        page.click("text=by probability")
+        assert page.locator(".token[class*=shade]").count() == 19
+        copied = list[str]()
+        for kind in ("as chat", "as test case"):
+            page.click(f"button:has-text('{kind}')")
+            page.wait_for_selector("button:has-text('Copied')")
+            copied.append(page.evaluate("navigator.clipboard.readText()"))
+            page.wait_for_selector(f"button:has-text('{kind}')")
+        context.close()
+    chat, case = copied
+    roles = [message["role"] for message in json.loads(chat)]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "assistant", "tool"]
+    names: dict[str, Any] = {}
+    exec(case, names)
+    names["test_episode_1500"]()
+    names["EPISODE"]["turns"][0]["observation"][1] = "3/4 pass"
+    with pytest.raises(AssertionError):
+        names["test_episode_1500"]()
 
 
 def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import { h, number, s } from "./dom.js";
 
 const PAD = { left: 50, right: 12, top: 10, bottom: 34 };
 const DOTS = 48; // points up to which each is a dot
-const SIGNS = { fault: "▲", alarm: "◆", restart: "↺", checkpoint: "▮" };
+const SIGNS = { fault: "▲", alarm: "◆", restart: "↺", checkpoint: "▮", weights: "↑" };
 
 export function ticks(low, high, most) {
   if (!(high > low)) return [low];
@@ -59,7 +59,7 @@ function curve(xs, ys, at) {
   return text;
 }
 
-// Lines by optimizer step. `options`: label (of the numbers), fixed ([low, high]), marks ([{step, kind, text}]),
+// Lines by optimizer step. `options`: label (of the numbers), fixed ([low, high]), marks ([{step, kind, text}], checkpoints and weights as ticks at the axis),
 // pick (called with a step), smooth (0 to 1), height. Series: {name, x, y, tone (0 to 7), dots}.
 export function lineChart(options) {
   const box = h("div", { class: "chart", tabindex: "0", role: "img" });
@@ -117,8 +117,9 @@ export function lineChart(options) {
     }
     for (const mark of marks) {
       if (mark.step < first || mark.step > last) continue;
-      if (mark.kind === "checkpoint") {
-        svg.append(s("line", { class: "checkpoint", x1: px(mark.step), x2: px(mark.step), y1: height - PAD.bottom, y2: height - PAD.bottom + 4 }));
+      if (mark.kind === "checkpoint" || mark.kind === "weights") {
+        const [from, to] = mark.kind === "checkpoint" ? [0, 5] : [-4, 0];
+        if (mark.kind === "checkpoint" || inner.w / (last - first) >= 4) svg.append(s("line", { class: mark.kind, x1: px(mark.step), x2: px(mark.step), y1: height - PAD.bottom + from, y2: height - PAD.bottom + to }));
         continue;
       }
       svg.append(

@@ -1,15 +1,15 @@
 // One episode, turn by turn: what was asked, written and answered, what each turn earned, what each token cost.
 
 import { get } from "./api.js";
+import { chatOf, testCaseOf } from "./copies.js";
+import { editBlock, isPatch, patchBlock } from "./diff.js";
 import { chip, copy, duration, fresh, h, link, number, outcomeChip, path, signed } from "./dom.js";
 import { lastList } from "./episodes_page.js";
+import { episodeTimes } from "./lanes.js";
+import { legendOf, modesOf, tokenSpans } from "./tokens.js";
 
 export const name = "episode";
-const MODES = [["", "plain text"], ["logprob", "by probability"], ["version", "by weights"], ["raw", "raw tokens"]];
-const SHADES = [[0.9, "≥ 90%"], [0.5, "50–90%"], [0.1, "10–50%"], [0.01, "1–10%"], [0, "< 1%"]];
 const LONG = 700; // characters from which an observation is folded
-
-const shade = (logprob) => SHADES.findIndex(([least]) => Math.exp(logprob) >= least);
 
 export function cutText(part, whole) {
   const missing = part.length - part.text.length;
@@ -31,21 +31,17 @@ export async function show({ root, id, number: episode, query, signal }) {
     return path("run", id, "episode", episode) + (now.size ? `?${now}` : "");
   };
   const whole = () => { all = true; refresh(); };
-  const versions = () => [...new Set(data.turns.flatMap((turn) => turn.tokens.map((token) => token.version)))].sort((a, b) => a - b);
+  const modes = () => modesOf(data.turns);
 
   function tokens(turn) {
-    const order = versions();
-    const shown = turn.tokens.map((token) => {
-      const kind = mode === "version" ? `tone${order.indexOf(token.version) % 8}` : mode === "logprob" ? `shade${shade(token.logprob)}` : "raw";
-      const title = `token ${token.id} · log-prob ${token.logprob.toFixed(3)} (${(100 * Math.exp(token.logprob)).toFixed(1)}%) · weights ${token.version}`;
-      return h("span", { class: `token ${kind}`, title }, mode === "raw" ? `${token.text ?? ""}⟨${token.id}⟩` : token.text ?? `⟨${token.id}⟩`);
-    });
+    const shown = tokenSpans(turn, data.turns, mode);
     return turn.n_tokens > turn.tokens.length ? [...shown, h("span", { class: "cut" }, ` … ${number(turn.n_tokens - turn.tokens.length)} more tokens `, h("button", { type: "button", class: "button", onclick: whole }, "Show all"))] : shown;
   }
 
   function message(one, folded) {
     const calls = one.calls.map((call) => h("details", { open: true }, h("summary", {}, `calls ${call.name}`), h("pre", {}, call.arguments)));
-    const body = [h("pre", {}, cutText(one.content, whole)), calls];
+    const patch = one.content.length === one.content.text.length && isPatch(one.content.text);
+    const body = [patch ? patchBlock(one.content.text) : h("pre", {}, cutText(one.content, whole)), calls];
     const size = one.content.length > LONG ? ` · ${number(one.content.length)} characters` : "";
     const fold = folded ?? one.content.length > LONG;
     return h("details", { class: `message ${one.role === "assistant" ? "assistant" : one.role === "system" ? "system" : one.role === "user" ? "user" : "tool"}`, open: !fold }, h("summary", {}, h("b", {}, one.role), h("span", { class: "note" }, size)), ...body);
@@ -53,10 +49,11 @@ export async function show({ root, id, number: episode, query, signal }) {
 
   function turnBlock(turn) {
     const earned = Object.entries(turn.rewards).filter(([source, value]) => value || source !== "env");
-    const weights = [...new Set(turn.tokens.map((token) => token.version))];
+    const [oldest, newest] = [turn.versions[0], turn.versions.at(-1)];
+    const made = data.weight_steps[newest];
     const facts = [
       `${number(turn.n_tokens)} tokens`, duration(turn.seconds),
-      weights.length ? `weights ${weights[0]}${weights.length > 1 ? `–${weights.at(-1)}` : ""}` : null,
+      turn.versions.length ? `weights ${oldest}${newest === oldest ? "" : `–${newest}`}${made === undefined ? "" : ` (of step ${made})`}` : null,
       turn.finish !== "stop" ? `ended by ${turn.finish}` : null, turn.learns ? null : "given policy",
     ].filter(Boolean);
     return h("article", { class: "turn", id: `turn-${turn.index}` },
@@ -67,36 +64,49 @@ export async function show({ root, id, number: episode, query, signal }) {
         earned.map(([source, value]) => h("span", { class: `chip ${value > 0 ? "good" : value < 0 ? "bad" : ""}` }, `${source} ${signed(value)}`)),
         turn.advantage === null ? null : h("span", { class: `chip ${turn.advantage > 0 ? "good" : turn.advantage < 0 ? "bad" : ""}`, title: "over the other members of its group, before any scale" }, `advantage ${signed(turn.advantage)}`)),
       h("div", { class: "message assistant said" }, h("pre", {}, mode && turn.tokens.length ? tokens(turn) : cutText(turn.text, whole))),
+      turn.edits.map(editBlock),
       turn.observation === null ? h("p", { class: "quiet" }, "Not answered yet") : turn.observation.map((one) => message(one)),
     );
   }
 
-  function legend() {
-    if (mode === "logprob") return h("div", { class: "legend" }, SHADES.map(([, text], k) => h("span", {}, h("i", { class: `swatch shade${k}` }), text)), h("span", { class: "note" }, "probability when it was sampled"));
-    if (mode === "version") return h("div", { class: "legend" }, versions().map((version, k) => h("span", {}, h("i", { class: `swatch tone${k % 8}` }), `weights ${version}`)));
-    return null;
+  // The episode that all its relatives come from, and what was forked from each.
+  function familyTree() {
+    const one = (episode) => (episode === data.id ? h("b", { "aria-current": "true" }, `episode ${number(episode)}`) : link(path("run", id, "episode", episode), `episode ${number(episode)}`));
+    const branch = (episode) => {
+      const forks = data.family.filter((fork) => fork.of === episode);
+      return h("li", {}, one(episode), forks.length ? h("ul", {}, forks.map((fork) => h("li", {}, `from turn ${fork.turn}: `, link(path("run", id, "group", fork.group), `group ${number(fork.group)}`), h("ul", {}, fork.members.map(branch))))) : null);
+    };
+    return h("ul", { class: "tree" }, branch(data.family[0].of));
   }
+
+  const earlier = (one) => h("details", {}, h("summary", {}, `Trial ${one.trial}, ${number(one.turns.length)} turns`), h("p", { class: "note" }, one.reason), one.turns.map((turn) => h("div", { class: "message assistant" }, h("div", { class: "note" }, `Turn ${turn.index}`), h("pre", {}, cutText(turn.text)))));
 
   function side() {
     const noTokens = data.turns.length && data.turns.every((turn) => !turn.tokens.length);
-    const modes = h("div", { class: "modes", role: "group", "aria-label": "How tokens are shown" }, MODES.map(([value, text]) => h("button", { type: "button", "aria-pressed": String(mode === value), onclick: () => color(value) }, text)));
+    const choices = h("div", { class: "modes", role: "group", "aria-label": "How tokens are shown" }, modes().map(([value, text]) => h("button", { type: "button", "aria-pressed": String(mode === value), onclick: () => color(value) }, text)));
     const most = Math.max(...data.siblings.map((one) => Math.abs(one.advantage ?? 0)), 1e-9);
     const members = h("table", { class: "small" }, h("thead", {}, h("tr", {}, h("th", {}, "Member"), h("th", { class: "num" }, "Outcome"), h("th", { class: "num" }, "Advantage"), h("th", { class: "num" }, "Turns"), h("th", { class: "num" }, "Tokens"))),
       h("tbody", {}, data.siblings.map((one) => h("tr", { class: one.id === data.id ? "chosen" : "" }, h("td", {}, link(path("run", id, "episode", one.id), number(one.id))), h("td", { class: "num" }, number(one.outcome)),
         h("td", { class: `num ${one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : ""}` }, one.advantage === null ? "–" : signed(one.advantage), h("progress", { max: most, value: Math.abs(one.advantage ?? 0), class: one.advantage < 0 ? "minus" : "", "aria-hidden": "true" })), h("td", { class: "num" }, number(one.n_turns)), h("td", { class: "num" }, number(one.tokens))))));
     const sums = {};
     for (const turn of data.turns) for (const [source, value] of Object.entries(turn.rewards)) sums[source] = (sums[source] ?? 0) + value;
-    const chat = () => [...data.start, ...data.turns.flatMap((turn) => [{ role: turn.role === "policy" ? "assistant" : turn.role, content: turn.text }, ...(turn.observation ?? [])])].map((one) => ({ role: one.role, content: one.content.text }));
-    const button = (text, make) => h("button", { type: "button", class: "button", onclick: (event) => copy(JSON.stringify(make(), null, 2), event.target) }, text);
+    const button = (text, make) => h("button", { type: "button", class: "button", onclick: async (event) => copy(await make(), event.target) }, text);
+    const uncut = () => (all ? data : get(["runs", id, "episodes", episode], { whole: "yes" }, signal));
+    const json = (make) => async () => JSON.stringify(make(await uncut()), null, 2);
+    const hint = data.step && !data.turns.some((turn) => Object.keys(turn.columns).length) && !noTokens
+      ? h("p", { class: "note" }, "For ratio, entropy, gradient of each token, type ", h("code", {}, `agentrl retrain RUN --step ${data.step} --dump RUN/tokens/${data.step}.jsonl`)) : null;
     fresh(aside, 
-      h("section", { class: "card" }, h("h3", {}, "Tokens"), modes, legend(), noTokens ? h("p", { class: "note" }, "Token arrays were dropped by the run's retention (buffer.keep_steps).") : null),
+      h("section", { class: "card" }, h("h3", {}, "Tokens"), choices, legendOf(mode, data.turns, data.weight_steps), hint, noTokens ? h("p", { class: "note" }, "Token arrays were dropped by the run's retention (buffer.keep_steps).") : null),
       h("section", { class: "card" }, h("h3", {}, "Rewards"), h("table", { class: "small" }, h("tbody", {},
         Object.entries(sums).map(([source, value]) => h("tr", {}, h("td", {}, source === "env" ? "turns, by the environment" : `turns, by ${source}`), h("td", { class: "num" }, signed(value)))),
         h("tr", {}, h("td", {}, "outcome"), h("td", { class: "num" }, number(data.outcome))),
         Object.entries(data.outcomes).map(([role, value]) => h("tr", {}, h("td", {}, `outcome of ${role}`), h("td", { class: "num" }, number(value))))))),
       h("section", { class: "card" }, h("h3", {}, link(path("run", id, "group", data.group), `Group ${number(data.group)}`), h("span", { class: "note" }, data.group_state)), h("div", { class: "scroll" }, members)),
-      data.restarts.length ? h("section", { class: "card" }, h("h3", {}, "Earlier trials"), data.restarts.map((one) => h("p", {}, `Trial ${one.trial}, ${one.turns} turns: ${one.reason}`))) : null,
-      h("section", { class: "card" }, h("h3", {}, "Copy"), h("div", { class: "row" }, button("as JSON", () => data), button("as chat", chat))),
+      h("section", { class: "card" }, h("h3", {}, "Time"), episodeTimes(data, (turn) => { location.hash = here({ turn }); })),
+      data.family.length ? h("section", { class: "card" }, h("h3", {}, "Forks"), familyTree()) : null,
+      data.restarts.length ? h("section", { class: "card" }, h("h3", {}, "Earlier trials"), data.restarts.map(earlier)) : null,
+      h("section", { class: "card" }, h("h3", {}, "Copy"), h("div", { class: "row" },
+        button("as JSON", json((one) => one)), button("as chat", json(chatOf)), button("as test case", async () => testCaseOf(await uncut(), id)))),
     );
   }
 
@@ -147,7 +157,7 @@ export async function show({ root, id, number: episode, query, signal }) {
     const next = by > 0 ? found.find((one) => one.getBoundingClientRect().top > 90) : found[(at < 0 ? found.length : at) - 1 - (at > 0 && found[at - 1].getBoundingClientRect().top > 40 ? 1 : 0)];
     (next ?? (by > 0 ? null : head))?.scrollIntoView({ block: "start" });
   }
-  const cycle = () => color(MODES[(MODES.findIndex(([value]) => value === mode) + 1) % MODES.length][0]);
+  const cycle = () => color(modes()[(modes().findIndex(([value]) => value === mode) + 1) % modes().length][0]);
   return {
     title: `Episode ${episode}`,
     refresh,

@@ -59,6 +59,9 @@ export async function show({ root, id, query, signal }) {
     choice("dropped", "Left untrained", yes),
     entry("min_turns", "Turns from", { type: "number", min: 0, inputmode: "numeric" }),
     entry("max_turns", "to", { type: "number", min: 0, inputmode: "numeric" }),
+    run.roles.length > 1 ? choice("role", "Role", any(run.roles)) : null,
+    entry("from_weights", "Weights of steps", { type: "number", min: 0, inputmode: "numeric", title: "that sampled its tokens" }),
+    entry("to_weights", "to", { type: "number", min: 0, inputmode: "numeric", title: "the last step whose weights sampled its tokens" }),
     entry("step", "Trained in step", { type: "number", min: 1, inputmode: "numeric" }),
     h("button", { type: "button", class: "button", onclick: () => { location.hash = path("run", id, "episodes"); } }, "Clear"),
   );

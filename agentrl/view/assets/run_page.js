@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { bars, lineChart } from "./chart.js";
 import { ago, card, duration, fresh, h, link, number, path, percent, signed, stateChip } from "./dom.js";
+import { runLanes } from "./lanes.js";
 
 export const name = "run";
 
@@ -37,15 +38,17 @@ export async function show({ root, id, query, signal }) {
   const facts = h("div", { class: "facts" });
   const warnings = h("div", {});
   const own = h("div", { class: "grid charts" });
-  const below = h("div", { class: "grid three" });
+  const below = h("div", { class: "grid two" });
+  const minutes = h("div", {});
+  const way = h("div", {});
   const happened = h("div", { class: "scroll" });
   const config = h("pre", { class: "config" });
   const names = h("datalist", { id: "names" });
   const add = h("input", { type: "search", list: "names", placeholder: "Add a metric by name…", "aria-label": "Add a metric by name", onchange: (event) => { insert(event.target.value); event.target.value = ""; } });
   const soften = h("label", { class: "check" }, h("input", { type: "checkbox", checked: true, onchange: (event) => { smooth = event.target.checked; for (const chart of [...charts, ...added.values()]) chart.set({ smooth: smooth ? SMOOTH : 0 }); } }), "smooth");
   root.append(
-    head, facts, warnings,
-    h("div", { class: "bar-line" }, h("h2", {}, "Curves"), soften, add, names),
+    head, facts, warnings, minutes, way,
+    h("div", { class: "bar-line" }, h("h2", {}, "Curves"), soften, h("span", { class: "note" }, "ticks below an axis: checkpoints; above it: weights served"), add, names),
     h("div", { class: "grid charts" }, charts), own, below,
     card("What happened", "faults, alarms, restarts", happened),
     h("details", { class: "card" }, h("summary", {}, "Configuration"), config),
@@ -110,14 +113,15 @@ export async function show({ root, id, query, signal }) {
     fresh(warnings, ...alarms, ...told.map((text) => h("div", { class: "alarm mild" }, text)));
   }
 
-  // The way of a group: from waiting to trained, and where groups leave it.
+  // The way of a group through the buffer, and where groups and episodes leave it untrained.
   function flow(run) {
     const { groups, dropped, members_dropped: members, late_open: late } = run.flow;
-    const stages = [["waiting", "waiting"], ["running", "running"], ["scored", "ready"], ["taken", "taken"], ["trained", "trained"]];
-    const most = Math.max(1, ...stages.map(([state]) => groups[state] ?? 0));
-    const stage = ([state, label]) => h("li", {}, h("span", {}, label), h("b", {}, number(groups[state] ?? 0)), h("progress", { max: most, value: groups[state] ?? 0, "aria-label": label }));
-    const why = (what, counts) => Object.entries(counts).map(([reason, n]) => h("li", {}, h("span", {}, `${what} dropped: ${reason.replaceAll("_", " ")}`), h("b", {}, number(n))));
-    return card("Buffer", "training groups by state", h("ol", { class: "flow" }, stages.map(stage)), h("ul", { class: "left" }, h("li", {}, h("span", {}, "late members still out"), h("b", {}, number(late))), why("groups", dropped), why("episodes", members)));
+    const stages = [["waiting", "waiting"], ["running", "running"], ["scored", "scored"], ["taken", "taken"], ["trained", "trained"]];
+    const stage = ([state, label]) => h("li", {}, h("span", {}, label), h("b", {}, number(groups[state] ?? 0)));
+    const left = (what, counts) => Object.entries(counts).map(([reason, n]) => h("li", {}, h("b", {}, number(n)), ` ${what}: ${reason.replaceAll("_", " ")}`));
+    const lost = [...left("groups", dropped), ...left("episodes", members)];
+    return card("Buffer", "training groups on their way", h("ol", { class: "pipe" }, stages.map(stage)),
+      h("ul", { class: "exits" }, h("li", {}, h("b", {}, number(late)), " late episodes still out"), lost.length ? [h("li", {}, "left untrained:"), lost] : h("li", {}, "nothing left untrained")));
   }
 
   function endings(run) {
@@ -135,7 +139,10 @@ export async function show({ root, id, query, signal }) {
     const curves = CURVES.map(([title, , own]) => (title === "Episode length" ? lengths(run) : own));
     const asked = [...new Set([...curves.flat().map(([metric]) => metric), ...ALWAYS, ...added.keys()])];
     const measured = await get(["runs", id, "metrics"], { names: asked.join(",") }, signal);
-    const marks = [...run.marks.events, ...run.marks.checkpoints.map((step) => ({ kind: "checkpoint", step, text: "checkpoint" }))];
+    const marks = [
+      ...run.marks.events, ...run.marks.checkpoints.map((step) => ({ kind: "checkpoint", step, text: "checkpoint" })),
+      ...run.marks.weights.map((step) => ({ kind: "weights", step, text: "weights served" })),
+    ];
     const line = ([metric, name], tone) => ({ name, tone, x: measured.step, y: measured.values[metric] ?? [] });
     header(run);
     kpis(run, measured.values, measured.time_s);
@@ -148,8 +155,10 @@ export async function show({ root, id, query, signal }) {
     });
     for (const [metric, chart] of added) chart.update([line([metric, metric], 3)], marks);
     const { lag, trained, stale } = measured.lags;
-    fresh(below, 
-      flow(run),
+    const lately = await get(["runs", id, "lanes"], {}, signal);
+    fresh(minutes, lately === null ? null : card("The last minutes", `${duration(lately.until_s - lately.since_s)}, until ${run.live ? "now" : "the end"}`, runLanes(lately, pick)));
+    fresh(way, flow(run));
+    fresh(below,
       card("Staleness", "tokens of the last ten steps by age", lag.length ? bars(lag.map((label, k) => ({ label: label.replace("_", "–"), n: trained[k], more: stale[k], told: `${number(trained[k])} tokens trained, ${number(stale[k])} left out` })), { height: 190, across: "age, optimizer steps", up: "tokens" }) : h("p", { class: "quiet nothing" }, "Nothing trained yet")),
       endings(run),
     );

@@ -45,6 +45,17 @@ function histogram(rows) {
   return { bins: [...bins.values()], without: rows.length - known.length };
 }
 
+// Of these, the rows do not tell: the episodes themselves do.
+async function sampled(rows, { role, from_weights: from, to_weights: to }) {
+  if (!role && !from && !to) return rows;
+  const found = await Promise.all(rows.map((row) => load(`episodes/${row.id}`)));
+  return rows.filter((_, k) => {
+    const steps = Object.values(found[k].weight_steps);
+    return (!role || found[k].turns.some((turn) => turn.role === role))
+      && (!from || Math.max(...steps) >= Number(from)) && (!to || Math.min(...steps) <= Number(to));
+  });
+}
+
 const SORTED = { episode: "id", group: "group", outcome: "outcome", turns: "turns", tokens: "tokens", seconds: "seconds", step: "step", ended: "ended_s" };
 
 async function texts(rows, text) {
@@ -55,7 +66,7 @@ async function texts(rows, text) {
 }
 
 async function episodes(query) {
-  let rows = (await load("episodes")).filter((row) => matches(row, query));
+  let rows = await sampled((await load("episodes")).filter((row) => matches(row, query)), query);
   if (query.q) rows = await texts(rows, query.q);
   const key = SORTED[query.sort ?? "episode"];
   const sign = query.order === "asc" ? 1 : -1;
@@ -68,6 +79,7 @@ async function episodes(query) {
 export async function get([, id, kind, number], query = {}) {
   if (id === undefined) return load("runs");
   if (kind === undefined) return load("run");
+  if (kind === "lanes") return load("lanes");
   if (kind === "metrics") {
     const { values, ...rest } = await load("metrics");
     return { ...rest, values: Object.fromEntries((query.names ?? "").split(",").map((name) => [name, values[name] ?? rest.step.map(() => null)])) };

@@ -1,0 +1,113 @@
+"""Who did something in the last minutes: engines, workers and the learner, each as a lane of bins. Knows no HTTP.
+
+A turn is an engine's from its request to its last token, its queue included; an episode under way without such a turn
+is in its environment. A turn that still goes on is in no store yet: it counts as the environment's until it has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from agentrl.store.metrics import Metric
+from agentrl.view.opened_runs import OpenedRun, is_live
+
+Json = dict[str, Any]
+_MINUTES_S: Final = 600.0
+_BINS: Final = 60
+_MOST_TURNS: Final = 4000
+
+
+def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | None:
+    """The last ten minutes, or as many of them as the newest turns tell of; None for a run in which nothing was played.
+    Times are in seconds since the epoch, a bin's values are means over it. Those of a run that is over end with its
+    last sign of life."""
+    steps = opened.steps()[-500:]
+    with opened.store() as store:
+        turns, episodes = store.activity(_MOST_TURNS)
+        served, saved = store.served_versions(), set(store.checkpoint_steps())
+    if not turns:
+        return None
+    last = max([ended for _, ended, _ in turns] + [row.time_s for row in steps])
+    until = max(last, now()) if is_live(opened.state()) else last
+    first = min([began for began, _, _ in turns] + [began for began, _ in episodes])
+    if len(turns) == _MOST_TURNS:  # there are older ones
+        first = min(ended for _, ended, _ in turns)
+    since = min(max(until - _MINUTES_S, first), until - 1.0)
+    width = (until - since) / _BINS
+
+    def spread(spans: Iterable[tuple[float, float, float]]) -> list[float]:
+        return _spread(spans, since, width)
+
+    in_engine = spread((began, ended, 1.0) for began, ended, _ in turns)
+    under_way = spread((began, until if ended is None else ended, 1.0) for began, ended in episodes)
+    sampled = spread((began, ended, n / max(ended - began, 1e-9)) for began, ended, n in turns)
+    busy, idle, trained = _learner(steps)
+    learner_busy, learner_idle = spread(busy), spread(idle)
+    either = [a + b for a, b in zip(learner_busy, learner_idle, strict=True)]
+    return {
+        "since_s": since,
+        "until_s": until,
+        "engine": {
+            "turns": in_engine,
+            "tokens_per_s": sampled,
+            "idle": _idle([(a, b) for a, b, _ in turns], since, until),
+        },
+        "worker": {
+            "episodes": under_way,
+            "environment": [max(0.0, a - b) for a, b in zip(under_way, in_engine, strict=True)],
+            "idle": _idle([(a, until if b is None else b) for a, b in episodes], since, until),
+        },
+        "learner": {
+            "busy": learner_busy,
+            "tokens_per_s": spread(trained),
+            "idle": sum(learner_idle) / sum(either) if sum(either) else None,
+        },
+        "marks": [
+            *(
+                {"kind": "weights", "time_s": one.confirmed_s, "step": one.step}
+                for one in served
+                if one.confirmed_s >= since
+            ),
+            *(
+                {"kind": "checkpoint", "time_s": row.time_s, "step": row.step}
+                for row in steps
+                if row.step in saved and row.time_s >= since
+            ),
+        ],
+    }
+
+
+def _learner(steps: Sequence[Metric]) -> tuple[list[tuple[float, float, float]], ...]:
+    """The times in which the learner was busy and idle, and the tokens a second that its steps trained. A step is
+    recorded at its end; before it worked, it waited."""
+    busy: list[tuple[float, float, float]] = []
+    idle: list[tuple[float, float, float]] = []
+    trained: list[tuple[float, float, float]] = []
+    for row in steps:
+        worked, waited, tokens = (float(row.values.get(name) or 0.0) for name in ("busy_s", "idle_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
+        busy.append((row.time_s - worked, row.time_s, 1.0))
+        idle.append((row.time_s - worked - waited, row.time_s - worked, 1.0))
+        trained.append((row.time_s - worked - waited, row.time_s, tokens / max(worked + waited, 1e-9)))
+    return busy, idle, trained
+
+
+def _spread(spans: Iterable[tuple[float, float, float]], since: float, width: float) -> list[float]:
+    """The mean over each bin of the sum of values that hold from a time to another."""
+    bins = [0.0] * _BINS
+    for began, ended, value in spans:
+        first = max(0, int((began - since) / width))
+        for at in range(first, min(_BINS - 1, int((ended - since) / width)) + 1):
+            left = since + at * width
+            bins[at] += value * max(0.0, min(ended, left + width) - max(began, left)) / width
+    return [round(value, 3) for value in bins]
+
+
+def _idle(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
+    """The share of the time in which none of the spans was."""
+    covered, reached = 0.0, since
+    for began, ended in sorted(spans):
+        covered += max(0.0, min(ended, until) - max(began, reached))
+        reached = max(reached, min(ended, until))
+    return 1.0 - covered / (until - since)
