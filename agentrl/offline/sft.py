@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -202,10 +203,13 @@ class _Training:
         return found
 
     def batch(self, step: int) -> list[Group]:
-        """The demonstrations of step number `step` (from 0): each is in one step of every pass over the data."""
+        """The demonstrations of step number `step` (from 0), a group for each update: each is in one step of every pass
+        over the data."""
         size, n = self._config.examples_per_step, len(self._data)
-        places = range(step * size, (step + 1) * size)
-        return [_group(at, self._data[self._permutation(at // n)[at % n]]) for at in places]
+        drawn = [(at, self._data[self._permutation(at // n)[at % n]]) for at in range(step * size, (step + 1) * size)]
+        updates = min(self._config.train.minibatches, size)
+        bounds = [size * part // updates for part in range(updates + 1)]
+        return [_group(drawn[start:stop]) for start, stop in pairwise(bounds)]
 
     def _permuted(self, epoch: int) -> list[int]:
         order = list(range(len(self._data)))
@@ -217,11 +221,8 @@ class _Training:
         """Loss and accuracy over all tokens of the held-out demonstrations."""
         learner = self._learner
         settings = learner.settings
-        ready = [
-            group_rows(_group(at, one), settings.algo, step_of=lambda _: 0, step_now=0, max_lag=0)
-            for at, one in enumerate(self._held_out)
-        ]
-        (rows,) = weigh([ready])
+        group = _group(list(enumerate(self._held_out)))
+        (rows,) = weigh([[group_rows(group, settings.algo, step_of=lambda _: 0, step_now=0, max_lag=0)]])
         loss = hits = tokens = 0.0
         for pack in packs(
             rows, settings.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle
@@ -267,7 +268,11 @@ class _Accuracy:
         return self.hits / self.tokens if self.tokens else None
 
 
-def _group(number: int, demonstration: Trajectory) -> Group:
-    """A group of one. `number` tells apart two copies of a demonstration in one step."""
-    alone = replace(demonstration, episode_id=number, group_id=number)
-    return Group(id=number, task=alone.task, state=GroupState.TAKEN, size=1, trajectories=(alone,))
+def _group(drawn: Sequence[tuple[int, Trajectory]]) -> Group:
+    """Numbered demonstrations as members of one group, so that a pass computes their common beginning once: an
+    environment's instruction, the schemas of its tools. The numbers tell apart two copies in one step."""
+    number, first = drawn[0]
+    members = tuple(
+        replace(one, episode_id=at, group_id=number, member=member) for member, (at, one) in enumerate(drawn)
+    )
+    return Group(id=number, task=first.task, state=GroupState.TAKEN, size=len(members), trajectories=members)

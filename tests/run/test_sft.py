@@ -179,7 +179,7 @@ def test_it_trains_as_a_plain_loop_over_rows(tmp_path: Path, renderer: Renderer)
     folder = sft.train(settings, out)
     data, held = (rows_of(tmp_path / name, renderer) for name in ("data.jsonl", "held.jsonl"))
     training = sft._Training(settings, tmp_path / "other")
-    batches = [[group.trajectories[0] for group in training.batch(step)] for step in range(4)]
+    batches = [[one for group in training.batch(step) for one in group.trajectories] for step in range(4)]
     order = [example.turns for batch in batches for example in batch]
     assert [sum(turns == one.turns for turns in order[:6]) for one in data] == [1] * 6  # each once in a pass
     losses, state, held_out = plain_loop(settings, batches, held)
@@ -191,6 +191,25 @@ def test_it_trains_as_a_plain_loop_over_rows(tmp_path: Path, renderer: Renderer)
     assert 0 < rows[-1]["token_accuracy"] <= 1 and 0 < rows[-1]["held_out_accuracy"] <= 1
     for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
         torch.testing.assert_close(tensor, state[name], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_an_update_computes_each_beginning_once(tmp_path: Path, minibatches: int) -> None:
+    """Such as an environment's instruction, which all of its demonstrations have."""
+    train = {**config(tmp_path).train.model_dump(), "minibatches": minibatches, "tokens_per_batch": 4096}
+    training = sft._Training(config(tmp_path, train=train, examples_per_step=7), tmp_path / "run")
+    groups = training.batch(0)
+    assert [group.size for group in groups] == ([7] if minibatches == 1 else [2, 2, 3])
+    distinct = whole = 0
+    for group in groups:
+        beginnings: set[tuple[int, ...]] = set()
+        for member in group.trajectories:
+            ids = [token for turn in member.turns for token in (*turn.prompt_ids, *turn.token_ids)]
+            beginnings.update(tuple(ids[: end + 1]) for end in range(len(ids)))
+            whole += len(ids)
+        distinct += len(beginnings)
+    report = training._learner.step(groups, step_of=lambda _: 0)
+    assert report.tokens_row == whole and report.tokens_distinct == distinct < whole
 
 
 def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
