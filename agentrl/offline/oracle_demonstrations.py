@@ -1,5 +1,6 @@
 """Demonstrations of an environment's oracles, for `agentrl sft`: its gold policies, and for a share of the tasks an
-oracle that errs, so that the model learns how to act and reinforcement still finds something to improve.
+oracle that errs, so that the model learns how to act and reinforcement still finds something to improve. None of them
+cheats.
 
 The same environment, seeds and share give the same file. Calls stand in it as calls, so that any model's chat template
 writes them in its own dialect. Owns the choice of oracles and the lines; `agentrl.offline.demonstrations` reads them.
@@ -192,7 +193,11 @@ class _Actor:
         if not oracles:
             hint = "write a method oracles() as agentrl.env.checks.oracles describes it"
             raise UsageError(f"{self.env_id} offers no oracles: {hint}")
-        fits = [at for at, oracle in enumerate(oracles) if (oracle.outcome < 1.0) == self.errs and at not in self.tried]
+        fits = [
+            at
+            for at, oracle in enumerate(oracles)
+            if (oracle.outcome < 1.0) == self.errs and not oracle.cheats and at not in self.tried
+        ]
         if not fits:
             raise _NoOracle("no oracle errs in words: leave out --mistakes" if self.errs else "no oracle gets 1")
         at = self.rng.choice(fits)

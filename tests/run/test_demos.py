@@ -34,12 +34,15 @@ def test_a_share_of_the_demonstrations_errs_and_training_reads_all(tmp_path: Pat
     assert 4 < made.mistaken < 16 and made.mistaken == sum(line["outcome"] == 0.0 for line in lines)
     for line in lines:
         asked = next(one["content"] for one in line["messages"] if one["role"] == "user")
-        right = evaluate(asked.partition("What is ")[2].partition("?")[0])
+        question = asked.partition("What is ")[2].partition("?")[0]
+        right = evaluate(question)
         calls = [one["tool_calls"][0] for one in line["messages"] if one["role"] == "assistant"]
         names = [call["function"]["name"] for call in calls]
         shown = calls[-1]["function"]["arguments"]["answer"]
         if line["oracle"] == "gold":
             assert names == ["calculate", "submit"] and shown == written(right)
+            asks = calls[0]["function"]["arguments"]["expression"]
+            assert asks == question  # not the answer, which the tool is there for
             *_, answer, _ = line["messages"]
             assert answer["role"] == "tool" and answer["tool_call_id"] == calls[0]["id"]
         else:  # never the silent one
@@ -69,7 +72,8 @@ class Taciturn(agentrl.Env):
 
     def oracles(self) -> list[Oracle]:
         gold = [Oracle("gold", 1.0, say("yes"))] if self._even else []
-        return [*gold, Oracle("no-op", 0.0, say(""))] if self._offers else []
+        cheat = Oracle("cheat", 0.0, say("break it"), cheats=True)  # loses in words, and is never shown
+        return [*gold, Oracle("no-op", 0.0, say("")), cheat] if self._offers else []
 
 
 TACITURN = f"{__name__}:Taciturn"
@@ -96,6 +100,22 @@ def test_what_cannot_be_shown_is_said_and_leaves_no_file(
     with pytest.raises(UsageError, match=says):
         write(TACITURN, 3, tmp_path / "demos.jsonl", mistakes=mistakes, kwargs=kwargs)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.bubblewrap
+def test_a_repair_is_shown_with_the_tools_that_it_takes(tmp_path: Path) -> None:
+    write("agentrl/CodeRepair-v0", 24, tmp_path / "demos.jsonl", mistakes=0.4)
+    shown: dict[str, list[str]] = {}
+    for line in lines_of(tmp_path / "demos.jsonl"):
+        turns = [one["tool_calls"] for one in line["messages"] if one["role"] == "assistant"]
+        calls = ["+".join(call["function"]["name"] for call in turn) for turn in turns]
+        assert shown.setdefault(line["oracle"], calls) == calls
+    assert shown == {
+        "gold": ["replace_line+submit"],
+        "second try": ["replace_line+run_tests", "replace_line+submit"],
+        "no-op": ["submit"],
+        "wrong repair": ["replace_line+submit"],
+    }
 
 
 def test_a_mistake_that_the_environment_finds_is_the_users(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ TURNS = 200  # of an episode; an oracle that needs more has lost its way
 @dataclass(frozen=True, slots=True)
 class Oracle:
     """`policy` maps what it reads next (the first messages, then each answer) to what it writes; it may be async.
-    An episode that it plays must end with `outcome`."""
+    An episode that it plays must end with `outcome`. One that `cheats` attacks the tests or the task: it shows that the
+    environment is sound, and is no demonstration for a model to learn from."""
 
     name: str
     outcome: float
     policy: Callable[[Messages], str | Awaitable[str]]
+    cheats: bool = False
 
 
 @runtime_checkable

@@ -39,9 +39,10 @@ class Calculator(ToolEnv):
         return {"expression": expression}
 
     def prompt(self, task: Mapping[str, Any]) -> str:
-        self._expected = evaluate(task["expression"])
+        self._question = str(task["expression"])
+        self._expected = evaluate(self._question)
         self._answer: Fraction | None = None
-        return f"What is {task['expression']}?"
+        return f"What is {self._question}?"
 
     @tool(parallel=True, errors=(ArithmeticRefused,))
     def calculate(self, expression: str) -> str:
@@ -69,7 +70,11 @@ class Calculator(ToolEnv):
     def oracles(self) -> list[Oracle]:
         right = written(self._expected)
         return [
-            Oracle("gold", 1.0, script(self.call("calculate", expression=right), self.call("submit", answer=right))),
+            Oracle(
+                "gold",
+                1.0,
+                script(self.call("calculate", expression=self._question), self.call("submit", answer=right)),
+            ),
             Oracle("off by one", 0.0, say(self.call("submit", answer=written(self._expected + 1)))),
             Oracle("no-op", 0.0, say("")),
         ]

@@ -6,7 +6,7 @@ of a turn: the change in the share of visible tests that pass. Knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from agentrl.records import Json, Messages
 from agentrl.sandbox.shared_backend import SharedBackend, once_a_loop, shared
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import DEADLINE_S, Runner, Values
-from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
+from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task, wrong_text
 from agentrl_environments.code_repair.templates import LEVELS, Level
 from agentrl_tools.editing import ReplaceLine, RunTests, Submit, TextLines
 
@@ -120,17 +120,24 @@ class CodeRepair(ToolEnv):
         return Grade(outcome=float(success), success=success, info={"visible": self._share})
 
     def oracles(self) -> list[Oracle]:
-        repair, submit = self._repair, self.call("submit")
+        repair, submit, run_tests = self._repair, self.call("submit"), self.call("run_tests")
 
-        def replaced(line: int, text: str) -> Callable[[Messages], str]:
-            return script(self.call("replace_line", line=line, text=text) + submit)
+        def replaced(line: int, text: str) -> str:
+            return self.call("replace_line", line=line, text=text)
 
-        return [
-            Oracle("gold", 1.0, replaced(repair.fix_line, repair.fix_text)),
+        repaired = replaced(repair.fix_line, repair.fix_text)
+        forged = f"import os; os._exit(0)\n{repair.source.split(chr(10))[0]}"
+        oracles = [
+            Oracle("gold", 1.0, script(repaired + submit)),
             Oracle("no-op", 0.0, script(submit)),
-            Oracle("empty the module", 0.0, replaced(1, "raise SystemExit(0)")),
-            Oracle("end the test run", 0.0, replaced(1, f"import os; os._exit(0)\n{repair.source.split(chr(10))[0]}")),
+            Oracle("empty the module", 0.0, script(replaced(1, "raise SystemExit(0)") + submit), cheats=True),
+            Oracle("end the test run", 0.0, script(replaced(1, forged) + submit), cheats=True),
         ]
+        if (wrong := wrong_text(repair)) is not None:
+            tried = replaced(repair.fix_line, wrong)
+            oracles.append(Oracle("second try", 1.0, script(tried + run_tests, repaired + submit)))
+            oracles.append(Oracle("wrong repair", 0.0, script(tried + submit)))
+        return oracles
 
 
 @once_a_loop

@@ -114,6 +114,17 @@ def make_task(seed: int, split: Split, *, level: Level = "easy", shuffle_tests: 
     )
 
 
+def wrong_text(task: RepairTask) -> str | None:
+    """What a repair could make of the line by mistake: another edit of one node, with which a hidden test fails. Always
+    the same one of a task; None if there is none."""
+    calls = [check.call for check in task.hidden]
+    right = tuple(check.expected for check in task.hidden)
+    edits = [m for m in mutations(task.source) if m.line == task.fix_line and evaluate(m.source, calls) != right]
+    if not edits:
+        return None
+    return random.Random(f"wrong/{task.split}/{task.seed}").choice(edits).text
+
+
 def _headers(rng: random.Random, split: Split, templates: Sequence[Template], n: int) -> list[_Header]:
     """`n` headers of one split with different templates and names."""
     headers: list[_Header] = []

@@ -150,8 +150,8 @@ class RepoRepair(ToolEnv):
         return [
             Oracle("gold", 1.0, script("".join(rewrite), submit)),
             Oracle("no-op", 0.0, script(submit)),
-            Oracle("delete the tests", 0.0, script("".join(forget), self.call("run_tests"), submit)),
-            Oracle("empty the sources", 0.0, script("".join(wreck), submit)),
+            Oracle("delete the tests", 0.0, script("".join(forget), self.call("run_tests"), submit), cheats=True),
+            Oracle("empty the sources", 0.0, script("".join(wreck), submit), cheats=True),
         ]
 
 

@@ -193,7 +193,7 @@ class CodingTasks(ToolEnv):
         if self._playing.gold:
             oracles.insert(0, Oracle("gold", 1.0, script(self._acted(self._playing.gold), submit)))
         for name, acts in self._playing.cheats.items():
-            oracles.append(Oracle(name, 0.0, script(self._acted(acts), submit)))
+            oracles.append(Oracle(name, 0.0, script(self._acted(acts), submit), cheats=True))
         return oracles
 
     def _acted(self, acts: Sequence[Act]) -> str:
