@@ -32,17 +32,15 @@ TOKENS = pack_tokens(
         text=TEXT,
     )
 )
-_MEMBER = MemberRecord(outcome=1.0, outcomes={}, rewards={"policy": (0.0,) * TURNS})
-RECORD = pack_record(dict.fromkeys(range(SIZE), _MEMBER))
 
 _COUNT = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < {})"
 # Of group i: which step took it, whether infrastructure failed it, and whether an evaluation played it.
 _STEP, _LOST, _EVALUATED = f"(i / {GROUPS_PER_STEP} + 1)", "(i % 100 = 50)", "(i % 1600 >= 1584)"
 
 
-def write_history(store: RunStore, episodes: int) -> int:
-    """Write ended training and evaluation into a new store, `episodes` episodes in all; returns the last step, whose
-    weights are confirmed. The caller plays on with the store's own calls."""
+def write_history(store: RunStore, episodes: int, turns: int = TURNS) -> int:
+    """Write ended training and evaluation into a new store, `episodes` episodes of so many turns in all; returns the
+    last step, whose weights are confirmed. The caller plays on with the store's own calls."""
     steps = episodes // (SIZE * GROUPS_PER_STEP)
     groups = steps * GROUPS_PER_STEP
     connection = sqlite3.connect(store.path, isolation_level=None)
@@ -58,26 +56,26 @@ def write_history(store: RunStore, episodes: int) -> int:
         f" THEN 'scored' WHEN {_LOST} THEN 'failed' WHEN {_STEP} <= ?2 THEN 'trained' ELSE 'taken' END,"
         f" iif({_LOST} AND NOT {_EVALUATED}, 'engine_failed', NULL), {_STEP} - 1, i, i, i + 1,"
         f" iif({_LOST} OR {_EVALUATED}, NULL, {_STEP}), ?3, {SIZE}, {_STEP} <= ?4 FROM n",
-        (TASK, steps - steps % CHECKPOINT_EVERY, RECORD, steps - KEPT_STEPS),
+        (TASK, steps - steps % CHECKPOINT_EVERY, _record(turns), steps - KEPT_STEPS),
     )
     run("UPDATE groups SET replay_of = id - 1, replays = 1 WHERE purpose = 'train' AND id % 100 = 52")
     run(
         f"{_COUNT.format(groups * SIZE)}, e AS (SELECT i AS e, i / {SIZE} AS i FROM n) INSERT INTO episodes (id,"
         " group_id, member, evaluation, state, fence, start, stop_reason, outcome, success, started_s, ended_s,"
         f" n_turns, n_tokens, newest_step, taken_step) SELECT e + 1, i + 1, e % {SIZE}, {_EVALUATED}, 'finished', 1,"
-        f" ?, iif({_LOST}, 'engine_failed', 'done'), iif({_LOST}, NULL, 1.0), 1, i, i + 1, {TURNS}, {64 * TURNS},"
+        f" ?, iif({_LOST}, 'engine_failed', 'done'), iif({_LOST}, NULL, 1.0), 1, i, i + 1, {turns}, {64 * turns},"
         f" {_STEP} - 1, iif({_LOST} OR {_EVALUATED}, NULL, {_STEP}) FROM e",
         (START,),
     )
     run(
         "INSERT INTO turns (id, episode_id, trial, idx, parent, role, finish, text, spans, n_prompt, n_tokens,"
         " oldest_step, started_s, ended_s)"
-        f" SELECT (e.id - 1) * {TURNS} + k + 1, e.id, 0, k, iif(k, k - 1, NULL), 'policy', 'stop', ?,"
+        f" SELECT (e.id - 1) * {turns} + k + 1, e.id, 0, k, iif(k, k - 1, NULL), 'policy', 'stop', ?,"
         " '[[' || (newest_step + 1) || ',0,64]]', 80, 64, newest_step, started_s, ended_s"
-        f" FROM episodes e CROSS JOIN ({_COUNT.format(TURNS)} SELECT i AS k FROM n)",
+        f" FROM episodes e CROSS JOIN ({_COUNT.format(turns)} SELECT i AS k FROM n)",
         (TEXT,),
     )
-    run(f"INSERT INTO steps SELECT id, ?, 0.0, idx = {TURNS - 1}, 0, '{{}}' FROM turns", (ANSWER,))
+    run(f"INSERT INTO steps SELECT id, ?, 0.0, idx = {turns - 1}, 0, '{{}}' FROM turns", (ANSWER,))
     run(
         "INSERT INTO tokens SELECT t.id, ? FROM groups g JOIN episodes e ON e.group_id = g.id"
         " JOIN turns t ON t.episode_id = e.id WHERE g.tokens_dropped = 0 ORDER BY t.id",
@@ -103,3 +101,9 @@ def write_history(store: RunStore, episodes: int) -> int:
     connection.execute("COMMIT")
     connection.close()
     return steps
+
+
+def _record(turns: int) -> str:
+    """What the members of a closed group are judged against."""
+    member = MemberRecord(outcome=1.0, outcomes={}, rewards={"policy": (0.0,) * turns})
+    return pack_record(dict.fromkeys(range(SIZE), member))

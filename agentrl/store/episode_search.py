@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal
 
-from agentrl.records import StopReason
+from agentrl.records import POLICY, StopReason
 from agentrl.store.codec import unpack_spans
 from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN
@@ -41,8 +41,8 @@ _MOST_MEMBERS = 500  # of the forks of one generation
 class EpisodeFilter:
     """What episodes have in common; None: anything. `step` is the optimizer step that trained them, `dropped` whether
     they left the buffer untrained, `least` and `most` bound the outcome reward (both included). `role` acted in a turn.
-    Weights of the optimizer steps `from_weights` to `to_weights` (both included), or of those around them, sampled its
-    tokens: its newest are not older, its oldest not newer. `ids` names them."""
+    The newest weights that sampled an episode are of the optimizer steps `from_weights` to `to_weights` (both
+    included). `ids` names them."""
 
     purpose: str | None = TRAIN
     env: str | None = None
@@ -125,14 +125,21 @@ class EpisodeSearch(StorePart):
         return dict(rows)
 
     def search_texts(
-        self, text: str, *, purpose: str | None = TRAIN, limit: int = 500, budget_s: float = 1.0
+        self,
+        text: str,
+        *,
+        purpose: str | None = TRAIN,
+        limit: int = 500,
+        budget_s: float = 1.0,
+        before: int | None = None,
     ) -> Searched:
-        """At most `limit` episodes with a text in their last trial, after about `budget_s` seconds at most. Letters
-        of ASCII are found in either case; on PostgreSQL not in what the model wrote."""
+        """At most `limit` episodes with a text in their last trial, and with ids below `before`, after about `budget_s`
+        seconds at most. Letters of ASCII are found in either case; on PostgreSQL not in what the model wrote."""
         until, found = time.monotonic() + budget_s, list[int]()
         with self._db.read():
             row = self._db.row("SELECT MAX(id) FROM episodes")
         newest = row[0] or 0 if row else 0
+        newest = newest if before is None else min(newest, before - 1)
         for high in range(newest, 0, -_CHUNK):
             low = max(0, high - _CHUNK)
             with self._db.read():
@@ -222,11 +229,7 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
         "e.n_turns >= ?": wanted.least_turns,
         "e.n_turns <= ?": wanted.most_turns,
         "e.newest_step >= ?": wanted.from_weights,
-        # weights only get newer from turn to turn
-        "(SELECT t.oldest_step FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial AND t.idx = 0) <= ?": (
-            wanted.to_weights
-        ),
-        "EXISTS (SELECT 1 FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial AND t.role = ?)": wanted.role,
+        "e.newest_step <= ?": wanted.to_weights,
     }
     for condition, value in compared.items():
         if value is not None:
@@ -234,6 +237,11 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
             parameters.append(value)
     if wanted.step is not None:
         conditions.append("e.dropped IS NULL")
+    if wanted.role is not None:
+        indexed = "" if wanted.role == POLICY else " AND t.role <> 'policy'"  # the condition of `turns_of_roles`
+        role = f"t.episode_id = e.id AND t.trial = e.trial AND t.role = ?{indexed}"
+        conditions.append(f"EXISTS (SELECT 1 FROM turns t WHERE {role})")
+        parameters.append(wanted.role)
     if wanted.dropped is not None:
         dropped = "(e.dropped IS NOT NULL OR (e.late = 0 AND g.state IN ('expired', 'failed')))"
         conditions.append(dropped if wanted.dropped else f"NOT {dropped}")

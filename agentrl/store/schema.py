@@ -424,6 +424,11 @@ _STATES = """
 ALTER TABLE turns ADD COLUMN state INTEGER;
 """
 
+# Only turns of a run with several roles are in it.
+_ROLE_LOOKUP = """
+CREATE INDEX turns_of_roles ON turns (role, episode_id, trial) WHERE role <> 'policy';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -445,6 +450,7 @@ MIGRATIONS: tuple[str, ...] = (
     _ARTIFACTS,
     _DISCARDED,
     _STATES,
+    _ROLE_LOOKUP,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -28,6 +28,7 @@ from agentrl.view.opened_runs import OpenedRun
 Json = dict[str, Any]
 _MOST_ROWS = 200  # of one answer
 _MOST_FOUND = 2000  # episodes with a text
+_SEARCH_S = 0.7  # for texts; the rest of a second is for the list
 _BINS = 20
 _CUT = 20_000  # characters of a text
 _MOST_TOKENS = 4000  # shown of a turn
@@ -45,7 +46,10 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
     with opened.store() as store:
         back_to = None
         if text := query.get("q", "").strip():
-            searched = store.search_texts(text, purpose=wanted.purpose, limit=_MOST_FOUND)
+            before = _whole(query, "before")
+            searched = store.search_texts(
+                text, purpose=wanted.purpose, limit=_MOST_FOUND, budget_s=_SEARCH_S, before=before
+            )
             wanted, back_to = replace(wanted, ids=searched.ids), searched.back_to
         outcomes = store.outcomes(replace(wanted, least=None, most=None))
         rows = store.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from tokenizers import Tokenizer
 
@@ -25,6 +25,7 @@ from agentrl.store.metrics import Metric, finite
 
 _LIVE_S, _OVER_S = 2.0, 20.0
 """How long a run's state is taken as known, of one under way and of one that is not."""
+_T = TypeVar("_T")
 _AWAY_S = 5.0  # for a database that does not answer
 
 
@@ -40,6 +41,7 @@ class OpenedRun:
         self._flat: list[dict[str, float | None]] = []
         self._status: tuple[float, dict[str, Any]] | None = None
         self._evaluations: dict[str, held_out.EvalResult] = {}  # those that are finished
+        self._seldom: dict[str, tuple[float, Any]] = {}  # until when, and what
 
     @contextmanager
     def store(self) -> Generator[ReadStore]:
@@ -72,6 +74,7 @@ class OpenedRun:
             with suppress(AgentRLError):
                 self._handle.close()
         self._handle, self._rows, self._flat, self._status, self._evaluations = None, [], [], None, {}
+        self._seldom = {}
         self.__dict__.pop("config", None)
         self.__dict__.pop("tokenizer", None)
 
@@ -118,6 +121,18 @@ class OpenedRun:
         with self._lock:
             self.steps()
             return list(self._flat)
+
+    def seldom(self, name: str, read: Callable[[ReadStore], _T]) -> _T:
+        """What `read` finds in every episode of a large run; for as long as fifty times what that took, it is taken as
+        known under its `name`, so that a page that looks on costs the run little."""
+        with self._lock:
+            until, known = self._seldom.get(name, (0.0, None))
+            if name not in self._seldom or self._clock() >= until:
+                began = self._clock()
+                with self.store() as store:
+                    known = read(store)
+                self._seldom[name] = self._clock() + 50 * (self._clock() - began), known
+            return cast("_T", known)
 
     def step_at(self, time_s: float) -> int:
         """The last step that was made by a time, in seconds since the epoch; 0 before the first."""

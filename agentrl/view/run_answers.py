@@ -64,7 +64,7 @@ def summary(opened: OpenedRun) -> Json:
             "flow": {
                 "groups": {group.value: n for group, n in store.counts().items()},
                 "dropped": store.drops(),
-                "members_dropped": store.members_dropped(),
+                "members_dropped": opened.seldom("members_dropped", lambda store: store.members_dropped()),
                 "late_open": store.late_open(),
             },
             "failures": {"failed": failures.failed, "ended": failures.ended, "last": failures.detail},
@@ -127,7 +127,8 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
 def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     """What happened at which step, beside the steps themselves."""
     with opened.store() as store:
-        served, saved, failed = store.served_versions(), store.checkpoint_steps(), store.failed_tasks()
+        served, saved = store.served_versions(), store.checkpoint_steps()
+    failed = opened.seldom("failed_tasks", lambda store: store.failed_tasks())
     events: list[Json] = []
     for before, after in itertools.pairwise(rows):
         if after.attempt != before.attempt:

@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib import resources
@@ -52,6 +53,9 @@ _TYPES: Final = {
 _LOOK_S = 1.0  # between two looks for changes
 _QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
 _MOST_NAMES = 64  # metrics of one answer
+_LONGEST_S = 15.0  # that an answer is taken as known
+_SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
+_KEPT_ANSWERS, _KEPT_CHARS = 64, 1 << 20
 
 Query = Mapping[str, str]
 
@@ -63,6 +67,39 @@ class Visitors(NamedTuple):
     hosts: frozenset[str] = frozenset()
 
 
+class _Shared:
+    """Answers that many viewers ask for at once are made once, and are taken as known for `_LOOK_S`, or for ten times
+    what it took to make them: looking must not cost the run, however many look."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: dict[object, tuple[float, str]] = {}  # until when, and the answer
+        self._locks: dict[object, anyio.Lock] = {}
+
+    async def __call__(self, key: object, make: Callable[[], Any]) -> str:
+        """The answer of `make`, which runs in a thread, as JSON."""
+        async with self._locks.setdefault(key, anyio.Lock()):
+            known = self._kept.get(key)
+            if known is not None and self._clock() < known[0]:
+                return known[1]
+            began = self._clock()
+            # ASCII, since a text of a policy may hold what UTF-8 cannot
+            text = await to_thread.run_sync(lambda: json.dumps(make(), allow_nan=False))
+            took = self._clock() - began
+            self._kept.pop(key, None)
+            if len(text) <= _KEPT_CHARS:
+                self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, 10 * took)), text
+            while len(self._kept) > _KEPT_ANSWERS:
+                gone = next(iter(self._kept))
+                del self._kept[gone]
+                self._locks.pop(gone, None)
+            return text
+
+    def forget(self) -> None:
+        """Something was written."""
+        self._kept.clear()
+
+
 def page_files() -> dict[str, bytes]:
     """The page's own files by name."""
     return {file.name: file.read_bytes() for file in (resources.files("agentrl.view") / "assets").iterdir()}
@@ -71,6 +108,7 @@ def page_files() -> dict[str, bytes]:
 def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
     """The application that serves a page of `runs`."""
     files = page_files()
+    shared = _Shared()
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
@@ -79,7 +117,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     def answering(answer: Callable[[OpenedRuns, Request], Any]) -> Callable[[Request], Any]:
-        return partial(_answered, runs, answer)
+        return partial(_answered, runs, shared, answer)
 
     app = Starlette(
         routes=[
@@ -93,7 +131,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
             Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
-            Route("/api/runs/{run}/events", partial(_events, runs)),
+            Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
     )
     return _Guard(app, visitors)
@@ -149,10 +187,12 @@ def _same(shown: bytes, right: bytes) -> bool:
     return hmac.compare_digest(hashlib.sha256(shown).digest(), hashlib.sha256(right).digest())
 
 
-async def _answered(runs: OpenedRuns, answer: Callable[[OpenedRuns, Request], Any], request: Request) -> Response:
+async def _answered(
+    runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
+) -> Response:
     """What a call answers, made in a thread; its errors as an answer of one line."""
     try:
-        return _json(await to_thread.run_sync(answer, runs, request))
+        return _sent(await shared((request.url.path, request.url.query), lambda: answer(runs, request)))
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
     except UsageError as error:
@@ -189,35 +229,36 @@ def _metrics(run: OpenedRun, query: Query) -> Any:
     return run_answers.metrics(run, names)
 
 
-async def _events(runs: OpenedRuns, request: Request) -> Response:
+async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
     """Server-sent events: one whenever the run's page has something new to show."""
     try:
         opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
-    return StreamingResponse(_changes(opened, runs.closing), media_type="text/event-stream")
+    return StreamingResponse(_changes(opened, shared, runs.closing), media_type="text/event-stream")
 
 
-async def _changes(opened: OpenedRun, closing: Event) -> AsyncIterator[str]:
+async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncIterator[str]:
     last: object = None
     quiet = 0
     while not closing.is_set():
         try:
-            now = await to_thread.run_sync(run_answers.fingerprint, opened)
+            now = await shared(("news", opened.id), lambda: run_answers.fingerprint(opened))
         except (AgentRLError, OSError) as error:
-            now = [str(error)]
+            now = json.dumps([str(error)])
         if now != last:
             last, quiet = now, 0
-            yield f"event: change\ndata: {json.dumps(now)}\n\n"
-        elif (quiet := quiet + 1) % _QUIET_LOOKS == 0:
+            yield f"event: change\ndata: {now}\n\n"
+        elif (quiet := quiet + 1) == _SETTLED_LOOKS:
+            yield "event: change\ndata: again\n\n"
+        elif quiet % _QUIET_LOOKS == 0:
             yield ": nothing new\n\n"
         await anyio.sleep(_LOOK_S)
 
 
-def _json(document: Any, status: int = 200) -> Response:
-    # ASCII, since a text of a policy may hold what UTF-8 cannot
-    return Response(json.dumps(document, allow_nan=False), status_code=status, media_type="application/json")
+def _sent(text: str, status: int = 200) -> Response:
+    return Response(text, status_code=status, media_type="application/json")
 
 
 def _problem(status: int, text: str) -> Response:
-    return _json({"error": text}, status)
+    return _sent(json.dumps({"error": text}), status)

@@ -162,7 +162,7 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
     )
     assert found(role="policy") == [0, 1, 2, 3, 4] and found(role="critic") == [] and read.roles() == ["policy"]
     assert found(from_weights=0, to_weights=0) == [0, 1, 2, 3, 4], "weights of step 0 sampled them"
-    assert found(from_weights=1) == [] == found(to_weights=-1)
+    assert found(from_weights=1) == [] == found(from_weights=0, to_weights=-1)
     assert read.outcomes(EpisodeFilter()) == {None: 1, 0.0: 1, 0.25: 1, 0.5: 1, 1.0: 2}
     assert read.checkpoint_steps() == [1]
 
@@ -171,6 +171,7 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
 
     assert texts("action 1") == texts("Seen 1") == [4, 3, 2, 1, 0] and texts("action 2") == texts("seen _") == []
     assert texts('"100%"') == [5], "what it was asked, with characters that patterns and JSON write otherwise"
+    assert [ids.index(id) for id in read.search_texts("action", before=ids[2]).ids] == [1, 0]
     late = read.search_texts("action", limit=2, budget_s=0.0)
     assert (len(late.ids), late.back_to) == (2, None), "all fit into one look"
 

@@ -194,18 +194,52 @@ def test_the_files_load_nothing_from_elsewhere_and_hold_no_script() -> None:
 def test_a_change_of_the_run_is_told_once(runs: OpenedRuns, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_page, "_LOOK_S", 0.001)
     monkeypatch.setattr(web_page, "_QUIET_LOOKS", 3)
+    monkeypatch.setattr(web_page, "_SETTLED_LOOKS", 5)
+    monkeypatch.setattr(web_page, "_LONGEST_S", 0.0)
 
     async def listen() -> list[str]:
-        told = web_page._changes(runs["made"], runs.closing)
+        told = web_page._changes(runs["made"], web_page._Shared(), runs.closing)
         heard = [await anext(told), await anext(told)]
         with RunStore.open(folder / "made" / "store.sqlite") as store:
             admit(store, max_running=1000, groups_per_step=8)
-        heard += [await anext(told), await anext(told)]
+        heard += [await anext(told), await anext(told), await anext(told)]
         return heard
 
-    first, quiet, changed, again = asyncio.run(asyncio.wait_for(listen(), 60))
+    first, quiet, changed, again, last = asyncio.run(asyncio.wait_for(listen(), 60))
     assert first.startswith("event: change\n") and changed.startswith("event: change\n") and first != changed
     assert quiet == again == ": nothing new\n\n"
+    assert last == "event: change\ndata: again\n\n", "an answer that was kept may be older than the last change"
+
+
+def test_ten_viewers_are_answered_once(runs: OpenedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    now = 100.0
+    shared = web_page._Shared(clock=lambda: now)
+
+    def slow() -> str:
+        nonlocal now
+        asked.append(now)
+        now += 0.3
+        return "x" * len(asked)
+
+    async def look() -> list[str]:
+        return list(await asyncio.gather(*(shared("key", slow) for _ in range(10))))
+
+    assert asyncio.run(look()) == ['"x"'] * 10 and asked == [100.0]
+    now += 2.9
+    assert asyncio.run(look()) == ['"x"'] * 10, "it took 0.3 s: nobody asks again for 3 s"
+    now += 0.2
+    assert asyncio.run(look()) == ['"xx"'] * 10 and len(asked) == 2
+    shared.forget()
+    assert asyncio.run(look()) == ['"xxx"'] * 10
+
+    def fails() -> str:
+        raise UsageError("no")
+
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            asyncio.run(shared("other", fails))
+    assert asyncio.run(shared("other", lambda: 1)) == "1", "a failure is not kept"
 
 
 def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:

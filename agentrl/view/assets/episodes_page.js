@@ -48,7 +48,7 @@ export async function show({ root, id, query, signal }) {
   const entry = (key, label, attributes) => h("label", {}, h("span", {}, label), h("input", { ...attributes, value: asked[key] ?? "", onchange: (event) => go({ [key]: event.target.value.trim() }) }));
   const any = (values) => [["", "any"], ...values.map((value) => [value, value.replaceAll("_", " ")])];
   const yes = [["", "any"], ["yes", "yes"], ["no", "no"]];
-  const search = h("input", { type: "search", placeholder: "Search prompts, answers, observations…  ( / )", "aria-label": "Search texts", value: asked.q ?? "", onchange: (event) => go({ q: event.target.value }) });
+  const search = h("input", { type: "search", placeholder: "Search prompts, answers, observations…  ( / )", "aria-label": "Search texts", value: asked.q ?? "", onchange: (event) => go({ q: event.target.value, before: "" }) });
   const filters = h("div", { class: "filters" },
     choice("purpose", "Played for", [["", "training"], ...run.purposes.filter((one) => one !== "train").map((one) => [one, one]), ["all", "everything"]]),
     run.environments.length > 1 ? choice("env", "Environment", any(run.environments)) : null,
@@ -103,7 +103,8 @@ export async function show({ root, id, query, signal }) {
     fresh(table, episodeTable(id, rows, { sort: asked.sort ?? "ended", order: asked.order ?? "desc", sorted: (column) => go({ sort: column, order: (asked.sort ?? "ended") === column && (asked.order ?? "desc") === "desc" ? "asc" : "desc" }) }));
     if (chosen >= 0) choose(rows.findIndex((row) => row.id === kept));
     const turn = (to, text, off) => h("button", { type: "button", class: "button", disabled: off, onclick: () => go({ offset: to || "" }) }, text);
-    fresh(pages, turn(Math.max(0, offset - LIMIT), "← Previous page", offset === 0), turn(offset + LIMIT, "Next page →", offset + rows.length >= found.total));
+    const further = found.searched_back_to === null ? null : h("button", { type: "button", class: "button", onclick: () => go({ before: found.searched_back_to }) }, "Search further back");
+    fresh(pages, turn(Math.max(0, offset - LIMIT), "← Previous page", offset === 0), further, turn(offset + LIMIT, "Next page →", offset + rows.length >= found.total));
   }
 
   await refresh();

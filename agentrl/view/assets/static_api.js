@@ -50,9 +50,9 @@ async function sampled(rows, { role, from_weights: from, to_weights: to }) {
   if (!role && !from && !to) return rows;
   const found = await Promise.all(rows.map((row) => load(`episodes/${row.id}`)));
   return rows.filter((_, k) => {
-    const steps = Object.values(found[k].weight_steps);
+    const newest = Math.max(...Object.values(found[k].weight_steps));
     return (!role || found[k].turns.some((turn) => turn.role === role))
-      && (!from || Math.max(...steps) >= Number(from)) && (!to || Math.min(...steps) <= Number(to));
+      && (!from || newest >= Number(from)) && (!to || (newest >= 0 && newest <= Number(to)));
   });
 }
 
