@@ -186,7 +186,8 @@ class Step:
     loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role (see
     `agentrl.env.multi_agent`). `unsettled` is added to the last turn's reward if something else ends the episode here,
     such as a limit of the run: a potential-based reward must then settle the potential of the current state.
-    `observation_cut` counts the bytes of messages beyond the run's limit; the driver sets it."""
+    `observation_cut` counts the bytes of messages beyond the run's limit, and `compaction` is what happened to the
+    conversation behind this answer (see `agentrl.rollout.compaction`); the driver sets both."""
 
     observation: Messages
     reward: float = 0.0
@@ -202,6 +203,7 @@ class Step:
     outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
     unsettled: float = 0.0
     observation_cut: int = 0
+    compaction: str = ""
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 

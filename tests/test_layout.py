@@ -85,6 +85,16 @@ def test_every_room_says_what_it_is() -> None:
     assert [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(room.read_text()))] == []
 
 
+def test_a_room_names_only_files_that_it_has() -> None:
+    gone = [
+        f"{room.parent.relative_to(ROOT)} names {name}"
+        for room in PACKAGE.rglob("__init__.py")
+        for name in re.findall(r"[a-z_]+\.py\b", ast.get_docstring(ast.parse(room.read_text())) or "")
+        if not any(room.parent.rglob(name))
+    ]
+    assert not gone, "\n".join(gone)
+
+
 def test_the_table_of_the_store_names_each_of_its_folders_and_files() -> None:
     table = re.findall(
         r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "store/__init__.py").read_text())) or "", re.M

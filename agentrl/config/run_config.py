@@ -27,6 +27,7 @@ from agentrl.config.sections import (
     URL_SCHEMES,
     Alarms,
     BufferSettings,
+    CompactionSettings,
     Count,
     CurriculumSettings,
     EnvSource,
@@ -126,6 +127,7 @@ class Rollout(_Section):
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
     roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names
     pivot: PivotSettings | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
+    compaction: CompactionSettings | None = None  # of conversations that outgrow max_context; without it they end there
 
     @field_validator("template")
     @classmethod
@@ -424,6 +426,10 @@ class RunConfig(WithRoles, WithCluster, _Section):
         if rollout.max_tokens_per_turn >= rollout.max_context:
             hint = f"must be below rollout.max_context = {rollout.max_context}"
             raise ConfigError("rollout.max_tokens_per_turn", rollout.max_tokens_per_turn, hint)
+        compaction, room = rollout.compaction, rollout.max_context - rollout.max_tokens_per_turn
+        if compaction is not None and compaction.at * rollout.max_context > room:
+            hint = f"leave rollout.max_tokens_per_turn for the policy's notes: at most {room / rollout.max_context:.2f}"
+            raise ConfigError("rollout.compaction.at", compaction.at, hint)
         least = max(algo.least_members for algo in self.algorithms.values())
         if rollout.pivot is not None and not least <= rollout.pivot.k <= rollout.group_size:
             size = f"at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"

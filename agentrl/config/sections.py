@@ -170,6 +170,27 @@ class PivotSettings(Section):
         return self
 
 
+_ASK_FOR_NOTES = (
+    "Your context is nearly full. Write down all that you need to go on: only the task and these notes will remain."
+)
+
+
+class CompactionSettings(Section):
+    """A conversation that outgrows its context goes on from less of it. See `docs/how-to/long-episodes.md`."""
+
+    at: Annotated[float, Field(gt=0, lt=1)] = 0.6  # share of max_context; the rest is for one more answer and the notes
+    how: str = "summary"  # the policy writes notes; drop_tools: old tool answers go; or the module:function of yours
+    request: Annotated[str, Field(min_length=1)] = _ASK_FOR_NOTES  # summary: the user's message that asks for the notes
+    keep: Annotated[int, Field(ge=0)] = 1  # drop_tools: so many of the newest tool answers stay
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.how not in ("summary", "drop_tools") and ":" not in self.how:
+            hint = "give summary, drop_tools, or the module:function of yours"
+            raise ConfigError("rollout.compaction.how", self.how, hint)
+        return self
+
+
 class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/how-to/process-rewards.md`."""
 

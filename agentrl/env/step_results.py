@@ -124,7 +124,8 @@ def _step(
     }
     rest = _plain(given, what)
     history, more = _cut(rest.pop("history", None), most)
-    rest.pop("observation_cut", None)
+    for name in ("observation_cut", "compaction"):  # the driver's to say
+        rest.pop(name, None)
     success, role = rest.pop("success", None), rest.pop("role", None)
     return Step(
         observation=_messages(observation, f"{what}: observation"),

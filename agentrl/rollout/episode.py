@@ -43,6 +43,7 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
+from agentrl.rollout import compaction
 from agentrl.rollout.drain import HandedBack, Leaving
 from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line, reason_of, rewarded
 from agentrl.rollout.generate_turn import sample, untold
@@ -336,7 +337,7 @@ class _Episode:
     async def _limit(self) -> StopReason | None:
         """The limit of the run that is reached with the last turn, if any."""
         settings = self._context.settings
-        if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
+        if settings.max_turns is not None and compaction.acts(self._turns) >= settings.max_turns:
             return StopReason.TURN_LIMIT
         if self._guard.seconds >= settings.episode_deadline_s:
             return StopReason.TIME_LIMIT
@@ -377,8 +378,6 @@ class _Episode:
     async def _render(self) -> _Prompt:
         """Render the next turn up to where its role speaks. Tools are asked for at every fresh start and fork: the
         environment may not know them earlier, and may have changed them."""
-        renderer, env, task = self._context.renderer, self._env, self._claim.task
-        assert env is not None
         acts, news, history = self._first_role, self._start, None
         if self._turns:
             step = self._turns[-1].step
@@ -387,18 +386,28 @@ class _Episode:
         role = POLICY if acts is None else acts
         last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
         if history is not None or last is None:
-            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
-            messages = news if history is None else history
-            start = partial(renderer.start, tools=schemas)
-            prompt_ids = await rendered(start, messages, schemas, env=task.env, acted=bool(self._turns))
+            prompt_ids = await self._started(news if history is None else history)
             return _Prompt(role, None, prompt_ids, prompt_ids)
-        schemas = self._schemas
-        if schemas is None:  # the conversation began in another worker
-            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
-        extend = partial(renderer.extend, last.token_ids, tools=schemas)
-        prompt_ids = await rendered(extend, news, env=task.env, acted=True)
+        prompt_ids = await self._extended(last, news)
         context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
         return _Prompt(role, last.index, prompt_ids, context)
+
+    async def _started(self, messages: Messages) -> tuple[int, ...]:
+        """The tokens of a conversation that starts with `messages`."""
+        env, task = self._env, self._claim.task
+        assert env is not None
+        schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+        start = partial(self._context.renderer.start, tools=schemas)
+        return await rendered(start, messages, schemas, env=task.env, acted=bool(self._turns))
+
+    async def _extended(self, last: Turn, messages: Messages) -> tuple[int, ...]:
+        """The tokens that extend the conversation whose last turn is `last`."""
+        env, schemas = self._env, self._schemas
+        assert env is not None
+        if schemas is None:  # the conversation began in another worker
+            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+        extend = partial(self._context.renderer.extend, last.token_ids, tools=schemas)
+        return await rendered(extend, messages, env=self._claim.task.env, acted=True)
 
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         context, claim, index = self._context, self._claim, len(self._turns)
@@ -450,8 +459,12 @@ class _Episode:
         )
 
     async def _act(self, turn: Turn) -> Step:
-        """The environment's answer to a turn. Raises TimeUp, PolicyFault."""
+        """The environment's answer to a turn; a turn of notes never reaches it. Raises TimeUp, PolicyFault."""
         env, settings = self._env, self._context.settings
+        if compaction.writes_notes(self._turns, turn.index):
+            before = self._turns[turn.index - 1].step
+            assert before is not None
+            return compaction.noted(self._start, before, turn.text)
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
@@ -461,7 +474,33 @@ class _Episode:
         call = partial(step_results.act, env, turn.text, self._claim.task, settings.observation_bytes, turn.index)
         step: Step = await self._guard("step", call, policy_s=policy_s)
         self._said = step
-        return step
+        return await self._compacted(turn, step)
+
+    async def _compacted(self, turn: Turn, step: Step) -> Step:
+        """The answer to a turn, and the compaction that is due behind it: as the journal has it, if it has the turn's
+        answer already."""
+        settings = self._context.settings.compaction
+        if turn.step is not None:  # in a worker before, perhaps with other settings
+            return compaction.as_before(step, turn.step)
+        if settings is None or step.terminated or step.truncated or step.history is not None:
+            return step
+        if step.role is not None or turn.role != POLICY:
+            raise EnvError(f"{self._claim.task.env}: rollout.compaction is for environments of one role: leave it out")
+        by_policy = settings.how == compaction.SUMMARY
+        asked = compaction.ask(step, settings.request) if by_policy else step
+        before = len(context_ids(self._turns, turn.index)) + len(turn.token_ids)
+        most = settings.at * self._context.settings.max_context
+        if before + compaction.most_tokens(asked.observation) < most:  # so that few answers are rendered twice
+            return step
+        context = before + len(await self._extended(turn, asked.observation))
+        if context < most or by_policy:
+            return step if context < most else asked
+        where = f"rollout.compaction.how = {settings.how!r}"
+        messages = compaction.conversation(self._start, self._turns, step)
+        history = await self._guard(where, partial(compaction.shortened, settings, messages, where))
+        if len(await self._started(history)) >= context:
+            return replace(step, compaction=compaction.NO_SHORTER)
+        return replace(step, history=history, compaction=compaction.SHORTENED)
 
     def _ended(self) -> StopCause | None:
         """How the last step ended the episode; None if it did not."""

@@ -116,7 +116,8 @@ async def play_text(
         engine=policy,
         renderer=policy,
         store=journal,
-        settings=settings.model_copy(update={"snapshot_every_turns": 0}),  # nobody goes on with the episode
+        # Nobody goes on with the episode, and how full its context is only a server knows.
+        settings=settings.model_copy(update={"snapshot_every_turns": 0, "compaction": None}),
         make_env=lambda _: env,
         tracebacks=tracebacks or Tracebacks(),
     )

@@ -35,6 +35,7 @@ from agentrl.models.resolve import model_dir, renderer_of
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Task
 from agentrl.rewards.hidden_tests import BoxTests
+from agentrl.rollout import compaction
 from agentrl.rollout.env_calls import EnvCalls, one_line
 from agentrl.rollout.render_messages import rendered
 from agentrl.rollout.take_snapshots import prepare
@@ -56,6 +57,9 @@ def check_limits(config: RunConfig) -> None:
     if positions is not None and config.rollout.max_context > positions:
         hint = f"the model {config.model!r} has {positions} positions: give at most that"
         raise ConfigError("rollout.max_context", config.rollout.max_context, hint)
+    compacts = config.rollout.compaction
+    if compacts is not None and compacts.how != compaction.SUMMARY:
+        compaction.shortener(compacts)
     if config.env.reward:
         _check_rewarder("env.reward", config.env.reward)
     for at, source in enumerate(config.rewards):

@@ -269,6 +269,7 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "outcomes": _read_roles,
     "unsettled": float,
     "observation_cut": int,
+    "compaction": str,
 }
 _EMPTY: Final = Step(observation=())
 _ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # a field with its default was not set

@@ -1,0 +1,131 @@
+"""Context compaction (`[rollout.compaction]`): a conversation that outgrows its context goes on from less of it.
+
+After an answer of the environment that fills the context up to `at`, one of three things happens:
+
+    summary     the policy is asked for notes, in a turn of its own that the environment never sees and that is trained
+                like any other; the conversation goes on from its first messages with these notes
+    drop_tools  it goes on from the same messages, of which tool answers but the newest lost their text
+    yours       it goes on from the messages that `module:function` makes of those so far
+
+Each is a fork of the episode: one outcome, one advantage for each token, no token sampled or rendered again. The
+journal says where it happened (`Step.compaction`), so that an episode which is resumed does the same again. Owns the
+messages behind it; never knows the environment, the engine or the journal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, cast
+
+from agentrl import registry
+from agentrl.config.sections import CompactionSettings
+from agentrl.env import spaces
+from agentrl.env.sync_async import call
+from agentrl.errors import EnvError, UsageError
+from agentrl.records import Message, Messages, Step, Turn
+
+ASKED: Final = "asked"
+"""`Step.compaction` of an answer behind which the policy writes its notes."""
+SUMMARY: Final = "summary"
+"""That of the turn that wrote them."""
+SHORTENED: Final = "shortened"
+"""That of an answer behind which the conversation was made shorter without the policy."""
+NO_SHORTER: Final = "no_shorter"
+"""That of an answer behind which that was tried, and the conversation would not have become shorter."""
+
+_NOTES: Final = "Your notes on what has happened so far:"
+_LEFT_OUT: Final = "(left out)"
+_AROUND: Final = 64  # tokens that a template may write around a message
+_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)
+
+
+def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
+    """The function of a run file that makes a conversation shorter without the policy. Raises UsageError if it cannot
+    be imported or called."""
+    if settings.how == "drop_tools":
+        return partial(drop_tools, keep=settings.keep)
+    found: Any = registry.load_reference(settings.how)
+    if not callable(found):
+        raise UsageError(f"rollout.compaction.how = {settings.how!r}: it is no function of (messages) -> messages")
+    return found
+
+
+def writes_notes(turns: Sequence[Turn], index: int) -> bool:
+    """Whether the turn at `index` is the policy's notes, for which the answer before it asked."""
+    before = turns[index - 1].step if index else None
+    return before is not None and before.compaction == ASKED
+
+
+def acts(turns: Sequence[Turn]) -> int:
+    """How many turns acted in the environment."""
+    return sum(not writes_notes(turns, turn.index) for turn in turns)
+
+
+def ask(step: Step, request: str) -> Step:
+    """An answer with the request for notes behind it: a message of the user's, or the end of the one that is there."""
+    return replace(step, observation=_with_text(step.observation, request, end=True), compaction=ASKED)
+
+
+def noted(start: Messages, before: Step, notes: str) -> Step:
+    """The answer to a turn of notes: the conversation goes on from its first messages with them. What the environment
+    has `before` still holds."""
+    history = _with_text(start, f"{_NOTES}\n{notes.strip()}", end=False)
+    return Step(observation=(), history=history, unsettled=before.unsettled, compaction=SUMMARY)
+
+
+def conversation(start: Messages, turns: Sequence[Turn], step: Step) -> list[Message]:
+    """The messages so far, with those of `step`, the answer to the last turn."""
+    messages = list(start)
+    for turn in turns:
+        answer = step if turn is turns[-1] else turn.step
+        messages.append(Message(role="assistant", content=turn.text))
+        if answer is not None:
+            messages = [*messages, *answer.observation] if answer.history is None else list(answer.history)
+    return messages
+
+
+def as_before(step: Step, before: Step) -> Step:
+    """An answer that is given again, with the request behind it if there was one `before`."""
+    if before.compaction != ASKED or not before.observation:
+        return step
+    *own, last = before.observation
+    if len(own) < len(step.observation):  # the request is the end of the last message
+        own.append({**last, "content": last["content"][: len(step.observation[-1]["content"])]})
+    return replace(step, observation=before.observation) if tuple(own) == step.observation else step
+
+
+def most_tokens(messages: Messages) -> int:
+    """At least as many as the messages have tokens: a token stands for a byte or more."""
+    return sum(len(message["content"].encode(errors="replace")) + _AROUND for message in messages)
+
+
+async def shortened(settings: CompactionSettings, messages: list[Message], where: str) -> Messages:
+    """The messages that the function of a run file, plain or async, makes of these. Raises EnvError, naming `where`,
+    for anything else than messages."""
+    made: Any = await call(shortener(settings), messages)
+    if isinstance(made, list):
+        made = tuple(cast("list[Any]", made))
+    if reason := _MESSAGES.why_not(made):
+        raise EnvError(f"{where} returned no messages: {reason}")
+    return cast(Messages, made)
+
+
+def drop_tools(messages: list[Message], *, keep: int) -> list[Message]:
+    """The messages, of which tool answers but the last `keep` say only that they are left out."""
+    answers = [at for at, message in enumerate(messages) if message["role"] == "tool"]
+    old = set(answers[: len(answers) - keep] if keep else answers)
+    return [{**message, "content": _LEFT_OUT} if at in old else message for at, message in enumerate(messages)]
+
+
+def _with_text(messages: Messages, text: str, *, end: bool) -> Messages:
+    """Messages with a text of the user's: in the last message of the user's (with `end`, only if it is the last of
+    all), else behind all. Many templates take no two messages of a user's in a row."""
+    places = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    if not places or (end and places[-1] != len(messages) - 1):
+        return (*messages, Message(role="user", content=text))
+    at = places[-1]
+    joined: Message = {**messages[at], "content": f"{messages[at]['content']}\n\n{text}"}
+    return (*messages[:at], joined, *messages[at + 1 :])
