@@ -7,6 +7,7 @@
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/tokens/STEP.jsonl   what `agentrl retrain --dump` writes there for the page of runs
+    RUN/notes.json          tags and a note that somebody wrote on the page of runs
     RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
     RUN/summary-NNN.json    that of an earlier end, after NNN steps, of a run that goes on for longer
@@ -73,6 +74,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def notes(self) -> Path:
+        return self.path / "notes.json"
 
     def token_dump(self, step: int) -> Path:
         """Where the page of runs looks for what a step did to each token."""

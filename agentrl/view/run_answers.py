@@ -14,6 +14,7 @@ from agentrl.records import StopReason
 from agentrl.run.evaluation import held_out
 from agentrl.store.metrics import Metric, finite
 from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
+from agentrl.view.notes import notes_of
 from agentrl.view.opened_runs import OpenedRun, is_live
 
 Json = dict[str, Any]
@@ -47,6 +48,7 @@ def line(opened: OpenedRun) -> Json:
         "success": state["success"],
         "held_out": [list(point) for point in state["held_out"].items()],
         "spark": _thinned([_number(row.get("outcome_mean")) for row in values]),
+        **notes_of(opened.run),
         "created_s": created,
         "updated_s": rows[-1].time_s if rows else created,
     }

@@ -2,7 +2,9 @@
 
 The page's own files hold nothing of a run, and go to everybody. Each answer under `/api/` needs the token in the header
 `Authorization`, where no link, no cookie and no script of another origin can put it. `Host` must name this server, so
-that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks.
+that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks, but for one: `POST
+/api/runs/RUN/notes` keeps tags and a note in the run's folder. It must come from this page itself (`Origin`), and be
+JSON, which a form of another page cannot send.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.view import episode_answers, run_answers
 from agentrl.view.lanes import lanes
+from agentrl.view.notes import keep_notes
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns
 
 POLICY = (
@@ -53,6 +56,7 @@ _TYPES: Final = {
 _LOOK_S = 1.0  # between two looks for changes
 _QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
 _MOST_NAMES = 64  # metrics of one answer
+_NOTES_BYTES = 1 << 17
 _LONGEST_S = 15.0  # that an answer is taken as known
 _SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
 _KEPT_ANSWERS, _KEPT_CHARS = 64, 1 << 20
@@ -131,6 +135,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
             Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
+            Route("/api/runs/{run}/notes", partial(_notes, runs, shared), methods=["POST"]),
             Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
     )
@@ -160,7 +165,10 @@ class _Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._visitors.hosts and _host(headers.get(b"host", b"").decode("latin-1")) not in self._visitors.hosts:
             return _problem(421, "this page is not served under that name: open the address that the command printed")
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] == "POST" and scope["path"].endswith("/notes"):
+            if not _from_here(headers):
+                return _problem(403, "notes are written on this page, by nobody else's")
+        elif scope["method"] not in ("GET", "HEAD"):
             return _problem(405, "this page only looks")
         shown = headers.get(b"authorization", b"")
         if scope["path"].startswith("/api/") and not _same(shown, f"Bearer {self._visitors.token}".encode()):
@@ -181,6 +189,14 @@ def _host(header: str) -> str:
     """The name in a Host header, without its port."""
     name, _, port = header.rpartition(":")
     return (name if name and port.isdigit() else header).lower()
+
+
+def _from_here(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request that writes comes from the page itself, or from no page at all (a script with the token)."""
+    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+    ours = origin is None or origin in (b"http://" + host, b"https://" + host)
+    asked_by = headers.get(b"sec-fetch-site", b"same-origin")
+    return ours and asked_by == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
 
 
 def _same(shown: bytes, right: bytes) -> bool:
@@ -227,6 +243,26 @@ def _metrics(run: OpenedRun, query: Query) -> Any:
     if len(names) > _MOST_NAMES:
         raise UsageError(f"names has {len(names)} metrics: ask for {_MOST_NAMES} at most")
     return run_answers.metrics(run, names)
+
+
+async def _notes(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
+    """Keep tags and a note; what is kept."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _NOTES_BYTES:
+            return _problem(413, f"notes have more than {_NOTES_BYTES} bytes")
+    try:
+        said = json.loads(body)
+        kept = await to_thread.run_sync(lambda: keep_notes(runs[request.path_params["run"]].run, said))
+    except KeyError as error:
+        return _problem(404, f"no run {error.args[0]!r} is here")
+    except (ValueError, RecursionError):
+        return _problem(400, "notes are JSON")
+    except UsageError as error:
+        return _problem(400, str(error))
+    shared.forget()
+    return _sent(json.dumps(kept))
 
 
 async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:

@@ -21,6 +21,19 @@ from .made_run import FILE, HOSTILE, make_run
 
 pytestmark = pytest.mark.chromium
 _DEADLINE_MS = 60_000
+# What a screen reader or a keyboard would stumble over: controls without a name, a level of headings left out, a
+# region that scrolls and cannot be reached.
+UNREADABLE = """
+    [...document.querySelectorAll("button, a, input, select, textarea, summary, progress, [role=button], [role=img]")]
+        .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.length || one.ariaHidden))
+        .map((one) => one.outerHTML)
+        .concat([...document.querySelectorAll("main h1, main h2, main h3")].map((one) => Number(one.tagName[1]))
+            .flatMap((level, k, all) => (level > (all[k - 1] ?? 0) + 1 ? [`h${level}`] : [])))
+        .concat([...document.querySelectorAll("main *")]
+            .filter((one) => one.scrollHeight > one.clientHeight + 1 && getComputedStyle(one).overflowY === "auto")
+            .filter((one) => one.tabIndex < 0 && !one.querySelector("a, button, input, summary"))
+            .map((one) => one.outerHTML))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +62,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         def shows(name: str) -> None:
             page.wait_for_selector(f"main > .page-{name}")
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, f"{name} is wider than the window"
+            assert page.evaluate(UNREADABLE) == [], name
 
         page.goto(address)
         shows("runs")
@@ -66,7 +80,14 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         assert page.locator(".lanes .area").count() == 4 and page.locator(".pipe li").count() == 5
         page.fill("input[list]", "kl_k3")
         page.keyboard.press("Enter")
-        page.wait_for_selector("h3:has-text('kl_k3')")
+        page.wait_for_selector("h2:has-text('kl_k3')")
+
+        page.click("summary:has-text('Tags and note')")
+        page.fill("input[aria-label^=Tags]", "keep, <b>tag</b>")
+        page.fill("textarea", HOSTILE.replace("\x00", "").replace("\ud800", ""))
+        page.click("text=Save")
+        page.wait_for_selector(".chip.tag:has-text('<b>tag</b>')")
+        assert page.locator(".said-of .note").text_content().startswith("<script>window.hacked = 1</script><img")
 
         page.keyboard.press("Escape")
         page.keyboard.press("e")

@@ -20,6 +20,7 @@ from agentrl.errors import UsageError
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
 from agentrl.view import recorded_run, web_page
+from agentrl.view.notes import keep_notes, notes_of
 from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.page_server import served
 from agentrl.view.web_page import Visitors, loopback_hosts, page_files
@@ -166,6 +167,84 @@ def test_a_name_that_points_here_from_elsewhere_gets_nothing(page: TestClient) -
     for host in ("127.0.0.1:8642", "localhost:1", "[::1]:8642", "LOCALHOST"):
         assert page.get("/api/runs", headers={"host": host}).status_code == 200, host
     assert [page.request(method, "/api/runs").status_code for method in ("POST", "PUT", "DELETE")] == [405] * 3
+
+
+NOTES = {"tags": ["baseline", "keep"], "note": HOSTILE}
+
+
+def send(page: TestClient, body: Any, *, run: str = "made", **headers: str) -> Any:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return page.post(f"/api/runs/{run}/notes", content=content, headers={"content-type": "application/json", **named})
+
+
+def test_tags_and_a_note_stand_in_the_runs_folder(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    page = TestClient(
+        web_page.web_page(OpenedRuns([tmp_path]), Visitors(TOKEN, loopback_hosts("127.0.0.1"))),
+        base_url="http://127.0.0.1:8642",
+        headers=KEY,
+    )
+    assert (get(page, "")[0]["tags"], get(page, "")[0]["note"]) == ([], "")
+    before = run.store_path.read_bytes()
+    kept = send(page, {**NOTES, "tags": [" baseline", "keep", "keep"]})
+    assert (kept.status_code, kept.json()) == (200, NOTES)
+    (line,) = get(page, "")
+    assert {key: line[key] for key in NOTES} == NOTES == {key: get(page, "/made")[key] for key in NOTES}
+    assert run.notes.stat().st_mode & 0o077 == 0 and run.store_path.read_bytes() == before
+    assert not list(run.path.glob(".notes-*"))
+    for bad, why in (
+        ({"tags": ["x" * 41], "note": ""}, "1 to 40 letters"),
+        ({"tags": ["a\u202eb"], "note": ""}, "1 to 40 letters"),
+        ({"tags": [5], "note": ""}, "1 to 40 letters"),
+        ({"tags": [f"t{n}" for n in range(21)], "note": ""}, "20 at most"),
+        ({"tags": [], "note": "x" * 10_001}, "10000 at most"),
+        ({"tags": [], "note": "", "path": "/etc/passwd"}, "notes are"),
+        ([], "notes are"),
+    ):
+        refused = send(page, bad)
+        assert refused.status_code == 400 and why in refused.json()["error"], bad
+    assert [send(page, body).status_code for body in (b"{", b"[" * 100_000, b"x" * 200_000)] == [400, 400, 413]
+    assert send(page, NOTES, run="other").status_code == 404
+    assert get(page, "/made")["note"] == HOSTILE, "nothing of these was kept"
+    run.notes.write_text("[1")
+    assert notes_of(run) == {"tags": [], "note": ""}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://127.0.0.1:8642", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1:9999"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"content-type": "text/plain"}, 403),
+        ({"content-type": "application/x-www-form-urlencoded"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 421),
+        ({"authorization": ""}, 401),
+    ],
+)
+def test_only_this_page_writes_notes(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+    run = make_run(tmp_path / "made")
+    page = TestClient(
+        web_page.web_page(OpenedRuns([tmp_path]), Visitors(TOKEN, loopback_hosts("127.0.0.1"))),
+        base_url="http://127.0.0.1:8642",
+        headers=KEY,
+    )
+    answer = send(page, NOTES, **headers)
+    assert (answer.status_code, run.notes.exists()) == (status, status == 200)
+    assert "access-control-allow-origin" not in answer.headers
+    assert page.options("/api/runs/made/notes", headers=headers).status_code in (405, 421)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    run.notes.mkdir()
+    with pytest.raises(UsageError, match=r"notes\.json cannot be written: Is a directory"):
+        keep_notes(run, NOTES)
+    assert not list(run.path.glob(".notes-*"))
 
 
 OUT = (

@@ -36,6 +36,16 @@ async function answered(parts, query, signal) {
   return document;
 }
 
+// Whether this page can write: notes, and nothing else.
+export const writes = true;
+
+export async function keepNotes(run, notes) {
+  const answer = await fetch(url(["runs", run, "notes"]), { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(notes) });
+  const document = await answer.json();
+  if (!answer.ok) throw new Error(document.error ?? `${answer.status}`);
+  return document;
+}
+
 // Calls `changed` with each server-sent event of a run, and `lost` with true while there is no connection. A plain
 // EventSource cannot show a token.
 export async function watch(run, changed, lost, signal) {

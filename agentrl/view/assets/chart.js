@@ -169,7 +169,7 @@ export function lineChart(options) {
     if (now !== width) { width = now; draw(); }
   }).observe(box);
   const legend = h("div", { class: "legend" });
-  const whole = h("section", { class: "card plot" }, h("h3", {}, options.title, options.note ? h("span", { class: "note" }, options.note) : null, legend), box);
+  const whole = h("section", { class: "card plot" }, h("h2", {}, options.title, options.note ? h("span", { class: "note" }, options.note) : null, legend), box);
   whole.update = (given, news) => {
     series = given;
     marks = news ?? marks;

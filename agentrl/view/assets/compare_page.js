@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { lineChart } from "./chart.js";
-import { card, fresh, h, link, number, path, percent, stateChip } from "./dom.js";
+import { card, fresh, h, link, notesLine, number, path, percent, stateChip } from "./dom.js";
 
 export const name = "compare";
 const CURVES = [
@@ -42,7 +42,7 @@ export async function show({ root, query, signal }) {
     });
     const head = (...cells) => h("tr", {}, cells.map((cell, k) => h("th", { class: k > 1 ? "num" : "" }, cell)));
     fresh(table, h("table", {}, h("thead", {}, head("run", "state", "steps", "reward", "success", "held-out")), h("tbody", {}, runs.map((run, tone) => h(
-      "tr", {}, h("td", {}, h("i", { class: `key tone${tone}` }), link(path("run", run.id), run.id)), h("td", {}, stateChip(run)),
+      "tr", {}, h("td", {}, h("i", { class: `key tone${tone}` }), link(path("run", run.id), run.id), notesLine(run)), h("td", {}, stateChip(run)),
       h("td", { class: "num" }, `${number(run.step)} of ${number(run.steps)}`), h("td", { class: "num" }, number(run.reward)), h("td", { class: "num" }, percent(run.success)), h("td", { class: "num" }, percent(run.held_out.at(-1)?.[1])),
     )))));
     const settings = runs.map((run) => leaves(run.config));

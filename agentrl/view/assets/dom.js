@@ -54,7 +54,7 @@ export function ago(time) {
 export const link = (href, ...children) => h("a", { href }, ...children);
 export const chip = (text, kind = "") => h("span", { class: `chip ${kind}` }, text);
 export const card = (title, note, ...children) =>
-  h("section", { class: "card" }, h("h3", {}, title, note ? h("span", { class: "note" }, note) : null), ...children);
+  h("section", { class: "card" }, h("h2", {}, title, note ? h("span", { class: "note" }, note) : null), ...children);
 
 export const path = (...parts) => `#/${parts.map((part) => encodeURIComponent(part)).join("/")}`;
 
@@ -63,6 +63,9 @@ export function stateChip(run) {
   if (run.live) return chip(run.phase && run.phase !== "train" ? run.phase : "training", "go");
   return run.state === "over" ? chip("finished", "done") : chip("stopped", "wait");
 }
+
+// The tags of a run, and the first line of its note.
+export const notesLine = (run) => (run.tags.length || run.note ? h("div", { class: "said-of" }, run.tags.map((tag) => chip(tag, "tag")), run.note ? h("span", { class: "note" }, run.note.split("\n")[0].slice(0, 160)) : null) : null);
 
 export function outcomeChip(row) {
   if (row.success === true) return chip("solved", "good");

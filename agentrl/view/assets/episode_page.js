@@ -96,16 +96,16 @@ export async function show({ root, id, number: episode, query, signal }) {
     const hint = data.step && !data.turns.some((turn) => Object.keys(turn.columns).length) && !noTokens
       ? h("p", { class: "note" }, "For ratio, entropy, gradient of each token, type ", h("code", {}, `agentrl retrain RUN --step ${data.step} --dump RUN/tokens/${data.step}.jsonl`)) : null;
     fresh(aside, 
-      h("section", { class: "card" }, h("h3", {}, "Tokens"), choices, legendOf(mode, data.turns, data.weight_steps), hint, noTokens ? h("p", { class: "note" }, "Token arrays were dropped by the run's retention (buffer.keep_steps).") : null),
-      h("section", { class: "card" }, h("h3", {}, "Rewards"), h("table", { class: "small" }, h("tbody", {},
+      h("section", { class: "card" }, h("h2", {}, "Tokens"), choices, legendOf(mode, data.turns, data.weight_steps), hint, noTokens ? h("p", { class: "note" }, "Token arrays were dropped by the run's retention (buffer.keep_steps).") : null),
+      h("section", { class: "card" }, h("h2", {}, "Rewards"), h("table", { class: "small" }, h("tbody", {},
         Object.entries(sums).map(([source, value]) => h("tr", {}, h("td", {}, source === "env" ? "turns, by the environment" : `turns, by ${source}`), h("td", { class: "num" }, signed(value)))),
         h("tr", {}, h("td", {}, "outcome"), h("td", { class: "num" }, number(data.outcome))),
         Object.entries(data.outcomes).map(([role, value]) => h("tr", {}, h("td", {}, `outcome of ${role}`), h("td", { class: "num" }, number(value))))))),
-      h("section", { class: "card" }, h("h3", {}, link(path("run", id, "group", data.group), `Group ${number(data.group)}`), h("span", { class: "note" }, data.group_state)), h("div", { class: "scroll" }, members)),
-      h("section", { class: "card" }, h("h3", {}, "Time"), episodeTimes(data, (turn) => { location.hash = here({ turn }); })),
-      data.family.length ? h("section", { class: "card" }, h("h3", {}, "Forks"), familyTree()) : null,
-      data.restarts.length ? h("section", { class: "card" }, h("h3", {}, "Earlier trials"), data.restarts.map(earlier)) : null,
-      h("section", { class: "card" }, h("h3", {}, "Copy"), h("div", { class: "row" },
+      h("section", { class: "card" }, h("h2", {}, link(path("run", id, "group", data.group), `Group ${number(data.group)}`), h("span", { class: "note" }, data.group_state)), h("div", { class: "scroll" }, members)),
+      h("section", { class: "card" }, h("h2", {}, "Time"), episodeTimes(data, (turn) => { location.hash = here({ turn }); })),
+      data.family.length ? h("section", { class: "card" }, h("h2", {}, "Forks"), familyTree()) : null,
+      data.restarts.length ? h("section", { class: "card" }, h("h2", {}, "Earlier trials"), data.restarts.map(earlier)) : null,
+      h("section", { class: "card" }, h("h2", {}, "Copy"), h("div", { class: "row" },
         button("as JSON", json((one) => one)), button("as chat", json(chatOf)), button("as test case", async () => testCaseOf(await uncut(), id)))),
     );
   }

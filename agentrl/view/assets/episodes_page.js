@@ -71,7 +71,7 @@ export async function show({ root, id, query, signal }) {
   const pages = h("div", { class: "pages" });
   root.append(
     h("div", { class: "title" }, h("h1", {}, "Episodes"), h("span", { class: "grow" }), search),
-    h("div", { class: "grid side" }, h("section", { class: "card" }, filters), h("section", { class: "card" }, h("h3", {}, "Outcome reward", h("span", { class: "note" }, "choose a bar")), picture)),
+    h("div", { class: "grid side" }, h("section", { class: "card" }, filters), h("section", { class: "card" }, h("h2", {}, "Outcome reward", h("span", { class: "note" }, "choose a bar")), picture)),
     count, h("section", { class: "card flush" }, table), pages,
   );
 

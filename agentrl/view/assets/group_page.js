@@ -11,7 +11,7 @@ export async function show({ root, id, number: group, signal }) {
     const found = await get(["runs", id, "groups", group], {}, signal);
     const kind = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "");
     const member = (one) => h("article", { class: "member card" },
-      h("header", {}, h("h3", {}, link(path("run", id, "episode", one.id), `Episode ${number(one.id)}`)), h("div", { class: "row" },
+      h("header", {}, h("h2", {}, link(path("run", id, "episode", one.id), `Episode ${number(one.id)}`)), h("div", { class: "row" },
         one.outcome === null ? chip(one.stop_reason ?? "running") : chip(`outcome ${number(one.outcome)}`, one.outcome > 0 ? "good" : "bad"),
         one.advantage === null ? null : chip(`advantage ${signed(one.advantage)}`, kind(one.advantage)))),
       h("p", { class: "note" }, `${number(one.n_turns)} turns · ${number(one.tokens)} tokens · ${(one.stop_reason ?? "running").replaceAll("_", " ")}`),

@@ -1,8 +1,8 @@
 // One run: how far it is, how well it does, why; every number that it measured.
 
-import { get } from "./api.js";
+import { get, keepNotes, writes } from "./api.js";
 import { bars, lineChart } from "./chart.js";
-import { ago, card, duration, fresh, h, link, number, path, percent, signed, stateChip } from "./dom.js";
+import { ago, card, duration, fresh, h, link, notesLine, number, path, percent, signed, stateChip } from "./dom.js";
 import { runLanes } from "./lanes.js";
 
 export const name = "run";
@@ -42,7 +42,18 @@ export async function show({ root, id, query, signal }) {
   const minutes = h("div", {});
   const way = h("div", {});
   const happened = h("div", { class: "scroll" });
-  const config = h("pre", { class: "config" });
+  const config = h("pre", { class: "config", tabindex: "0", role: "region", "aria-label": "Configuration" });
+  const tags = h("input", { type: "text", "aria-label": "Tags, with commas between them", placeholder: "baseline, keep" });
+  const note = h("textarea", { rows: 4, "aria-label": "Note", placeholder: "What this run is for, what came of it…" });
+  const saved = h("span", { class: "note", role: "status" });
+  async function save() {
+    try {
+      await keepNotes(id, { tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
+      saved.textContent = "Saved in the run's folder";
+      await refresh();
+    } catch (error) { saved.textContent = error.message; }
+  }
+  const notes = h("details", { class: "card notes" }, h("summary", {}, "Tags and note"), tags, note, h("div", { class: "row" }, h("button", { type: "button", class: "button", onclick: save }, "Save"), saved));
   const names = h("datalist", { id: "names" });
   const add = h("input", { type: "search", list: "names", placeholder: "Add a metric by name…", "aria-label": "Add a metric by name", onchange: (event) => { insert(event.target.value); event.target.value = ""; } });
   const soften = h("label", { class: "check" }, h("input", { type: "checkbox", checked: true, onchange: (event) => { smooth = event.target.checked; for (const chart of [...charts, ...added.values()]) chart.set({ smooth: smooth ? SMOOTH : 0 }); } }), "smooth");
@@ -51,6 +62,7 @@ export async function show({ root, id, query, signal }) {
     h("div", { class: "bar-line" }, h("h2", {}, "Curves"), soften, h("span", { class: "note" }, "ticks below an axis: checkpoints; above it: weights served"), add, names),
     h("div", { class: "grid charts" }, charts), own, below,
     card("What happened", "faults, alarms, restarts", happened),
+    ...(writes ? [notes] : []),
     h("details", { class: "card" }, h("summary", {}, "Configuration"), config),
   );
 
@@ -58,7 +70,7 @@ export async function show({ root, id, query, signal }) {
   function insert(metric) {
     if (!all.includes(metric) || added.has(metric)) return;
     const chart = lineChart({ title: metric, label: "", pick, smooth: smooth ? SMOOTH : 0 });
-    chart.querySelector("h3").append(h("button", { class: "icon", type: "button", "aria-label": `take ${metric} away`, onclick: () => { chart.remove(); added.delete(metric); keep(); } }, "×"));
+    chart.querySelector("h2").append(h("button", { class: "icon", type: "button", "aria-label": `take ${metric} away`, onclick: () => { chart.remove(); added.delete(metric); keep(); } }, "×"));
     added.set(metric, chart);
     own.append(chart);
     keep();
@@ -77,6 +89,7 @@ export async function show({ root, id, query, signal }) {
       h("div", { class: "title" }, h("h1", {}, run.id), stateChip(run), h("span", { class: "grow" }),
         link(path("run", id, "episodes"), "Episodes")),
       h("p", { class: "note" }, `${run.env} · ${run.model} · ${run.algo} · seed ${run.seed} · ${run.path}`),
+      notesLine(run),
       h("div", { class: "progress" },
         h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }),
         h("span", {}, h("b", {}, `step ${number(run.step)}`), ` of ${number(run.steps)}`),
@@ -145,6 +158,7 @@ export async function show({ root, id, query, signal }) {
     ];
     const line = ([metric, name], tone) => ({ name, tone, x: measured.step, y: measured.values[metric] ?? [] });
     header(run);
+    if (!notes.contains(document.activeElement) && !notes.open) { tags.value = run.tags.join(", "); note.value = run.note; }
     kpis(run, measured.values, measured.time_s);
     charts.forEach((chart, k) => {
       const series = curves[k].map(line);

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { sparkline } from "./chart.js";
-import { ago, duration, fresh, h, link, number, path, percent, stateChip } from "./dom.js";
+import { ago, duration, fresh, h, link, notesLine, number, path, percent, stateChip } from "./dom.js";
 
 export const name = "runs";
 const MOST = 8;
@@ -10,8 +10,11 @@ const chosen = new Set();
 
 export async function show({ root, signal }) {
   const list = h("div", { class: "run-list" });
+  let wanted = "";
+  const only = h("input", { type: "search", placeholder: "Name, environment, model, tag…  ( / )", "aria-label": "Only runs with", oninput: (event) => { wanted = event.target.value.toLowerCase(); refresh(); } });
+  const fits = (run) => [run.id, run.env, run.model, run.algo, run.note, ...(run.tags ?? [])].some((text) => text?.toLowerCase().includes(wanted));
   const compare = h("a", { class: "button primary", href: "#/" }, "Compare");
-  root.append(h("div", { class: "title" }, h("h1", {}, "Runs"), compare), list);
+  root.append(h("div", { class: "title" }, h("h1", {}, "Runs"), h("span", { class: "grow" }), only, compare), list);
 
   function offer() {
     compare.textContent = chosen.size < 2 ? "Choose two runs to compare" : `Compare ${chosen.size} runs`;
@@ -37,7 +40,7 @@ export async function show({ root, signal }) {
       "article",
       { class: "run" },
       pick,
-      h("div", { class: "who" }, link(path("run", run.id), h("strong", {}, run.id)), h("div", { class: "note" }, `${run.env} · ${run.model} · ${run.algo}`)),
+      h("div", { class: "who" }, link(path("run", run.id), h("strong", {}, run.id)), h("div", { class: "note" }, `${run.env} · ${run.model} · ${run.algo}`), notesLine(run)),
       h("div", { class: "how" }, stateChip(run), h("div", { class: "note" }, run.live && run.eta_s !== null ? `about ${duration(run.eta_s)} left` : `last step ${ago(run.updated_s)}`)),
       h("div", { class: "far" }, h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }), h("div", { class: "note" }, `step ${number(run.step)} of ${number(run.steps)}`)),
       h("div", { class: "curve" }, sparkline(run.spark, 150, 34), h("div", { class: "note" }, "reward")),
@@ -48,12 +51,12 @@ export async function show({ root, signal }) {
   async function refresh() {
     const runs = await get(["runs"], {}, signal);
     for (const id of [...chosen]) if (!runs.some((run) => run.id === id)) chosen.delete(id);
-    fresh(list, ...(runs.length ? runs.map(row) : [h("div", { class: "empty" }, h("h2", {}, "No runs here yet"), h("p", {}, "They appear as soon as `agentrl train` has made one."))]));
+    fresh(list, ...(runs.length ? runs.filter(fits).map(row) : [h("div", { class: "empty" }, h("h2", {}, "No runs here yet"), h("p", {}, "They appear as soon as `agentrl train` has made one."))]));
     offer();
   }
 
   await refresh();
   const again = setInterval(() => { if (!document.hidden && !list.contains(document.activeElement)) refresh().catch(() => {}); }, 5000);
   signal.addEventListener("abort", () => clearInterval(again));
-  return { title: "Runs", refresh };
+  return { title: "Runs", refresh, keys: { "/": () => only.focus() }, told: { "/": "only some runs" } };
 }

@@ -22,8 +22,8 @@ export async function show({ root, id, number: step, signal }) {
     h("p", { class: "note" }, `${new Date(1000 * found.time_s).toLocaleString()} · attempt ${found.attempt} · trained ${number(found.episodes.length)} episodes, ${number(solved)} of them solved`),
     ...found.alarms.map((alarm) => h("div", { class: "alarm" }, h("b", {}, "Alarm "), alarm)),
     h("div", { class: "grid step-grid" },
-      h("section", { class: "card flush" }, h("h3", {}, "Episodes"), h("div", { class: "scroll tall" }, found.episodes.length ? episodeTable(id, found.episodes) : h("p", { class: "quiet" }, "It trained none."))),
-      card("Measured", link(path("run", id), "as curves"), h("input", { type: "search", placeholder: "Filter…", "aria-label": "Filter metrics", oninput: (event) => fill(event.target.value) }), h("div", { class: "scroll tall" }, h("table", { class: "small" }, body)))),
+      h("section", { class: "card flush" }, h("h2", {}, "Episodes"), h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Episodes" }, found.episodes.length ? episodeTable(id, found.episodes) : h("p", { class: "quiet" }, "It trained none."))),
+      card("Measured", link(path("run", id), "as curves"), h("input", { type: "search", placeholder: "Filter…", "aria-label": "Filter metrics", oninput: (event) => fill(event.target.value) }), h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Measured" }, h("table", { class: "small" }, body)))),
   );
   return { title: `Step ${step}`, keys: { j: () => go(at + 1), k: () => go(at - 1) }, told: { "j k": "next, previous step" } };
 }

@@ -1,0 +1,59 @@
+"""What people say of a run: tags and a note, in a small file of its folder. It is all that the page ever writes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, cast
+
+from agentrl.errors import UsageError
+from agentrl.run.run_folder import RunDir
+
+Json = dict[str, Any]
+_MOST_TAGS: Final = 20
+_TAG_CHARS: Final = 40
+_NOTE_CHARS: Final = 10_000
+
+
+def notes_of(run: RunDir) -> Json:
+    """The `tags` (a list of texts) and the `note` of a run; none for a file that is missing, or is not ours."""
+    with suppress(OSError, ValueError, UsageError):
+        return _checked(json.loads(run.notes.read_text(encoding="utf-8")))
+    return {"tags": [], "note": ""}
+
+
+def keep_notes(run: RunDir, said: Any) -> Json:
+    """Put tags and a note in the place of those that are there; they are returned. Raises UsageError for others than
+    these, or if the run's folder cannot be written."""
+    notes = _checked(said)
+    written: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=run.path, prefix=".notes-", delete=False) as file:
+            written = Path(file.name)
+            json.dump(notes, file)
+        written.replace(run.notes)
+    except OSError as error:
+        if written is not None:
+            written.unlink(missing_ok=True)
+        raise UsageError(f"{run.notes} cannot be written: {error.strerror}") from error
+    return notes
+
+
+def _checked(said: Any) -> Json:
+    document = cast("Mapping[str, Any]", said if isinstance(said, dict) else {})
+    tags, note = document.get("tags"), document.get("note")
+    if set(document) != {"tags", "note"} or not isinstance(tags, list) or not isinstance(note, str):
+        raise UsageError('notes are {"tags": [text, …], "note": text}')
+    if len(note) > _NOTE_CHARS:
+        raise UsageError(f"note has {len(note)} characters: write {_NOTE_CHARS} at most")
+    found: list[str] = []
+    for tag in cast("list[Any]", tags):
+        if not isinstance(tag, str) or not 0 < len(tag.strip()) <= _TAG_CHARS or not tag.isprintable():
+            raise UsageError(f"tag {str(tag)[:50]!r}: give 1 to {_TAG_CHARS} letters, digits, signs")
+        found.append(tag.strip())
+    if len(found) > _MOST_TAGS:
+        raise UsageError(f"tags are {len(found)}: give {_MOST_TAGS} at most")
+    return {"tags": list(dict.fromkeys(found)), "note": note}
