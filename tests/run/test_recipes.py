@@ -16,6 +16,7 @@ from agentrl.cli.main import app
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.errors import ModelError, UsageError
 from agentrl.models import smollm2
+from agentrl.offline import sft
 from agentrl.offline import tiny_run as tiny_runs
 from agentrl.offline.tiny_run import on_cpu, shrunk
 from agentrl.run.run_folder import RunDir
@@ -23,6 +24,7 @@ from agentrl.run.run_folder import RunDir
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in (ROOT / "examples" / "recipes").glob("*/run.toml"))
 LONG = [pytest.mark.long]  # what they do, the two others do as well
+AGENTS = sorted(path.stem.removesuffix("_warm") for path in (ROOT / "examples" / "laptop_agents").glob("*_warm.toml"))
 NEEDS = {
     "coding_agent": [pytest.mark.bubblewrap],
     "moe_lora": [pytest.mark.vllm, *LONG],
@@ -38,6 +40,17 @@ def test_every_recipe_says_what_it_needs_and_what_to_expect() -> None:
         assert "**Needs**" in page and "**Expected curve:** not run here" in page
         config = configuration.load(ROOT / "examples" / "recipes" / name / "run.toml")
         assert config.name == name
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_of_the_laptop_begins_with_its_warm_start(name: str) -> None:
+    folder = ROOT / "examples" / "laptop_agents"
+    warm, config = sft.load(folder / f"{name}_warm.toml"), configuration.load(folder / f"{name}.toml")
+    assert config.model == f"runs/{warm.name}" and config.rollout.max_context <= warm.max_context
+    head = (folder / f"{name}.toml").read_text().split("\nname =")[0]
+    assert f"agentrl demos {config.env.id} " in head and f"agentrl sft examples/laptop_agents/{name}_warm.toml" in head
+    (data,) = warm.data
+    assert head.split("--out ")[1].split()[0] == str(Path(data).resolve().relative_to(ROOT))
 
 
 @pytest.mark.slow
