@@ -80,7 +80,7 @@ class Reading(ToolEnv):
 def book(digits: Sequence[int], pages: int, words: int, seed: int) -> list[str]:
     """The pages: each fact stands among words on a page of its own."""
     drawn = random.Random(seed)
-    texts = [drawn.choices(WORDS, k=words) for _ in range(pages)]
+    texts: list[list[str]] = [drawn.choices(WORDS, k=words) for _ in range(pages)]
     for at, digit in enumerate(digits):
         texts[place(at, len(digits), pages)].insert(drawn.randrange(words + 1), fact(at, digit))
     return [" ".join(text) for text in texts]
