@@ -70,6 +70,7 @@ RULES = (
         ("agentrl_environments", "agentrl_tools", "agentrl.env", "agentrl.sandbox"),
         LEARNING,
     ),
+    Rule("blocks never imports run", ("agentrl.blocks",), ("agentrl.run",)),
     Rule("only run/cluster imports ray", OURS, ("ray",), unless=("agentrl.run.cluster",)),
     Rule(
         "only store/databases/postgres and testing/postgres* import psycopg",
@@ -326,6 +327,7 @@ def test_a_relative_import_of_a_package_starts_at_itself() -> None:
         ("agentrl.learner.learner", "import httpx", "learner never imports"),
         ("agentrl.testing.outside_audit", "import psycopg", "only store/databases/postgres"),
         ("agentrl_tools.shell", "import agentrl.rollout.worker", "environments and tools"),
+        ("agentrl.blocks.fleet", "from agentrl.run.serving.serve import key_of", "blocks never imports run"),
         ("agentrl.run.local", "import ray", "only run/cluster"),
         ("agentrl.sandbox.backend_pool", "from docker.errors import APIError", "only sandbox/docker imports"),
         ("agentrl.sandbox.remote.box", "import swerex", "only sandbox/remote/swe_rex.py"),

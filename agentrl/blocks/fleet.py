@@ -21,14 +21,14 @@ from agentrl.config.sections import read_section
 from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.router.router import Fleet
+from agentrl.engine.running_engine import Door, running_engine
 from agentrl.engine.weight_sync.canary import Dtype
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import ConfigError, EngineTimeout, EngineUnavailable
 from agentrl.models.resolve import engine_dtype, model_dir, vocabulary
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Finish, Json, Message, SamplingParams
-from agentrl.run.serving.serve import Door, running_engine
-from agentrl.run.weights.publisher import WeightPublisher
 
 _MOST_CONTEXT = 4096  # tokens of a conversation, unless more are asked for
 _CLOSE_S = 2.0  # for connections to close

@@ -25,12 +25,12 @@ from agentrl.engine.weight_sync.canary import Dtype
 from agentrl.errors import ConfigError, UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.with_block import Closing
+from agentrl.learner.build_learner import build_learner
 from agentrl.learner.learner import Accumulated, OwnLoss
 from agentrl.learner.step_report import StepReport
+from agentrl.learner.weight_proof import proof_of
 from agentrl.models.resolve import model_dir
 from agentrl.records import Group, GroupState, Trajectory
-from agentrl.run.processes.build_learner import build_learner
-from agentrl.run.weights.weight_proof import proof_of
 
 Rows = Batch | Sequence[Group] | Sequence[Sequence[Trajectory]]
 """What a learner trains on: a buffer's batch, groups, or the trajectories of each group."""
@@ -74,7 +74,9 @@ class Learner(Closing):
                 seed=seed,
                 temperature=temperature,
                 buffer=read_section(BufferSettings, {"max_lag": max_lag}, "buffer"),
-            )
+            ),
+            self.folder,
+            folder_of=model_dir,
         )
         self._versions: dict[int, int] = {0: 0}  # the step of each version that was published
         self._pending: list[Accumulated] = []

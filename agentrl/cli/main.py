@@ -474,9 +474,10 @@ def serve(
 ) -> None:
     """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it."""
     from agentrl.config import EngineSettings
+    from agentrl.engine.running_engine import Door
     from agentrl.engine.vllm.launch import check_gpus
     from agentrl.models.resolve import model_dir
-    from agentrl.run.serving.serve import Door, key_of
+    from agentrl.run.serving.serve import key_of
     from agentrl.run.serving.serve import serve as serve_model
 
     if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):

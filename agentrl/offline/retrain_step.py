@@ -27,14 +27,14 @@ from agentrl import config as configuration
 from agentrl.algos.algorithm import Algorithm, Outputs
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, RunFailed, StoreError, UsageError
+from agentrl.learner.build_learner import build_learner
 from agentrl.learner.checkpoints.folders import complete, step_of
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizers import master_weights
 from agentrl.learner.weight_export import circumstances
-from agentrl.models.resolve import slot_dir
+from agentrl.models.resolve import model_dir, slot_dir
 from agentrl.records import Group
-from agentrl.run.processes.build_learner import build_learner
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.interfaces import ReadStore
@@ -212,7 +212,7 @@ class _Replay:
 
     def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
         self._config, self._store, self._as_it_was = config, store, True
-        self.learner = build_learner(config.learner, folder_of=partial(slot_dir, config))
+        self.learner = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
         if begun is not None:
             try:
                 self.learner.load(begun)
@@ -229,7 +229,7 @@ class _Replay:
         """Train the next step with other settings, from the same weights and optimizers. A model that only these need
         is new."""
         old = self.learner
-        new = build_learner(config.learner, folder_of=partial(slot_dir, config))
+        new = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
         for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
             master_weights.load(mine.module, master_weights.state(theirs.module))
         if new.models.critic is not None:

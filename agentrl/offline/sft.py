@@ -33,6 +33,7 @@ from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import Count, Section, check_template, config_error
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ConfigError, UsageError
+from agentrl.learner.build_learner import build_learner
 from agentrl.learner.checkpoints.folders import newest
 from agentrl.learner.data.batch import group_rows, weigh
 from agentrl.learner.data.prefix_trees import Pack, packs
@@ -40,7 +41,6 @@ from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.offline.demonstrations import read
 from agentrl.records import Group, GroupState, Trajectory
-from agentrl.run.processes.build_learner import build_learner
 from agentrl.run.run_folder import RunDir
 
 SETTINGS = "sft.json"
@@ -160,7 +160,7 @@ class _Training:
     def __init__(self, config: SFTConfig, out: Path) -> None:
         self._config, self._out = config, out
         folder = model_dir(config.model)
-        self._learner = build_learner(config.learner())
+        self._learner = build_learner(config.learner(), folder, folder_of=model_dir)
         renderer = Renderer(folder, template_kwargs=config.template)
         vocab = self._learner.model.vocab
         self._data, self._held_out = (

@@ -56,8 +56,8 @@ from agentrl.run.start_point import StartPoint, start_point
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, task_source
 from agentrl.run.telemetry import Telemetry
-from agentrl.run.weights.publisher import check_room
 from agentrl.run.weights.role_policies import objects_of
+from agentrl.run.weights.scratch_space import check_room
 from agentrl.store import RunStore, close_policy
 from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.databases import open_store

@@ -17,9 +17,9 @@ from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import canary, fingerprints
 from agentrl.engine.weight_sync.canary import Canary, CanaryResult, probe_tokens
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
-from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
 
 TOKENS = probe_tokens(500)

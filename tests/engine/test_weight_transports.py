@@ -18,10 +18,10 @@ from agentrl.config import EngineSettings, Train
 from agentrl.config.weight_sync import transport_of
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.capabilities import Need, needed
+from agentrl.engine.weight_sync import publisher as module
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import ConfigError, WeightSyncError
-from agentrl.run.weights import publisher as module
-from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
 
 ROOT = Path(__file__).resolve().parent.parent.parent

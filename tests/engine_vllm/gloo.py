@@ -91,7 +91,7 @@ if "learner" in sys.orig_argv:
     import stand_in_gloo
     import torch
 
-    from agentrl.run.processes import build_learner
+    from agentrl.learner import build_learner
 
     stand_in_gloo.register()
     build_learner.device_of = lambda config: torch.device("cpu")

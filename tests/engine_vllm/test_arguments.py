@@ -14,6 +14,7 @@ import pytest
 from agentrl import config as configuration
 from agentrl.config import EngineSettings
 from agentrl.config.vllm_arguments import RESERVED, normal, words
+from agentrl.engine import running_engine
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build, VLLMServer, find_build
 from agentrl.errors import ConfigError, UsageError
@@ -45,7 +46,7 @@ def test_any_argument_of_the_server_reaches_its_command_line(monkeypatch: pytest
         "kv-cache-dtype-skip-layers": ["0", "1"],
         "block-size": 64,  # in the place of ours
     }
-    one = engine_process.vllm_server(Path("/m"), settings(given), port=1, plugin_folder=Path("/p"), max_context=64)
+    one = running_engine.vllm_server(Path("/m"), settings(given), port=1, plugin_folder=Path("/p"), max_context=64)
     argv = one.argv()
     assert argv[argv.index("--max-num-batched-tokens") + 1] == "8192"
     assert {"--trust-remote-code", "--no-enable-prefix-caching"} <= set(argv)

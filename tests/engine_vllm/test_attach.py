@@ -11,11 +11,11 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.capabilities import Need, probe
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
 from agentrl.run.processes.engine_process import ServedWeights, attach
-from agentrl.run.weights.publisher import WeightPublisher
 
 from .conftest import Started
 from .policy import Policy

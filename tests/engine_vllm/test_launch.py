@@ -15,6 +15,7 @@ import pytest
 
 from agentrl.config import EngineSettings
 from agentrl.config.weight_sync import transport_of
+from agentrl.engine.running_engine import vllm_server
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.capabilities import Facts, Need, needed
 from agentrl.engine.vllm.launch import (
@@ -27,7 +28,6 @@ from agentrl.engine.vllm.launch import (
     find_build,
 )
 from agentrl.errors import ConfigError, ModelError, UsageError
-from agentrl.run.processes.engine_process import vllm_server
 
 CPU = Build(python=Path("/vllm/bin/python"), version="0.32.0", cpu=True)
 CUDA = Build(python=Path("/vllm/bin/python"), version="0.32.1", cpu=False)

@@ -17,6 +17,7 @@ import trio
 
 from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train
 from agentrl.config.sections import BufferSettings
+from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.errors import LeaseLost, RunFailed
 from agentrl.learner.learner import Diverged
 from agentrl.records import WeightVersion
@@ -24,7 +25,6 @@ from agentrl.run import resume_overrides
 from agentrl.run.alarms import LagBound
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
-from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers
 from agentrl.store import Patience
 from agentrl.store.buffer.buffer import AtBound

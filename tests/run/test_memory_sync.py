@@ -20,12 +20,13 @@ from agentrl.engine.vllm import launch
 from agentrl.engine.weight_sync import weight_file
 from agentrl.engine.weight_sync.transport import MemoryParcel
 from agentrl.errors import ConfigError
+from agentrl.learner import build_learner
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import WeightFile, export_weights, take
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.alarms import LagBound
-from agentrl.run.processes import build_learner, engine_process, learner_process
+from agentrl.run.processes import engine_process, learner_process
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, evaluate

@@ -20,15 +20,15 @@ from agentrl.config import EngineSettings, RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import EmbeddedEngine, launch_embedded
 from agentrl.engine.weight_sync import gpu_transport
+from agentrl.engine.weight_sync import publisher as module
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
+from agentrl.engine.weight_sync.publisher import NotDelivered, WeightPublisher
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, PushReport
 from agentrl.engine.weight_sync.weight_lock import exclusive
 from agentrl.errors import RunFailed, WeightSyncError
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
-from agentrl.run.weights import publisher as module
-from agentrl.run.weights.publisher import NotDelivered, WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=300.0)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl.config import RunConfig, parse
 from agentrl.engine.router.router import Policies
+from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.learner.checkpoints.folders import of_role
@@ -27,7 +28,6 @@ from agentrl.run.processes.engine_process import current_weights
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, check_startable
-from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of
 from agentrl.store import RunStore
 from agentrl.store.audit import audit

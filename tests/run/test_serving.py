@@ -24,12 +24,13 @@ from trio.testing import MockClock
 
 from agentrl.cli.main import main
 from agentrl.config import EngineSettings
+from agentrl.engine.running_engine import Door, running_engine, tool_format
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import PARSERS, Build, VLLMServer
 from agentrl.errors import RunFailed, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
-from agentrl.run.serving.serve import Door, key_of, running_engine, tool_format
+from agentrl.run.serving.serve import key_of
 from agentrl.testing.faults import processes
 from agentrl.testing.http import listening
 from agentrl.testing.vllm_server import FakeVLLM

@@ -21,13 +21,13 @@ from agentrl.engine.auth import bearer
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm import launch
 from agentrl.engine.weight_sync import weight_lock as locks
+from agentrl.engine.weight_sync.publisher import NotDelivered, WeightPublisher
 from agentrl.engine.weight_sync.weight_lock import exclusive, hold, name_of
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import EngineKey
 from agentrl.run.run_folder import RunDir
 from agentrl.run.weights import gpu_turns as module
 from agentrl.run.weights.gpu_turns import Turns
-from agentrl.run.weights.publisher import NotDelivered, WeightPublisher
 from agentrl.store import RunStore
 from agentrl.testing.vllm_server import FakeVLLM
 

@@ -28,6 +28,7 @@ from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.engine.weight_sync.object_store import ObjectFolder, Outbox, WeightEntry
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.learner.model import lora
 from agentrl.learner.model.policy import PolicyModel
@@ -35,7 +36,6 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.processes import engine_process
 from agentrl.run.processes.engine_process import attach
-from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.store import RunStore
 
 from .test_publisher import Weights

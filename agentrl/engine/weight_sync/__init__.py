@@ -1,1 +1,2 @@
-"""New weights into running engines: one module a transport, the canary, and the lock of an engine's weights."""
+"""New weights into running engines: the publisher, one module a transport, the canary, and the lock of an
+engine's weights."""

@@ -19,6 +19,7 @@ from agentrl.config import EngineSettings, RunConfig
 from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import embedded_argv
+from agentrl.engine.running_engine import ADAPTERS, vllm_server
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.capabilities import Need, needed, probe
 from agentrl.engine.vllm.launch import check_arguments as check_vllm
@@ -45,7 +46,6 @@ from agentrl.run.weights.role_policies import file_of, objects_of
 from agentrl.store.interfaces import Versions
 
 _POLL_S = 0.05
-_ADAPTERS = 4  # versions with which the turns of one batch may have begun
 
 
 def halts(config: RunConfig) -> bool:
@@ -299,45 +299,8 @@ def server_of(
         gpus=gpus,
         lora_rank=config.train.lora_rank if config.sends_adapters else 0,
         lora_targets=config.train.lora_targets,
-        max_loras=_ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
+        max_loras=ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
         kept_sets=config.rollout.sampling.cuts,
-    )
-
-
-def vllm_server(
-    model: Path,
-    settings: EngineSettings,
-    *,
-    port: int,
-    plugin_folder: Path,
-    max_context: int,
-    gpus: Sequence[int] = (),
-    lora_rank: int = 0,
-    lora_targets: Sequence[str] = (),
-    max_loras: int = _ADAPTERS,
-    kept_sets: bool = False,
-) -> vllm.VLLMServer:
-    """A vLLM server with all options that training needs. Raises UsageError if vLLM is not installed."""
-    return vllm.VLLMServer(
-        model=model,
-        port=port,
-        plugin_folder=plugin_folder,
-        build=vllm.find_build(untested=settings.untested_vllm),
-        max_model_len=max_context,
-        max_batch=settings.max_batch,
-        dtype=settings.dtype,
-        kv_cache_bytes=settings.kv_cache_mb << 20,
-        stream_tokens=settings.stream_tokens,
-        threads=settings.threads,
-        gpus=tuple(gpus),
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_targets),
-        max_loras=max_loras,
-        routed_experts=settings.routed_experts,
-        kept_sets=kept_sets,
-        sleeps=settings.colocated,
-        weight_backend=settings.weight_backend,
-        arguments=settings.vllm,
     )
 
 

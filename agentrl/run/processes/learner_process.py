@@ -28,31 +28,32 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary
+from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import RunFailed, StoreError, WornOut
 from agentrl.host.disk_space import once_there_is_space, with_space
 from agentrl.host.janitor import watch_lifeline
+from agentrl.learner.build_learner import build_learner, ranks_of
 from agentrl.learner.gpu_sender import GpuSender
 from agentrl.learner.learner import Diverged
 from agentrl.learner.optimizers.offload import Parking
 from agentrl.learner.weight_export import circumstances
-from agentrl.models.resolve import engine_dtype, slot_dir
+from agentrl.learner.weight_proof import proof_of
+from agentrl.models.resolve import engine_dtype, model_dir, slot_dir
 from agentrl.records import Group, WeightVersion
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
 from agentrl.run.league import League
 from agentrl.run.processes import heartbeat
-from agentrl.run.processes.build_learner import build_learner, ranks_of
+from agentrl.run.processes.exit_status import give_up
 from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.take_orders import returns_of, take_order
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
-from agentrl.run.weights.publisher import NotDelivered
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
-from agentrl.run.weights.weight_proof import proof_of
 from agentrl.store import Patience, RunStore
 from agentrl.store.interfaces import LearnerStore
 from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PHASE
@@ -96,13 +97,15 @@ class _Learning:
         self._config: RunConfig = with_ranks(self._as_begun, scale_requests.ranks(self._as_begun, store.meta))
         store.lead()
         start = start_point(run, store)
-        self._ranks = ranks_of(self._config.train, self._config.engine.start_deadline_s, self._heartbeat.mark)
+        start_s, ends = self._config.engine.start_deadline_s, partial(give_up, "learner")
+        self._ranks = ranks_of(self._config.train, start_s, self._heartbeat.mark, ends=ends)
         if self._config.engine.colocated:
             engine, level = self._config.engine, 1 if self._config.sends_adapters else 2
             self._turns = Turns(engine, run.locks, self._heartbeat.mark, level=level)
             self._turns.begin(self._urls, weights_follow=False)
         self._learner = build_learner(
             self._config.learner,
+            model_dir(self._config.model),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
             may_save=store.still_leads,

@@ -24,13 +24,14 @@ from agentrl.config.sections import Positive, Section, config_error
 from agentrl.config.shared_engines import Tenant
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.gateway import QUANTUM, Gateway, SharedEngine
+from agentrl.engine.running_engine import Door, running_engine
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
 from agentrl.http.bounds import ServerBounds, raise_open_files
 from agentrl.http.http_server import listen
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
 from agentrl.run.processes.restart import RestartBudget
-from agentrl.run.serving.serve import Door, end_on_signal, running_engine
+from agentrl.run.serving.serve import end_on_signal
 
 _LOOK_S = 1.0  # between two questions whether an engine lives
 _LOADED = 4  # adapters of a tenant that a vLLM holds at once: with as many the turns of one batch may have begun

@@ -1,1 +1,1 @@
-"""Weights of a run on their way to its engines: the publisher, policies by role, turns on a shared GPU."""
+"""Weights of a run on their way to its engines: policies by role, turns on a shared GPU, room for their files."""

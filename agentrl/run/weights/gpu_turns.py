@@ -24,10 +24,10 @@ from agentrl.config import EngineSettings
 from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.sleep import Level
+from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.engine.weight_sync.weight_lock import WeightLock, hold, name_of
 from agentrl.errors import EngineError
 from agentrl.learner.optimizers.offload import Parking
-from agentrl.run.weights.publisher import NotDelivered
 
 _RETRY_S = 1.0
 

@@ -13,10 +13,10 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.engine.weight_sync.object_store import ObjectFolder
+from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, WeightSender
 from agentrl.engine.weight_sync.weight_lock import WeightLock
 from agentrl.errors import matters
-from agentrl.run.weights.publisher import WeightPublisher
 from agentrl.store.run_values import CREATED_S, ENGINE_URLS, ROLE_URLS
 
 _SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all other costs the worst counts

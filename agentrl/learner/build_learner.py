@@ -7,7 +7,6 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +16,22 @@ from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
-from agentrl.models.resolve import model_dir
-from agentrl.run.processes.exit_status import give_up
 
 
 def build_learner(
     settings: LearnerSettings,
+    folder: Path,
     *,
-    folder_of: Callable[[str], Path] = model_dir,
+    folder_of: Callable[[str], Path],
     ranks: Ranks = ALONE,
     progress: Callable[[], None] = lambda: None,
     may_save: Callable[[], None] = lambda: None,
 ) -> Learner:
-    """The learner of `settings` before its first step; the rest is as for `Learner`. Raises ConfigError for a device
-    that is not there, ModelError."""
+    """The learner of `settings` before its first step, with the model in `folder`; the rest is as for `Learner`. Raises
+    ConfigError for a device that is not there, ModelError."""
     return Learner(
         settings,
-        model_dir(settings.model),
+        folder,
         device_of(settings.train),
         folder_of=folder_of,
         progress=progress,
@@ -53,8 +51,9 @@ def device_of(train: Train) -> torch.device:
     return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
 
 
-def ranks_of(train: Train, start_s: float, progress: Callable[[], None]) -> Ranks:
-    """The ranks of the learner, started within `start_s`. They end with this process. Raises ConfigError, RankLost."""
+def ranks_of(train: Train, start_s: float, progress: Callable[[], None], *, ends: Callable[[str], None]) -> Ranks:
+    """The ranks of the learner, started within `start_s`. They end with this process; `ends` ends it, from any thread,
+    and takes the reason. Raises ConfigError, RankLost."""
     plan, first = train.parallel, device_of(train)
     if plan.ranks == 1:
         return ALONE
@@ -64,5 +63,5 @@ def ranks_of(train: Train, start_s: float, progress: Callable[[], None]) -> Rank
         deadline_s=plan.deadline_s,
         start_s=start_s,
         progress=progress,
-        ends=partial(give_up, "learner"),
+        ends=ends,
     )

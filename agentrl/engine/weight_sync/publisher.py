@@ -1,8 +1,7 @@
 """Sends a weight version to the engines, and proves that it arrived.
 
-It owns the retries while all engines restart, the lock of an engine, the canary, which files stay in scratch for
-engines to read, and the check that scratch has room for them before anything is started: a container's shared memory is
-64 MiB by default, and a file that overflows it kills its writer or its reader in the middle of a run. How a version
+It owns the retries while all engines restart, the lock of an engine, the canary, and which files stay in scratch for
+engines to read (`agentrl.run.weights.scratch_space` checks that they fit). How a version
 travels is its transport's (`agentrl.engine.weight_sync.transport`). The weights and the
 canary's expected values come from the learner: no torch here. A version counts as sent when an engine
 confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
@@ -21,16 +20,15 @@ from typing import cast
 
 import trio
 
-from agentrl.config import EngineSettings, RunConfig
+from agentrl.config import EngineSettings
 from agentrl.config.weight_sync import transport_of
 from agentrl.engine.client import EngineClient
-from agentrl.engine.weight_sync import canary, weight_file
+from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, Place, PushReport, WeightSender, WeightTransport
 from agentrl.engine.weight_sync.weight_lock import WeightLock, exclusive, name_of
-from agentrl.errors import CanaryMismatch, ConfigError, EngineError, RunFailed, WeightSyncError
-from agentrl.models.resolve import engine_dtype
+from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
 _PATIENCE_S = 10.0  # before it is told that no engine takes the weights: a restart is shorter
@@ -261,32 +259,3 @@ async def _close(engines: Sequence[EngineClient]) -> None:
     with trio.CancelScope(shield=True):  # closes sockets, waits for nothing
         for engine in engines:
             await engine.aclose()
-
-
-def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None:
-    """Raises ConfigError if `scratch` cannot hold all files of the models that lie there at the same time: those that
-    are kept, the next one, and a delta if there are deltas."""
-    if config.syncs_memory:
-        return
-    files = KEPT + config.transport.files
-    need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
-    if need > free:
-        raise ConfigError(
-            "scratch_dir",
-            config.scratch_dir,
-            f"{scratch.parent} has {free >> 20} MiB left, and {files} weight files on their way to engines take "
-            f"{-(-need >> 20)} MiB: name a folder with more room (a disk will do), or give the container more shared "
-            f"memory (docker run --shm-size={-(-2 * need >> 20)}m)",
-        )
-
-
-def _file_bytes(config: RunConfig, model: Path) -> int:
-    """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
-    tensors = [place for part in weight_file.parts(model) for place in weight_file.places(weight_file.open_bytes(part))]
-    if config.sends_adapters:
-        adapters = 1 + len(config.adapted_roles)
-        return adapters * sum(
-            4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2
-        )
-    width = 4 if engine_dtype(config.engine, model) == "float32" else 2
-    return sum(place.numel * (width if len(place.shape) > 1 else 4) for place in tensors)
