@@ -18,6 +18,7 @@ help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 setup: $(VENV)/.runtime sandbox-ready ## make .venv with the pinned CPU set and see that a sandbox is there
+	@test -n "$$VIRTUAL_ENV" || echo "agentrl is in $(BIN): . $(BIN)/activate"
 
 $(VENV)/bin/uv:
 	$(PYTHON) -m venv $(VENV)

@@ -118,6 +118,7 @@ def wrong_command(line: str) -> str:
         "docker": lambda arguments: "" if arguments[:1] in (["build"], ["push"]) else f"unknown: {line!r}",
         "kubectl": lambda arguments: "" if {"apply", "create", "logs"} & {*arguments} else f"unknown: {line!r}",
         "sbatch": lambda arguments: wrong_script(arguments[-1:]),
+        ".": lambda arguments: "" if arguments == [".venv/bin/activate"] else f"unknown: {line!r}",
         "cd": lambda _: "",
         "ruff": lambda _: "",
     }
