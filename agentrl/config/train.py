@@ -94,7 +94,7 @@ class Train(Section):
     max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     prompt_once: bool = True  # compute the prompt of a group that is larger than a pass once, not in each of its passes
-    logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit
+    logits_mb: Count = 1024  # of memory for logits: a pass whose logits do not fit computes them in parts, and twice
     threads: Count = 1  # of arithmetic in the learner
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass, and of frozen matrices

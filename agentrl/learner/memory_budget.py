@@ -46,9 +46,10 @@ TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 class MemoryBudget:
     """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `optimizer` is what an
     optimizer remembers, masters too; what of that waits in host memory is in `host` instead. `activations` are what the
-    forward pass leaves for the backward pass, of which `lent` is what a stem keeps for its passes; logits are in
-    `temporary`: what comes and goes within a pass or an update. `operations` are floating-point ones, of the pass
-    forward and backward; `again` of these would be those of its stem, which is computed once for several passes."""
+    forward pass leaves for the backward pass, logits too if there is room for all of them; `lent` of these is what a
+    stem keeps for its passes. `temporary` is what comes and goes within a pass or an update, such as the logits of a
+    chunk. `operations` are floating-point ones, of the pass forward and backward; `again` of these would be those of
+    its stem, which is computed once for several passes."""
 
     weights: float
     frozen: float

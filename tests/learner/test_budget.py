@@ -198,8 +198,8 @@ def of_pass(prompt: int, sampled: int, members: int) -> list[Row]:
 @pytest.mark.parametrize("context", [2, 4])
 def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: Path) -> None:
     """The rank's own layers over its own nodes, with the ranks beside it made up. Of two passes, since it has gathered
-    the same weights for either."""
-    train: dict[str, Any] = {"parallel": {"ranks": context, "context": context}}
+    the same weights for either. Logits are not kept: ranks divide them without a rest."""
+    train: dict[str, Any] = {"logits_mb": 1, "parallel": {"ranks": context, "context": context}}
     settings = run_config(rollout=Rollout(max_context=1024), train=Train.model_validate(train))
 
     class Layout(Kernel):
@@ -224,6 +224,6 @@ def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: P
     ]
     assert planned[1] - planned[0] == pytest.approx(of_rank(large) - of_rank(small), rel=0.05)
     assert planned[1] > 1.05 * held(settings.learner, folder, large, on_gpu=True).activations / context
-    again = run_config(train=Train(gradient_checkpointing=True))
+    again = run_config(train=Train(gradient_checkpointing=True, logits_mb=1))
     kept, shared = (held(again.learner, folder, large, on_gpu=True, context=many).activations for many in (1, context))
     assert shared == kept / context, "computed again, keys and values are no longer held"

@@ -35,8 +35,10 @@ def places(rows: list[int], ids: list[int]) -> Places:
 
 @pytest.mark.parametrize("head", [{}, {"scale": 0.25, "cap": 3.0}])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_gradients_are_those_of_finite_differences(head: dict[str, float], temperature: float, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "block"), [(1, 1), (2, 9), (4, 3), (9, 2)])
+def test_gradients_are_those_of_finite_differences(
+    head: dict[str, float], temperature: float, rows: int, block: int
+) -> None:
     """Places out of order, named twice, and rows without any."""
     torch.manual_seed(0)
     made = OutputHead(nn.Linear(3, 7).double(), **head)
@@ -46,6 +48,7 @@ def test_gradients_are_those_of_finite_differences(head: dict[str, float], tempe
         plain=places([3, 4], [5, 5]),
         temperature=temperature,
         rows=rows,
+        block=block,
     )
 
     def read(hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -87,10 +90,11 @@ def whole(policy: PolicyModel, pack: Pack, temperature: float) -> tuple[Tensor, 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("adapter", [None, Train(lora_rank=2)])
 @pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize("rows", [3, 100])
 def test_a_pass_in_chunks_is_the_pass_over_the_whole_matrix(
-    tie: bool, adapter: Train | None, entropy_grad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tie: bool, adapter: Train | None, entropy_grad: bool, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "rows_within", lambda bytes_, vocab: 3)
+    monkeypatch.setattr(model, "room", lambda *_: (rows, 2))
     policy = PolicyModel(tiny_qwen3(tmp_path / "model", tie=tie), adapter=adapter)
     pack = mixed_pack()
     assert len(pack.predictors_P) > 6 and len(pack.observer_O)
@@ -196,12 +200,17 @@ VOCAB = 151_936
 WEIGHTS = VOCAB * 32 * 4 / MIB  # of the tied embedding, and of each sum of its gradient
 
 
+def long_pack() -> Pack:
+    """200 scored tokens; the whole matrix of their logits is 116 MiB."""
+    row = replace(rows_with_sets(3)[0][0], ragged={}, columns={})
+    row = replace(row, observed_O=row.observed_O[:0], token_ids=tuple(range(201)), place_S=torch.arange(1, 201))
+    (pack,) = packs([[row]], 4096)
+    return pack
+
+
 def test_a_pass_at_a_large_vocabulary_stays_below_its_budget(tmp_path: Path) -> None:
-    """Forward and backward of 200 tokens; the whole matrix alone would be 116 MiB, and several of them live at once."""
-    policy = PolicyModel(tiny_qwen3(tmp_path / "model", vocab=VOCAB), logits_mb=32)
-    rows = [replace(row, ragged={}, observed_O=row.observed_O[:0]) for row, _ in rows_with_sets(3)]
-    rows = [replace(rows[0], token_ids=tuple(range(201)), place_S=torch.arange(1, 201), columns={})]
-    (pack,) = packs([rows], 4096)
+    """Forward and backward; of the whole matrix several live at once."""
+    policy, pack = PolicyModel(tiny_qwen3(tmp_path / "model", vocab=VOCAB), logits_mb=32), long_pack()
 
     def ours() -> None:
         logprobs_K, entropy_K, _, _ = policy.outputs(pack, temperature=0.7, entropy_grad=True)
@@ -213,3 +222,17 @@ def test_a_pass_at_a_large_vocabulary_stays_below_its_budget(tmp_path: Path) -> 
         parameter.grad = None
     policy._head = None  # pyright: ignore[reportPrivateUsage]
     assert peak_of(ours) > 2 * budget
+
+
+@pytest.mark.parametrize(("logits_mb", "again"), [(150, 0), (64, 200)])
+def test_logits_that_there_is_room_for_are_not_computed_again(logits_mb: int, again: int, tmp_path: Path) -> None:
+    policy, pack = PolicyModel(tiny_qwen3(tmp_path / "model", vocab=VOCAB), logits_mb=logits_mb), long_pack()
+    rows = list[int]()
+    head = policy._head  # pyright: ignore[reportPrivateUsage]
+    assert head is not None
+    logprobs_K, entropy_K, _, _ = policy.outputs(pack, temperature=1.0)
+    head.layer.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    found = peak_of(lambda: logprobs_K.sum().backward())
+    assert entropy_K.isfinite().all()
+    assert sum(rows) == again
+    assert found < logits_mb + 4 * WEIGHTS + 8

@@ -8,8 +8,13 @@ log_softmax(z) at others, and H. With their gradients a, b and h,
 
     dz = (scatter(a) - p sum(a) - h p (q + H)) / T + scatter(b) - softmax(z) sum(b)
 
-The backward pass computes each chunk's logits again. `_C` are the rows of a chunk, `_I` the places of
-`TokenQuery.own`, `_O` those of `TokenQuery.plain`.
+If there is room for the logits of all rows, the backward pass gets those of the forward pass, and turns them into dz
+where they lie. If not, it computes each chunk's logits again. Beside the logits of a chunk, only a block of its rows is
+held at a time: memory that is asked for again and again has to be small, since the system clears large pieces of it
+each time, which takes longer than the arithmetic.
+
+`_C` are the rows of a chunk, `_b` those of a block, `_I` the places of `TokenQuery.own`, `_O` those of
+`TokenQuery.plain`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,14 +25,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_COPIES = 5  # of a chunk's logits in float32 that the backward pass holds at once
+_COPIES = 4  # of a block's logits in float32 that are held at once
+_BLOCK_BYTES = {"cpu": 4 << 20}  # of a block in float32: what a cache holds
+_BLOCK_BYTES_ELSEWHERE = 64 << 20  # on a device that has to be given much at a time
 _PROBE = 200.0  # logits as large as a model may say, to see what becomes of them
 
 
@@ -85,9 +92,12 @@ def head_of(module: Any, run: Callable[[], Tensor], positions: int) -> OutputHea
     return next(fits, None)
 
 
-def rows_within(bytes_: int, vocab: int) -> int:
-    """Rows of a chunk that so many bytes have room for; at least one."""
-    return max(1, bytes_ // (4 * _COPIES * vocab))
+def room(bytes_: int, vocab: int, head: OutputHead | None, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Rows of a chunk, whose logits of `dtype` so many bytes have room for, and rows of a block; at least one each."""
+    block = max(1, min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), bytes_ // (2 * _COPIES)) // (4 * vocab))
+    # Gradients take the place of the logits, unless others read these; what shapes logits makes more of them.
+    copies = 2 if head is None else 1 + (head.scale != 1.0) + 3 * (head.cap is not None)
+    return max(1, (bytes_ - _COPIES * 4 * vocab * block) // (copies * dtype.itemsize * vocab)), block
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -113,20 +123,30 @@ class Places:
         return [(span, self.row_I[span] - edge, self.id_I[span]) for span, edge in zip(spans, edges, strict=False)]
 
 
+Block = tuple[slice, tuple[slice, Tensor, Tensor], tuple[slice, Tensor, Tensor]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenQuery:
-    """What to read from logits: `own` at `temperature`, `plain` at 1; `rows` are computed at once."""
+    """What to read from logits: `own` at `temperature`, `plain` at 1. The logits of `rows` are computed at once, and
+    read `block` rows at a time; if `rows` are all there are, the backward pass does not compute them again."""
 
     own: Places
     plain: Places
     temperature: float
     rows: int
+    block: int
 
-    def chunks(self, count: int) -> Iterator[tuple[slice, tuple[slice, Tensor, Tensor], tuple[slice, Tensor, Tensor]]]:
-        """The chunks of so many rows, and the places in each."""
-        edges = [*range(0, count, self.rows), count]
-        rows = [slice(start, stop) for start, stop in pairwise(edges)]
-        return zip(rows, self.own.cut(edges), self.plain.cut(edges), strict=True)
+    def chunks(self, count: int) -> Iterator[tuple[slice, list[Block]]]:
+        """The chunks of so many rows; the blocks of each, by their rows from the first of the chunk, and the places in
+        them."""
+        spans = [range(first, min(first + self.rows, count)) for first in range(0, count, self.rows)]
+        edges = [*(at for span in spans for at in span[:: self.block]), count]
+        blocks = zip(pairwise(edges), self.own.cut(edges), self.plain.cut(edges), strict=True)
+        for span in spans:
+            inside = islice(blocks, len(span[:: self.block]))
+            found = [(slice(at - span.start, end - span.start), own, plain) for (at, end), own, plain in inside]
+            yield slice(span.start, span.stop), found
 
 
 def statistics(
@@ -147,16 +167,25 @@ class _Statistics(torch.autograd.Function):
         own_I, plain_O, entropy_P = (
             hidden_PH.new_empty(len(what), dtype=dtype) for what in (asked.own.row_I, asked.plain.row_I, hidden_PH)
         )
-        for rows, (own, own_row, own_id), (plain, plain_row, plain_id) in asked.chunks(len(hidden_PH)):
-            logits_CV = head(hidden_PH[rows]).to(dtype)
-            if len(plain_row):
-                plain_O[plain] = logits_CV[plain_row, plain_id] - logits_CV.logsumexp(-1)[plain_row]
-            scaled_CV = logits_CV if asked.temperature == 1.0 else logits_CV / asked.temperature
+        # Without parameters there is nothing to compute again.
+        keeps = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= asked.rows
+        ctx.kept = None
+        for rows, blocks in asked.chunks(len(hidden_PH)):
+            part_CH = hidden_PH[rows].detach().requires_grad_()
+            with torch.set_grad_enabled(bool(keeps)):
+                logits_CV = head(part_CH)
+            if keeps:
+                ctx.kept = part_CH, logits_CV
+            logits_CV = logits_CV.detach()
+            for block, (own, own_row, own_id), (plain, plain_row, plain_id) in blocks:
+                wide_bV = logits_CV[block].to(dtype)
+                if len(plain_row):
+                    plain_O[plain] = wide_bV[plain_row, plain_id] - wide_bV.logsumexp(-1)[plain_row]
+                scaled_bV = wide_bV if asked.temperature == 1.0 else wide_bV / asked.temperature
+                logprobs_bV = scaled_bV.log_softmax(-1)
+                own_I[own] = logprobs_bV[own_row, own_id]
+                entropy_P[rows][block] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
             del logits_CV
-            logprobs_CV = scaled_CV.log_softmax(-1)
-            del scaled_CV
-            own_I[own] = logprobs_CV[own_row, own_id]
-            entropy_P[rows] = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_PH, *parameters)
         ctx.head, ctx.asked = head, asked
@@ -170,22 +199,35 @@ class _Statistics(torch.autograd.Function):
         asked: TokenQuery = ctx.asked
         wanted = ctx.needs_input_grad[3:]
         trained = [parameter for parameter, wants in zip(parameters, wanted, strict=True) if wants]
-        sums = [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in trained]
+        sums: list[Tensor] = []
         dhidden_PH = torch.empty_like(hidden_PH)
-        for rows, (own, *own_at), (plain, *plain_at) in asked.chunks(len(hidden_PH)):
-            part_CH = hidden_PH[rows].detach().requires_grad_()
-            with torch.enable_grad():
-                logits_CV = ctx.head(part_CH)
-            dlogits_CV = _gradient(
-                logits_CV.detach(),
-                asked.temperature,
-                (own_at, None if a_I is None else a_I[own]),
-                (plain_at, None if b_O is None else b_O[plain]),
-                None if h_P is None else h_P[rows],
-            )
+        for rows, blocks in asked.chunks(len(hidden_PH)):
+            kept, ctx.kept = ctx.kept, None  # its numbers are overwritten: a second backward pass makes its own
+            if kept is None:
+                part_CH = hidden_PH[rows].detach().requires_grad_()
+                with torch.enable_grad():
+                    kept = part_CH, ctx.head(part_CH)
+            part_CH, logits_CV = kept
+            own_CV = logits_CV.detach()
+            # Without a head the logits are the input, which others may read.
+            dlogits_CV = own_CV if parameters else torch.empty_like(own_CV)
+            for block, (own, *own_at), (plain, *plain_at) in blocks:
+                dlogits_CV[block] = _gradient(
+                    own_CV[block],
+                    asked.temperature,
+                    (own_at, None if a_I is None else a_I[own]),
+                    (plain_at, None if b_O is None else b_O[plain]),
+                    None if h_P is None else h_P[rows][block],
+                )
             dhidden_PH[rows], *found = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
-            for total, gradient in zip(sums, found, strict=True):
+            del kept, logits_CV, own_CV, dlogits_CV
+            wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in found]
+            for total, gradient in zip(sums, wide, strict=False):
                 total += gradient
+            sums = sums or wide
+            del found, wide
+        if not len(hidden_PH):
+            sums = [torch.zeros_like(tensor) for tensor in trained]
         given = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
         return dhidden_PH, None, None, *(next(given) if wants else None for wants in wanted)
 
@@ -197,24 +239,27 @@ def _gradient(
     plain: tuple[Sequence[Tensor], Tensor | None],
     h_C: Tensor | None,
 ) -> Tensor:
-    """dz of the formula above, in the dtype of the logits."""
+    """dz of the formula above, in float32."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     (at, a_I), (plain_at, b_O) = own, plain
-    logprobs_CV = (wide_CV / temperature).log_softmax(-1)
-    probs_CV = logprobs_CV.exp()
+    scaled_CV = wide_CV if temperature == 1.0 else wide_CV / temperature
     total_C1 = _sums(wide_CV, at[0], a_I)
     if h_C is None:
-        found_CV = probs_CV.mul_(-total_C1)
+        found_CV = scaled_CV.softmax(-1).mul_(-total_C1)
     else:
+        logprobs_CV = scaled_CV.log_softmax(-1)
+        probs_CV = logprobs_CV.exp()
         entropy_C1 = -(probs_CV * logprobs_CV).sum(-1, keepdim=True)
         found_CV = logprobs_CV.add_(entropy_C1).mul_(h_C[:, None]).add_(total_C1).mul_(probs_CV).neg_()
-    del logprobs_CV, probs_CV
+        del probs_CV
+    del scaled_CV
     _scatter(found_CV, at, a_I)
-    found_CV.div_(temperature)
+    if temperature != 1.0:
+        found_CV.div_(temperature)
     if b_O is not None and len(b_O):
         found_CV.sub_(wide_CV.softmax(-1).mul_(_sums(wide_CV, plain_at[0], b_O)))
         _scatter(found_CV, plain_at, b_O)
-    return found_CV.to(logits_CV.dtype)
+    return found_CV
 
 
 def _sums(like_CV: Tensor, row_I: Tensor, a_I: Tensor | None) -> Tensor:

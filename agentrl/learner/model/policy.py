@@ -45,7 +45,7 @@ from agentrl.learner.model.attention import (
     tree_attention,
 )
 from agentrl.learner.model.load import load
-from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, head_of, overheard, rows_within, statistics
+from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, head_of, overheard, room, statistics
 from agentrl.learner.moe.expert_records import Routes
 from agentrl.learner.moe.routers import Routers, listening, routers
 from agentrl.learner.optimizers import master_weights
@@ -270,7 +270,8 @@ class PolicyModel:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """The input of the output layer [P, H] in a pass made by `run`, of those rows that this rank has, and what
         `statistics` says of the logits of all."""
-        head, layer, size = self._head, self._layer, rows_within(self._logits_bytes, self.vocab)
+        head, layer = self._head, self._layer
+        size, block = room(self._logits_bytes, self.vocab, head, dtype, self.device)
         with _computing(self.device, dtype), self._keeping(), overheard(layer, _nothing if head else None) as heard:
             logits_PV = run()
         rows = slice(None) if portion is None else portion.rows
@@ -282,7 +283,7 @@ class PolicyModel:
                 return head(hidden_CH)
 
         def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
-            asked = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size)
+            asked = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size, block=block)
             if head is None:
                 return statistics(_nothing, logits_PV[rows], (), asked)
             return statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
