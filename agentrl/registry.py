@@ -1,9 +1,9 @@
 """Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms, orders of groups,
-dialects of tool calls, ways of new weights to engines.
+dialects of tool calls, ways of new weights to engines, trackers.
 
 A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
 `agentrl.models`, `agentrl.columns`, `agentrl.algorithms`, `agentrl.orders`,
-`agentrl.tool_formats`, `agentrl.weight_transports`; a program may also `register` at run time.
+`agentrl.tool_formats`, `agentrl.weight_transports`, `agentrl.trackers`; a program may also `register` at run time.
 Nothing is imported before its first use.
 """
 
@@ -31,6 +31,7 @@ Kind = Literal[
     "orders",
     "tool_formats",
     "weight_transports",
+    "trackers",
 ]
 Target = str | Callable[..., Any]
 
@@ -48,6 +49,7 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "dapo"): "agentrl.algos.grpo_variants:DAPO",
     ("algorithms", "distil"): "agentrl.algos.grpo_variants:Distil",
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
+    ("trackers", "tensorboard"): "agentrl.run.callbacks.tensorboard:TensorBoard",
     ("weight_transports", "full"): "agentrl.engine.weight_sync.file_transport:FileTransport",
     ("weight_transports", "delta"): "agentrl.engine.weight_sync.delta_transport:DeltaTransport",
     ("weight_transports", "adapter"): "agentrl.engine.weight_sync.adapters:AdapterTransport",

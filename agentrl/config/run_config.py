@@ -312,6 +312,9 @@ class RunConfig(WithRoles, WithCluster, _Section):
     train: Train = Train()
     eval: Evaluation = Evaluation()
     alarms: Alarms = Alarms()
+    trackers: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]]
+    )  # `[trackers.ID]`: figures go there too; arguments of the tracker, see `docs/how-to/trackers.md`
 
     @property
     def sync(self) -> str:

@@ -55,6 +55,7 @@ _MAY_CHANGE = (
     "cluster.head_away_s",
     "cluster.lease_s",
     "alarms.*",
+    "trackers.*",
     "eval.every",
     "eval.n_during",
 )

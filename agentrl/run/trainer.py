@@ -44,6 +44,7 @@ from agentrl.registration import make
 from agentrl.run import resume_overrides
 from agentrl.run.callbacks.callback import Callback, check_callbacks
 from agentrl.run.callbacks.delivery import telling
+from agentrl.run.callbacks.tracker import hand_over, made
 from agentrl.run.dataset import Rewards, Rows, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
@@ -396,10 +397,10 @@ def _roles_of(task: Task) -> tuple[str, ...]:
 def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train a run to its end, then write its summary, plot and transcripts."""
     restarts: dict[str, int] = {}
-    stop = StopRequest()
+    stop, trackers = StopRequest(), made(run.config().trackers)
 
     async def body(supervisor: Supervisor) -> None:
-        async with telling(callbacks, run, supervisor.config, stop):
+        async with telling([*callbacks, *trackers], run, supervisor.config, stop):
             try:
                 await supervisor.train()
             finally:
@@ -410,8 +411,9 @@ def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ())
     with RunStore.read(run.store_path) as store:
         config = run.config()
         summary = report.summarise(run, config, store, restarts=restarts)
-        report.plot(run, config, store)
+        plot = report.plot(run, config, store)
         report.transcripts(run, config, store)
+        hand_over(trackers, summary, plot, store.current_version().step)
         return summary
 
 
