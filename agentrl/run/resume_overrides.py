@@ -94,13 +94,12 @@ def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
 
 
 def reopen_stopped(run: RunDir) -> None:
-    """Let a run that was stopped before its last step train on. Raises UsageError while another process runs it."""
-    with RunStore.read(run.store_path) as store:
-        if STOPPED_EARLY.of(store.meta) is None:
-            return
+    """Let a run that was stopped before its last step train on. A store that an older agentrl wrote is brought up to
+    date. Raises UsageError while another process runs it."""
     with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
         open_store.own(run.store_path)
-        _reopen(run, run.config(), store)
+        if STOPPED_EARLY.of(store.meta) is not None:
+            _reopen(run, run.config(), store)
 
 
 def _reopen(run: RunDir, before: RunConfig, store: ControlStore) -> None:
