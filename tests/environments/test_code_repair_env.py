@@ -263,7 +263,9 @@ def test_it_is_a_gymnasium_environment() -> None:
 async def test_oracles_get_what_they_must(settings: dict[str, Any]) -> None:
     for seed in range(6):
         verdicts = await play_oracles(lambda: CodeRepair(**settings), seed)
-        assert [verdict.got for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0], (seed, verdicts)
+        right = [verdict.name for verdict in verdicts if verdict.got == 1.0]
+        assert len(verdicts) == 6 and right == ["gold", "second try"], (seed, verdicts)
+        assert all(verdict.got in (0.0, 1.0) for verdict in verdicts), (seed, verdicts)
 
 
 def test_it_keeps_the_contract() -> None:
