@@ -82,22 +82,25 @@ class _Shared:
 
     async def __call__(self, key: object, make: Callable[[], Any]) -> str:
         """The answer of `make`, which runs in a thread, as JSON."""
-        async with self._locks.setdefault(key, anyio.Lock()):
-            known = self._kept.get(key)
-            if known is not None and self._clock() < known[0]:
-                return known[1]
-            began = self._clock()
-            # ASCII, since a text of a policy may hold what UTF-8 cannot
-            text = await to_thread.run_sync(lambda: json.dumps(make(), allow_nan=False))
-            took = self._clock() - began
-            self._kept.pop(key, None)
-            if len(text) <= _KEPT_CHARS:
-                self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, 10 * took)), text
-            while len(self._kept) > _KEPT_ANSWERS:
-                gone = next(iter(self._kept))
-                del self._kept[gone]
-                self._locks.pop(gone, None)
-            return text
+        lock = self._locks.setdefault(key, anyio.Lock())
+        try:
+            async with lock:
+                known = self._kept.get(key)
+                if known is not None and self._clock() < known[0]:
+                    return known[1]
+                began = self._clock()
+                # ASCII, since a text of a policy may hold what UTF-8 cannot
+                text = await to_thread.run_sync(lambda: json.dumps(make(), allow_nan=False))
+                took = self._clock() - began
+                self._kept.pop(key, None)
+                if len(text) <= _KEPT_CHARS:
+                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, 10 * took)), text
+                while len(self._kept) > _KEPT_ANSWERS:
+                    del self._kept[next(iter(self._kept))]
+                return text
+        finally:
+            if not lock.locked():  # nobody waited for it
+                self._locks.pop(key, None)
 
     def forget(self) -> None:
         """Something was written."""

@@ -319,6 +319,7 @@ def test_ten_viewers_are_answered_once(runs: OpenedRuns, monkeypatch: pytest.Mon
         with pytest.raises(UsageError):
             asyncio.run(shared("other", fails))
     assert asyncio.run(shared("other", lambda: 1)) == "1", "a failure is not kept"
+    assert not shared._locks, "each question that was ever asked would leave one"
 
 
 def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:
