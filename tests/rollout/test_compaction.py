@@ -38,6 +38,11 @@ def writing(renderer: Renderer) -> FakeEngine:
     return FakeEngine(script, version=1)
 
 
+def by(function: Any) -> dict[str, Any]:
+    """The settings of a run whose conversations a function of the user's makes shorter."""
+    return {**AT, "compaction": CompactionSettings(how=f"{__name__}:{function.__name__}")}
+
+
 def summary(**more: Any) -> dict[str, Any]:
     return {**AT, "compaction": CompactionSettings(at=0.6, request=REQUEST), **more}
 
@@ -178,8 +183,8 @@ def same(messages: list[Message]) -> list[Message]:
 async def test_a_function_of_the_user_s_makes_it_shorter(
     store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
-    claim, settings = claim_one(), {**AT, "compaction": CompactionSettings(how=f"{__name__}:shorten")}
-    await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **settings))
+    claim = claim_one()
+    await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **by(shorten)))
     turns = store.trajectory(claim.episode_id).turns
     assert turns[2].parent is None
     assert turns[2].prompt_ids == renderer.start((*said("go"), *said("5 messages before")))
@@ -188,8 +193,8 @@ async def test_a_function_of_the_user_s_makes_it_shorter(
 async def test_one_that_gives_no_messages_fails_its_episode_by_name(
     store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
-    claim, settings = claim_one(), {**AT, "compaction": CompactionSettings(how=f"{__name__}:broken")}
-    ending = await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **settings))
+    claim = claim_one()
+    ending = await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **by(broken)))
     assert ending.stop_reason is StopReason.ENV_FAILED
     assert "rollout.compaction.how" in ending.detail and "broken" in ending.detail and "no messages" in ending.detail
 
@@ -197,8 +202,8 @@ async def test_one_that_gives_no_messages_fails_its_episode_by_name(
 async def test_one_that_makes_nothing_shorter_forks_nothing_and_says_so(
     store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
-    claim, settings = claim_one(), {**AT, "compaction": CompactionSettings(how=f"{__name__}:same")}
-    await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **settings))
+    claim = claim_one()
+    await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **by(same)))
     turns = store.trajectory(claim.episode_id).turns
     assert [turn.parent for turn in turns] == [None, 0, 1, 2]
     assert turns[1].step is not None and turns[1].step.compaction == compaction.NO_SHORTER
