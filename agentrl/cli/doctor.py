@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from agentrl.engine.vllm.launch import find_build
 from agentrl.errors import UsageError
+from agentrl.host.cores import cores
 
 _DEADLINE_S = 20
 
@@ -45,8 +45,8 @@ def _python() -> PartCheck:
 
 
 def _cpu() -> PartCheck:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return PartCheck("cpu", cores >= 2, f"{cores} cores", "the engine and the learner want a core each")
+    found = cores()
+    return PartCheck("cpu", found >= 2, f"{found} cores", "the engine and the learner want a core each")
 
 
 def _gpu() -> PartCheck:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, ValidationError, field_validator
@@ -33,6 +33,7 @@ from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import Count, Section, check_template, config_error
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ConfigError, UsageError
+from agentrl.host.cores import cores
 from agentrl.learner.build_learner import build_learner
 from agentrl.learner.checkpoints.folders import newest
 from agentrl.learner.data.batch import group_rows, weigh
@@ -45,6 +46,11 @@ from agentrl.run.run_folder import RunDir
 
 SETTINGS = "sft.json"
 _BUSY = "wait for its end, or give another --out"
+
+
+def _of_its_own() -> dict[str, Any]:
+    """Defaults of `train` where they differ from those of a run: nothing else computes meanwhile."""
+    return {"lr": 1e-5, "threads": cores()}
 
 
 class SFTConfig(Section):
@@ -60,7 +66,12 @@ class SFTConfig(Section):
     max_context: Count = 2048  # tokens of one demonstration
     template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     normalise: Literal["token", "sequence"] = "token"  # what weighs the same: every token, or every demonstration
-    train: Train = Train(lr=1e-5, tokens_per_batch=4096)  # as in the run file of `agentrl train`
+    train: Train = Field(default_factory=lambda: Train(**_of_its_own()))  # as in the run file of `agentrl train`
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _with_own_defaults(cls, given: Any) -> Any:
+        return _of_its_own() | cast("dict[str, Any]", given) if isinstance(given, dict) else given
 
     @field_validator("template")
     @classmethod

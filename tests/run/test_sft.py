@@ -142,6 +142,18 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_its_own_defaults_hold_beside_settings_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft, "cores", lambda: 6)
+    for train in ({}, {"train": {"steps": 3}}):
+        made = sft.parse({"model": MODEL, "data": ["a.jsonl"], **train}).train
+        assert (made.lr, made.threads) == (1e-5, 6)
+    given = sft.parse({"model": MODEL, "data": ["a.jsonl"], "train": {"lr": 2e-5, "threads": 1}}).train
+    assert (given.lr, given.threads) == (2e-5, 1)
+    file = tmp_path / "sft.json"
+    file.write_text(sft.SFTConfig(model=MODEL, data=["a.jsonl"], train=given).model_dump_json())
+    assert sft.parse(json.loads(file.read_text())).train.threads == 1
+
+
 def plain_loop(settings: sft.SFTConfig, batches: list[Any], held_out: list[Any]) -> tuple[list[float], Any, float]:
     """Rows one at a time through transformers, cross-entropy, AdamW: no code under test."""
     module = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), attn_implementation="eager")
