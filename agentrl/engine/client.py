@@ -1,4 +1,4 @@
-"""One engine over HTTP: tokens in, tokens out, with log-probs and weight versions. Speaks vLLM's API.
+"""One engine over HTTP: tokens in, tokens out, with log-probs and weight versions, in the dialect of its kind.
 
 Owns the deadline of each call and the naming of failures: an httpx exception becomes `EngineUnavailable` or
 `EngineTimeout` here and nowhere else. Never knows messages, episodes or other engines.
@@ -18,19 +18,11 @@ import trio
 from pydantic_core import to_json
 
 from agentrl.engine import auth
+from agentrl.engine.dialect import EngineDialect, EngineKind
 from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
 from agentrl.engine.router.turn_request import Stitcher
-from agentrl.engine.vllm_api import (
-    ChunkParser,
-    check_sampling,
-    metric,
-    parse_json,
-    parse_version,
-    prompt_logprobs,
-    refusal,
-    request_json,
-    score_json,
-)
+from agentrl.engine.vllm.vllm_dialect import VLLMDialect
+from agentrl.engine.vllm_api import check_sampling, metric, parse_json, refusal
 from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import EngineKey, Finish, Generation, Json, SamplingParams, VersionSpan
@@ -40,21 +32,23 @@ _FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is o
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
 _NOT_NOW = (408, 429)  # the server is there but cannot answer just now
 _REFUSALS = (400, 413, 422)  # the request itself is refused; other statuses concern the server
+_DIALECTS: dict[EngineKind, EngineDialect] = {"embedded": VLLMDialect(), "vllm": VLLMDialect()}
 
 
 class EngineClient:
     """`protocols.Engine` for one server. `version` is the last known weight version: if a server does not stamp each
     chunk, tokens carry this version until the server names its own.
 
-    `url` is the server's root, or `unix://` and the path of its socket; a `/v1` at its end is removed. `connect_s`
-    bounds the time to connect; every call also has its own deadline. `api_key` is sent to a server that requires one,
-    and signs what changes it (`agentrl.engine.auth`). With `vocabulary`, how many tokens the model has, an answer
-    with a token beyond them is a broken one."""
+    `kind` is the server's and decides the dialect. `url` is its root, or `unix://` and the path of its socket; a `/v1`
+    at its end is removed. `connect_s` bounds the time to connect; every call also has its own deadline. `api_key` is
+    sent to a server that requires one, and signs what changes it (`agentrl.engine.auth`). With `vocabulary`, how many
+    tokens the model has, an answer with a token beyond them is a broken one."""
 
     def __init__(
         self,
         url: str,
         *,
+        kind: EngineKind = "vllm",
         connect_s: float = 5.0,
         version: int = 0,
         api_key: str | EngineKey | None = None,
@@ -63,13 +57,14 @@ class EngineClient:
     ) -> None:
         self.url, self.version = url.rstrip("/").removesuffix("/v1"), version
         self._connect_s, self._vocabulary = connect_s, vocabulary
+        self.dialect = _DIALECTS[kind]
         place = socket_of(self.url)
         self._transport = transport or TrioTransport(socket=place)
         self._key = EngineKey.of(api_key) if isinstance(api_key, str) else api_key
         key, base = auth.bearer(self._key), self.url if place is None else "http://localhost"
         self._stream_headers = httpx.Headers(_STREAMED | key)
         self._http = httpx.AsyncClient(base_url=base, headers=key, transport=self._transport, trust_env=False)
-        self._generate_url = httpx.URL(f"{base}/inference/v1/generate")
+        self._generate_url = httpx.URL(base + self.dialect.generate_path)
         plain = self._generate_url.scheme == "http"
         self._ask = cast("_Ask | None", getattr(self._transport, "ask", None)) if plain else None
         self._origin = (place, 0) if place else (self._generate_url.host, self._generate_url.port or 80)
@@ -86,7 +81,7 @@ class EngineClient:
         EngineError if tokens that were already yielded turn out to be of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
-        parser, known = ChunkParser(self.version, request, self._vocabulary), self.version
+        parser, known = self.dialect.parser(self.version, request, self._vocabulary), self.version
         answer: _Answer | None = None
         lines = Lines()
         try:
@@ -104,6 +99,8 @@ class EngineClient:
                     parser.version = max(parser.version, self.version)
                     try:
                         chunk = parser.parse(parse_json(event))
+                    except EngineRefusal as error:
+                        raise EngineRefusal(f"{self.url} refused {request.request_id!r}: {error}") from error
                     except EngineError as error:
                         raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {error}") from error
                     if parser.stated:
@@ -149,7 +146,7 @@ class EngineClient:
         """Send a request; the server-sent events are the answer's body. Raises what `_named` names, and `_failed`.
 
         It uses the transport directly: per turn, redirects, cookies and the like cost more than all the rest."""
-        body = to_json(request_json(request, stream=True))
+        body = to_json(self.dialect.request_json(request))
         timeouts = {"connect": self._connect_s}
         if self._ask is not None:
             answer = await self._ask(self._origin, b"%s%d\r\n\r\n%s" % (self._head, len(body), body), timeouts)
@@ -195,7 +192,7 @@ class EngineClient:
         """Whether the engine itself answers, not only its front end. It answers between two forward passes, also while
         it is paused."""
         try:
-            await self.call("GET", "/is_paused", deadline_s=deadline_s)
+            await self.dialect.look(self, deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
             return False
         except EngineError:  # it lacks the path
@@ -205,17 +202,16 @@ class EngineClient:
     async def paused(self, *, deadline_s: float = 5.0) -> bool:
         """Whether it was paused and not resumed. False if it does not say. Raises EngineUnavailable, EngineTimeout."""
         try:
-            state = parse_json(await self.call("GET", "/is_paused", deadline_s=deadline_s))
+            return await self.dialect.paused(self, deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:  # it lacks the path
             return False
-        return bool(state.get("is_paused"))
 
     async def healthy(self, *, deadline_s: float = 5.0) -> bool:
         """Whether the server answers and reports no trouble with its engine."""
         try:
-            await self.call("GET", "/health", deadline_s=deadline_s)
+            await self.call("GET", self.dialect.health_path, deadline_s=deadline_s)
         except EngineError:
             return False
         return True
@@ -241,23 +237,17 @@ class EngineClient:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
         (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
         not score prompts."""
-        asked = score_json(token_ids, model)
-        answer = parse_json(await self.call("POST", "/inference/v1/generate", json=asked, deadline_s=deadline_s))
-        return prompt_logprobs(answer, token_ids)
+        asked = self.dialect.score_json(token_ids, model)
+        answer = parse_json(await self.call("POST", self.dialect.generate_path, json=asked, deadline_s=deadline_s))
+        return self.dialect.prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The weight version that the engine serves now; also stored in `version`. If the server does not say, it is
         asked for one token."""
-        for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
-            try:
-                answer = parse_json(await self.call("GET", path, deadline_s=deadline_s))
-            except (EngineUnavailable, EngineTimeout):
-                raise
-            except EngineError:  # it lacks the path
-                continue
-            if "weight_version" in answer:
-                self.version = parse_version(answer["weight_version"])
-                return self.version
+        stated = await self.dialect.stated_version(self, deadline_s=deadline_s)
+        if stated is not None:
+            self.version = stated
+            return stated
         probe = GenerateRequest(
             request_id=f"version-probe-{uuid4().hex}",
             session="version-probe",
@@ -279,6 +269,7 @@ class EngineClient:
         for line in body.decode(errors="replace").splitlines():
             name = line.rpartition(" ")[0].partition("{")[0]
             if name and not name.startswith("#") and not name.endswith("_bucket"):
+                name = self.dialect.metric(name)
                 values[name] = values.get(name, 0.0) + metric(line)[1]
         return values
 

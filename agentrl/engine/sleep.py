@@ -8,11 +8,13 @@ engine, and new ones queue there: their keys and values are computed anew afterw
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import metric, parse_json
 from agentrl.errors import EngineError
+
+if TYPE_CHECKING:
+    from agentrl.engine.client import EngineClient
 
 _STATE = "vllm:engine_sleep_state{"
 Level = Literal[1, 2]

@@ -385,7 +385,7 @@ async def ready(
                     said = now
                     say(f"vLLM imports and loads {server.model}: {now - began:.0f} s; {_last_line(log)}")
                 await trio.sleep(_POLL_S)
-            await announce(client, version)
+            await client.dialect.announce(client, version, deadline_s=10.0)
             await _warm_up(client, deadline_s)
     except (trio.TooSlowError, EngineTimeout) as error:
         raise RunFailed(
@@ -395,11 +395,6 @@ async def ready(
         raise RunFailed(f"vLLM started but does not serve: {error}; {explain(log)}") from error
     finally:
         await client.aclose()
-
-
-async def announce(client: EngineClient, version: int) -> None:
-    """Have a server stamp its tokens with `version`; the weights stay as they are."""
-    await client.call("POST", "/update_weight_version", json={"new_version": str(version)}, deadline_s=10.0)
 
 
 async def _warm_up(client: EngineClient, deadline_s: float) -> None:

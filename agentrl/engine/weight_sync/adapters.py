@@ -26,7 +26,7 @@ from agentrl.engine import sleep
 from agentrl.engine.auth import folder_digest
 from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
-from agentrl.engine.vllm_api import metric, parse_json, results
+from agentrl.engine.vllm_api import parse_json, results
 from agentrl.engine.weight_sync import uploads
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -134,7 +134,7 @@ async def load(
         for name, place in asked.items():
             if is_near(engine.url):
                 try:
-                    await _load_from(engine, name, str(place), digests[name], deadline_s)
+                    await engine.dialect.load_adapter(engine, name, str(place), digests[name], deadline_s=deadline_s)
                     continue
                 except (EngineUnavailable, EngineTimeout):
                     raise
@@ -147,7 +147,7 @@ async def load(
                     raise why
             else:
                 there = await _send(engine, name, place, deadline_s) or str(place)
-            await _load_from(engine, name, there, digests[name], deadline_s)
+            await engine.dialect.load_adapter(engine, name, there, digests[name], deadline_s=deadline_s)
 
     started = trio.current_time()
     await _everywhere(engines, load_into, f"load adapter {adapter_name(version)}")
@@ -163,16 +163,6 @@ def is_near(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def _load_from(engine: EngineClient, name: str, place: str, digest: str, deadline_s: float) -> None:
-    """Have it load the adapter in a folder with these contents."""
-    asked: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
-    try:
-        await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
-    except EngineError as error:
-        if "already been loaded" not in str(error):
-            raise
 
 
 def _unread(error: EngineError) -> bool:
@@ -203,7 +193,7 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
 
 async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
     """Unload an adapter, and remove its files if they came over HTTP."""
-    await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+    await engine.dialect.unload_adapter(engine, name, deadline_s=deadline_s)
     if (message := uploads.forgetting(place)) is not None:
         asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
         await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
@@ -257,14 +247,7 @@ async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
 
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that running or waiting requests of an engine use, at its last look."""
-    body = await engine.call("GET", "/metrics", deadline_s=deadline_s)
-    latest, names = 0.0, ""
-    for line in body.decode(errors="replace").splitlines():
-        # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
-        if line.startswith("vllm:lora_requests_info{"):
-            labels, at = metric(line)
-            if at >= latest:
-                latest, names = at, labels
+    names = await engine.dialect.adapters_in_use(engine, deadline_s=deadline_s)
     return _versions(re.findall(rf"{NAME}-\d+", names))
 
 

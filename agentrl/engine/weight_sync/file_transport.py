@@ -1,33 +1,25 @@
-"""New weights as files into running engines, through vLLM's weight-transfer calls. No torch: it passes a file's path.
+"""New weights as files into running engines. No torch: it passes a file's path.
 
-    stage ──► second copy ready ─► swap, between two passes ───────────────────────────────────► served?
-          └─► else: pause ► start ► update ► finish ► resume ────────────────────────────────────┘
-
-    sleep ► wake weights ► start ► update ► finish ► wake kv_cache ──────────────────► served?     (colocated)
-
-Owns the order of the calls, their deadline and the confirmation. An engine whose update failed half-way stays paused:
-waiting is better than sampling from half-loaded weights, and pushing again repairs it (every call may be repeated).
+Owns the deadline over all calls to an engine and the confirmation; the calls and their order are the dialect's. An
+engine whose update failed half-way stays paused: waiting is better than sampling from half-loaded weights, and pushing
+again repairs it (every call may be repeated).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import trio
 
-from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm_api import parse_json, results
+from agentrl.engine.dialect import WeightUpdate
 from agentrl.engine.weight_sync import object_store, weight_file
 from agentrl.engine.weight_sync.object_store import Outbox, StoredVersion
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.errors import EngineError, WeightSyncError
 from agentrl.records import Json
-
-_STAGE_POLL_S = 0.01
 
 
 async def push(
@@ -68,17 +60,18 @@ async def push(
     pauses: list[float] = []
     failures: list[str] = []
 
-    async def update(client: EngineClient) -> float:
-        init: dict[str, Json] = {} if keep_base is None else {"keep_base": keep_base}
-        answer = await client.call(
-            "POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s
-        )
-        ahead = bool(parse_json(answer).get("reads_ahead"))
-        paused = None
-        if stage and not asleep and await _stage(client, infos[0], second and len(infos) == 1, deadline_s):
-            paused = await _swap(client, infos[0], version, deadline_s, clear_cache)
-        if paused is None:
-            paused = await _load(client, infos, version, deadline_s, clear_cache, ahead, asleep)
+    update = WeightUpdate(
+        version=version,
+        files=infos,
+        stage=stage,
+        second=second,
+        clear_cache=clear_cache,
+        asleep=asleep,
+        keep_base=keep_base,
+    )
+
+    async def update_one(client: EngineClient) -> float:
+        paused = await client.dialect.take_weights(client, update, deadline_s=deadline_s)
         served = await client.served_version(deadline_s=deadline_s)
         if served != version:
             raise WeightSyncError(f"it serves version {served} after the update")
@@ -89,7 +82,7 @@ async def push(
         client = EngineClient(engine) if isinstance(engine, str) else engine
         try:
             with trio.fail_after(deadline_s):
-                pauses.append(await update(client))
+                pauses.append(await update_one(client))
         except trio.TooSlowError:
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
@@ -151,86 +144,6 @@ def update_info(
         info["deadline_s"] = deadline_s
     more = (("sha256", sha256), ("base_sha256", base_sha256), ("version", version))
     return info | {key: value for key, value in more if value is not None}
-
-
-async def _stage(client: EngineClient, info: dict[str, Json], second: bool, deadline_s: float) -> bool:
-    """Wait until the engine's workers have the file ready. Returns whether they hold it as a second copy of their
-    weights, to be swapped; an engine without our plugin reads it in the pause."""
-    try:
-        await _workers(client, "agentrl_stage", json.dumps(info), second, deadline_s, deadline_s=deadline_s)
-    except (EngineTimeout, EngineUnavailable):
-        raise
-    except EngineError:
-        return False
-    while True:
-        states = results(await _workers(client, "agentrl_staged", deadline_s=deadline_s), ready=bool)
-        if errors := [str(state["error"]) for state in states if state.get("error")]:
-            raise WeightSyncError(errors[0])
-        if all(state["ready"] for state in states):
-            return all(state.get("second", False) for state in states)
-        await trio.sleep(_STAGE_POLL_S)
-
-
-async def _swap(
-    client: EngineClient, info: dict[str, Json], version: int, deadline_s: float, clear_cache: bool
-) -> float | None:
-    """Have staged weights take the place of the old ones. Returns the seconds in which the engine computed nothing, by
-    its own clock; None if it has no second copy any more, and nothing was changed."""
-    asked = (json.dumps(info), str(version), clear_cache)
-    answer = await _workers(client, "agentrl_publish", *asked, deadline_s=deadline_s)
-    if not all(worker["swapped"] for worker in results(answer, swapped=bool)):
-        return None
-    return max(worker["paused_s"] for worker in results(answer, paused_s=int | float))
-
-
-async def _workers(client: EngineClient, method: str, *args: Json, deadline_s: float) -> bytes:
-    """The answer of the engine's workers to a method of our plugin."""
-    asked: dict[str, Json] = {"method": method, "args": list(args)}
-    return await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
-
-
-async def _load(
-    client: EngineClient,
-    infos: Sequence[dict[str, Json]],
-    version: int,
-    deadline_s: float,
-    clear_cache: bool,
-    ahead: bool,
-    asleep: bool,
-) -> float:
-    """Pause the engine and have it load the files, which it reads before where it can (`ahead`: the embedded engine),
-    or have it load them in its sleep. Returns the seconds from the pause's call to the last answer."""
-
-    async def call(path: str, json: dict[str, Json] | None = None, params: dict[str, str] | None = None) -> None:
-        await client.call("POST", path, deadline_s=deadline_s, json=json, params=params)
-
-    async def update() -> None:
-        try:
-            await call("/start_weight_update")
-        except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
-            await call("/finish_weight_update", {})
-            await call("/start_weight_update")
-        for info in infos:
-            await call("/update_weights", {"update_info": info})
-
-    finish: dict[str, Json] = {"weight_version": str(version)}
-    if asleep:
-        started = trio.current_time()
-        await sleep.sleep(client, level=2, deadline_s=deadline_s)  # whatever it does
-        await sleep.wake(client, "weights", deadline_s=deadline_s)
-        await update()
-        await call("/finish_weight_update", finish)
-        await sleep.wake(client, "kv_cache", deadline_s=deadline_s)
-        return trio.current_time() - started
-    if ahead:
-        await update()
-    started = trio.current_time()
-    await call("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
-    if not ahead:
-        await update()
-    await call("/finish_weight_update", finish)
-    await call("/resume")
-    return trio.current_time() - started
 
 
 class FileTransport(WeightTransport):

@@ -335,7 +335,7 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
             )
         if config.syncs_memory:
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
-            await vllm.announce(client, 0)
+            await client.dialect.announce(client, 0, deadline_s=deadline_s)
             return
         if adapters_alone and settings.colocated:
             await sleep.wake(client, deadline_s=deadline_s)
@@ -370,7 +370,7 @@ async def _push_whole(client: EngineClient, weights: ServedWeights, version: int
     except WeightSyncError as error:
         if not config.sends_adapters or not settings.canary or "shares no disk" not in str(error):
             raise
-        await vllm.announce(client, version)
+        await client.dialect.announce(client, version, deadline_s=deadline_s)
 
 
 async def _sleeps(client: EngineClient, deadline_s: float) -> bool:
@@ -389,7 +389,7 @@ async def go_on(client: EngineClient, *, deadline_s: float) -> None:
     if await _sleeps(client, deadline_s):
         await sleep.wake(client, deadline_s=deadline_s)
     else:
-        await client.call("POST", "/resume", deadline_s=deadline_s)
+        await client.dialect.resume(client, deadline_s=deadline_s)
 
 
 async def _load_adapter(client: EngineClient, weights: ServedWeights, settings: EngineSettings) -> None:
