@@ -1,0 +1,71 @@
+"""Sends a run to Weights & Biases, or keeps it in W&B's files for `wandb sync`, with the package `wandb`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.errors import UsageError
+from agentrl.run.callbacks.appending_tracker import AppendingTracker, TrackedRun
+
+
+class WandbTracker(AppendingTracker):
+    """A run of the W&B project `project` (of `entity`; default: yours). `mode = "offline"` writes files to `folder`
+    (default: the run's own) and sends nothing. The optimizer step is the axis `step` of all charts.
+
+    Raises UsageError if wandb is not installed, for another mode, and online if the machine has no key of W&B."""
+
+    def __init__(
+        self,
+        project: str = "agentrl",
+        entity: str | None = None,
+        mode: Literal["online", "offline"] = "online",
+        folder: str | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in ("online", "offline"):
+            raise UsageError(f"mode = {mode!r}: give 'online' or 'offline'")
+        try:
+            self._wandb: Any = import_module("wandb")
+        except ImportError as error:
+            raise UsageError(f"wandb is not installed ({error}): pip install 'agentrl[wandb]'") from None
+        if mode == "online" and not self._wandb.login(prompt=False, verify=False):
+            raise UsageError("W&B has no key on this machine: type wandb login, or give mode = 'offline'")
+        self._project, self._entity, self._mode, self._folder = project, entity, mode, folder
+        self._logged: Any = None
+
+    def open(self, run: TrackedRun) -> None:
+        """Begin W&B's run, or go on in it; offline each start writes a file of its own for the same run."""
+        folder = run.folder if self._folder is None else Path(self._folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        off = ("disable_git", "x_disable_meta", "x_disable_stats", "silent")  # nothing of this machine goes along
+        settings = {**dict.fromkeys(off, True), "console": "off", "save_code": False, "x_save_requirements": False}
+        self._logged = self._wandb.init(
+            project=self._project,
+            entity=self._entity,
+            mode=self._mode,
+            dir=str(folder),
+            id=run.id,
+            name=run.name,
+            group=run.group,
+            config=dict(run.config),
+            resume="allow",
+            reinit="create_new",
+            settings=self._wandb.Settings(**settings, init_timeout=self.deadline_s, finish_timeout=self.deadline_s),
+        )
+        self._logged.define_metric("*", step_metric="step")
+
+    def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        """A row of W&B's history; its own count of rows never goes back."""
+        self._logged.log({**values, "step": step}, step=self.rows)
+
+    def finish(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:
+        """The summary is in the run's summary, the curves are an image."""
+        self._logged.summary["summary"] = dict(summary)
+        self._logged.log({"curves": self._wandb.Image(str(plot)), "step": step}, step=self.rows)
+
+    def close(self, *, finished: bool) -> None:
+        """Wait until W&B has all rows."""
+        self._logged.finish(exit_code=0 if finished else 1)
