@@ -434,9 +434,26 @@ class DockerSettings(Section):
         return self
 
 
+class BubblewrapSettings(Section):
+    """What the boxes of the backend `bubblewrap` have beside this machine's /usr, for a whole run."""
+
+    readonly: dict[str, str] = Field(
+        default_factory=dict
+    )  # folders of this machine to their paths in every box, which cannot change them
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        for source, target in self.readonly.items():
+            if not (source.startswith("/") and target.startswith("/")):
+                hint = "give absolute paths: { '/opt/agents' = '/opt/agents' }"
+                raise ConfigError("sandbox.bubblewrap.readonly", self.readonly, hint)
+        return self
+
+
 class Sandboxes(Section):
     """Settings of the backends that boxes come from; which backend, the environment says."""
 
+    bubblewrap: BubblewrapSettings = BubblewrapSettings()
     docker: DockerSettings = DockerSettings()
     swe_rex: dict[str, Any] = Field(
         default_factory=dict
@@ -454,5 +471,5 @@ class Sandboxes(Section):
 
     def arguments(self) -> dict[str, dict[str, Any]]:
         """What the constructor of a backend is given, by its registry id."""
-        own = {"swe-rex": dict(self.swe_rex), "inspect": dict(self.inspect)}
+        own = {"bubblewrap": self.bubblewrap.model_dump(), "swe-rex": dict(self.swe_rex), "inspect": dict(self.inspect)}
         return {"docker": self.docker.model_dump(exclude_none=True), **own}

@@ -6,7 +6,8 @@ The box stays without a network: what leaves it are bytes on the pipes of one ba
 be requests to an HTTP proxy for a host and port that the policy names. Names are resolved here, an address that is not
 public is refused, the TLS of a tunnel has to name the host that was asked for, and each request is counted and logged.
 When the phase ends the process is ended, and nothing is left that could carry a byte. Works on every backend. The box
-needs python3. Knows nothing of episodes or tools.
+needs python3. `forwarded` carries connections the same way to one port of this machine: a program in a box reaches its
+model, and nothing else. Knows nothing of episodes or tools.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -118,6 +119,10 @@ sys.stderr.write(f"sandbox: {{command[0]}} cannot be run\\n"); sys.exit(code)
 """In a command's namespace: the port of the proxy in front of the Unix socket; then the command itself."""
 
 
+def _socket_path() -> str:
+    return f"/tmp/.network-{secrets.token_hex(8)}"
+
+
 @dataclass(slots=True)
 class NetworkRequest:
     """One request of a box. `refused` says why it was not served; empty if it was. Bytes are counted both ways."""
@@ -137,7 +142,7 @@ class Network:
     requests: list[NetworkRequest] = field(default_factory=list[NetworkRequest])
     asked: int = 0
     refused: int = 0
-    path: str = field(default_factory=lambda: f"/tmp/.network-{secrets.token_hex(8)}")  # of the socket in the box
+    path: str = field(default_factory=_socket_path)  # of the socket in the box
 
     async def exec(
         self, box: Sandbox, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
@@ -165,13 +170,67 @@ class Network:
 async def opened(box: Sandbox, policy: NetworkPolicy) -> AsyncGenerator[Network]:
     """`async with`: the phase in which a box may reach what the policy allows. Raises SandboxError."""
     network = Network(policy)
-    process = await box.start(["python3", "-I", "-c", _RELAY, network.path])
+
+    async def connect(tunnel: _Tunnel, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
+        await _Connection(tunnel, name, pieces, network).run()
+
+    async with _relayed(box, network.path, connect):
+        yield network
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The way of a box's commands to one port of this machine. In the box it is at `address`."""
+
+    path: str
+    address: str = f"http://127.0.0.1:{_PORT}"
+
+    def argv(self, argv: Sequence[str]) -> list[str]:
+        """A command, as the box has to run it so that it finds the address served."""
+        return ["python3", "-I", "-c", _FRONT, self.path, *argv]
+
+
+@asynccontextmanager
+async def forwarded(box: Sandbox, port: int) -> AsyncGenerator[Forward]:
+    """`async with`: commands of the box reach 127.0.0.1:`port` of this machine, and nothing else. What listens there
+    bounds how long a connection lasts. Raises SandboxError."""
+
+    async def connect(tunnel: _Tunnel, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream, trio.open_nursery() as nursery:
+            nursery.start_soon(_up, pieces, stream)
+            while data := await stream.receive_some(_MOST_FRAME):
+                await tunnel.say(name, _DATA, data)
+            nursery.cancel_scope.cancel()
+
+    forward = Forward(_socket_path())
+    async with _relayed(box, forward.path, connect):
+        yield forward
+
+
+async def _up(pieces: trio.MemoryReceiveChannel[bytes], stream: trio.SocketStream) -> None:
+    """What a client in the box sends, until it has no more; an empty piece says so."""
+    async for piece in pieces:
+        if not piece:
+            break
+        await stream.send_all(piece)
+    with suppress(trio.BrokenResourceError):
+        await stream.send_eof()
+
+
+_Connect = Callable[["_Tunnel", int, "trio.MemoryReceiveChannel[bytes]"], Awaitable[None]]
+
+
+@asynccontextmanager
+async def _relayed(box: Sandbox, path: str, connect: _Connect) -> AsyncGenerator[None]:
+    """`async with`: a process of the box carries the connections of a Unix socket at `path`, each served by
+    `connect`."""
+    process = await box.start(["python3", "-I", "-c", _RELAY, path])
     failure: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
             try:  # what fails is raised outside the nursery, so that it is no group
-                await nursery.start(_Tunnel(process, network, nursery).run)
-                yield network
+                await nursery.start(_Tunnel(process, connect, nursery).run)
+                yield
             except Exception as error:
                 failure = error
             nursery.cancel_scope.cancel()
@@ -185,8 +244,8 @@ async def opened(box: Sandbox, policy: NetworkPolicy) -> AsyncGenerator[Network]
 class _Tunnel:
     """The frames of one box. What comes from the box is hostile: its sizes and counts are bounded."""
 
-    def __init__(self, process: BoxProcess, network: Network, nursery: trio.Nursery) -> None:
-        self._process, self._network, self._nursery = process, network, nursery
+    def __init__(self, process: BoxProcess, connect: _Connect, nursery: trio.Nursery) -> None:
+        self._process, self._connect, self._nursery = process, connect, nursery
         self._sending = trio.Lock()
         self._inputs: dict[int, trio.MemorySendChannel[bytes]] = {}
 
@@ -235,7 +294,7 @@ class _Tunnel:
     async def _serve(self, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
         """One connection, from its request to its end."""
         try:
-            await _Connection(self, name, pieces, self._network).run()
+            await self._connect(self, name, pieces)
         except* (
             OSError,
             trio.TooSlowError,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Final, cast
 
 import trio
 from gymnasium.error import ResetNeeded
@@ -21,10 +22,16 @@ from agentrl.env.agent_programs.model_apis import Conversation, Reply
 from agentrl.env.agent_programs.session import Ended, Exited, Pending, Program, Running
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.tool_env import Grade, MaybeAwaitable
+from agentrl.env.tools.by_name import check_limits
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
-from agentrl.errors import EnvError, InfrastructureError, UsageError
+from agentrl.errors import ConfigError, EnvError, InfrastructureError, SandboxPathError, UsageError
+from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json, Message, Messages, StopReason
+from agentrl.sandbox.current_box import CurrentBox
+from agentrl.sandbox.shared_backend import SharedBackend, shared
+
+_LIMITS: Final = Limits(cpu_s=600.0, cpus=2.0, memory_bytes=2 << 30, pids=256, open_files=1024, disk_bytes=1 << 30)
 
 
 class ProgramEnv(Env):
@@ -37,7 +44,11 @@ class ProgramEnv(Env):
     default the number or truth value that the program returns. A program that raises once it was answered has the
     outcome 0, as the policy could have caused it; an InfrastructureError that it raises is no fault of the policy. One
     that asks nothing for `silence_s` is ended and the episode truncated. Requests side by side are answered one after
-    the other."""
+    the other.
+
+    With `sandbox`, the id of a sandbox backend, a command runs in a box of its own, which reaches the model and nothing
+    else; it begins with the files of `box_files`, and `grade` finds it as `self.box`. `image` is the backend's name of
+    its root file system, `box` has fields of `agentrl.protocols.Limits`. The box needs `sh` and `python3`."""
 
     replayable = False
 
@@ -49,10 +60,21 @@ class ProgramEnv(Env):
         max_turns: int = 100,
         silence_s: float = 300.0,
         replayable: bool = False,
+        sandbox: str | None = None,
+        image: str | None = None,
+        box: Mapping[str, Any] | None = None,
     ) -> None:
         self._program = registry.load_reference(program) if isinstance(program, str) else program
         if not callable(self._program) and not self._program:
             raise UsageError("program is empty: give a function, its reference, or a command as a list of texts")
+        if sandbox is None and (image is not None or box):
+            raise ConfigError("sandbox", sandbox, "image and box are of a sandbox: name it, as bubblewrap")
+        if sandbox is not None and callable(self._program):
+            raise ConfigError("sandbox", sandbox, "a function runs in this process: give program as a list of texts")
+        check_limits(box or {}, "box")
+        self._sandbox, self._image, self._limits = sandbox, image, replace(_LIMITS, **(box or {}))
+        self._boxes: SharedBackend | None = None
+        self.box = CurrentBox()
         if tool_format is not None:
             get_format(tool_format)
         self._max_turns, self._silence_s = max_turns, silence_s
@@ -73,6 +95,10 @@ class ProgramEnv(Env):
             return result if abs(result) <= sys.float_info.max else 0.0
         return result if isinstance(result, Grade) else None
 
+    def box_files(self, task: Mapping[str, Json]) -> Mapping[str, bytes]:
+        """The files that the program finds in its box's work folder, by path."""
+        return {}
+
     # --- the contract
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
@@ -84,7 +110,8 @@ class ProgramEnv(Env):
         await super().areset(seed=seed)
         self.task = self.make_task(dict(options or {}))
         self._turns = 0
-        running = self._running = Running(cast("Program | Sequence[str]", self._program), self.task)
+        box = await self._new_box()
+        running = self._running = Running(cast("Program | Sequence[str]", self._program), self.task, box)
         await running.start()
         event = await self._next(running)
         if not isinstance(event, Pending):
@@ -110,12 +137,32 @@ class ProgramEnv(Env):
         return await self._end(event)
 
     async def aclose(self) -> None:
+        await self._stop()
+        boxes, self._boxes = self._boxes, None
+        if boxes is not None:
+            try:
+                await self.box.close()
+            finally:
+                await boxes.leave()
+
+    # --- inside
+
+    async def _new_box(self) -> Sandbox | None:
+        if self._sandbox is None:
+            return None
+        spec = SandboxSpec(image=self._image, limits=self._limits, files=self.box_files(self.task))
+        boxes = shared(self._sandbox)
+        await boxes.enter()
+        self._boxes = boxes
+        box = self.box.box = await boxes.create(spec)
+        return box
+
+    async def _stop(self) -> None:
+        """End the program; its box stays."""
         running, self._running, self._pending = self._running, None, None
         if running is not None:
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
                 await running.stop()
-
-    # --- inside
 
     async def _next(self, running: Running) -> Pending | Ended | None:
         """The program's next request or its end; None if it was silent for too long."""
@@ -124,7 +171,13 @@ class ProgramEnv(Env):
         return None
 
     async def _end(self, event: Pending | Ended | None) -> StepResult:
-        await self.aclose()
+        await self._stop()
+        try:
+            return await self._ending(event)
+        finally:
+            await self.aclose()
+
+    async def _ending(self, event: Pending | Ended | None) -> StepResult:
         if not isinstance(event, Ended):
             stop = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
             return (), 0.0, False, True, {"stop_reason": stop.value, "outcome": 0.0, "success": False}
@@ -136,7 +189,10 @@ class ProgramEnv(Env):
         info: Info = {"stop_reason": StopReason.DONE.value}
         if isinstance(event.result, Exited):
             info["exit_code"] = event.result.exit_code
-        grade = await sync_async.call(self.grade, self.task, event.result, blocking=self.blocking)
+        try:
+            grade = await sync_async.call(self.grade, self.task, event.result, blocking=self.blocking)
+        except SandboxPathError:  # a file that the policy left out, say
+            grade = Grade(outcome=0.0, success=False)
         if grade is not None:
             if not isinstance(grade, Grade):
                 grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)

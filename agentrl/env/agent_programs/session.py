@@ -17,8 +17,9 @@ import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 import trio
 from trio.lowlevel import RunVar
@@ -28,7 +29,9 @@ from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.http.bounds import ServerBounds
 from agentrl.http.http_server import Typed, listen
+from agentrl.protocols import Sandbox
 from agentrl.records import Json
+from agentrl.sandbox.network_policy import forwarded
 
 MAX_BODY: Final = 64 << 20
 
@@ -214,10 +217,11 @@ class Ended:
 
 
 class Running:
-    """A program at work. `start`, then `next` until it is `Ended`; `stop` ends it at any time."""
+    """A program at work, in a `box` if it has one. `start`, then `next` until it is `Ended`; `stop` ends it at any
+    time."""
 
-    def __init__(self, program: Program | Sequence[str], task: Mapping[str, Json]) -> None:
-        self._program, self._task = program, task
+    def __init__(self, program: Program | Sequence[str], task: Mapping[str, Json], box: Sandbox | None = None) -> None:
+        self._program, self._task, self._box = program, task, box
         self._send, self._receive = trio.open_memory_channel[Pending | Ended](math.inf)
         self._key = secrets.token_hex(16)
         self._apis = apis()
@@ -249,7 +253,7 @@ class Running:
         ended = Ended(error=RuntimeError("the program was stopped"))
         try:
             with self._scope:
-                ended = Ended(result=await _execute(self._program, session))
+                ended = Ended(result=await _execute(self._program, session, self._box))
         except Exception as error:  # a boundary: what the program raised is data for whoever waits
             ended = Ended(error=error)
         finally:
@@ -283,13 +287,33 @@ def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:
     return Response(200, events=tuple((name, event_text(data)) for name, data in api.events(reply, body)))
 
 
-async def _execute(program: Program | Sequence[str], session: Session) -> Any:
+async def _execute(program: Program | Sequence[str], session: Session, box: Sandbox | None) -> Any:
     if not callable(program):
-        return await _command(program, session)
+        return await (_command(program, session) if box is None else _boxed(program, session, box))
     if inspect.iscoroutinefunction(program):
         return await program(session)
     limiter = trio.CapacityLimiter(1)  # its own: a program lasts as long as its episode
     return await trio.to_thread.run_sync(program, session, abandon_on_cancel=True, limiter=limiter)
+
+
+async def _boxed(argv: Sequence[str], session: Session, box: Sandbox) -> Exited:
+    """A command in a box, which reaches its model and nothing else. It ends with the box at the latest."""
+    url = urlsplit(session.base_url)
+    async with forwarded(box, cast("int", url.port)) as way:
+        there = replace(session, base_url=way.address + url.path)
+        silent = ["sh", "-c", 'exec "$@" </dev/null', "sh", *argv]  # some programs wait for the end of their input
+        process = await box.start(way.argv(silent), env=_variables(there))
+        stdout = bytearray()
+        try:
+            while data := await process.receive():
+                stdout += data
+                del stdout[: max(0, len(stdout) - OUTPUT_BYTES)]
+            await process.wait()
+        finally:
+            with trio.CancelScope(shield=True):
+                await process.kill()
+        ended = await process.kill()  # idempotent: it says how it ended
+    return Exited(ended.exit_code, bytes(stdout), ended.stderr[-OUTPUT_BYTES:])
 
 
 async def _command(argv: Sequence[str], session: Session) -> Exited:
@@ -299,8 +323,7 @@ async def _command(argv: Sequence[str], session: Session) -> Exited:
 
 
 async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> Exited:
-    ours = {"AGENTRL_TASK": _as_json(session.task), **owner.mark}
-    variables = {**OF_THE_RUN.without(os.environ), **session.variables, **ours}
+    variables = {**OF_THE_RUN.without(os.environ), **_variables(session), **owner.mark}
     process = await trio.lowlevel.open_process(
         list(argv),
         stdin=subprocess.DEVNULL,
@@ -339,5 +362,5 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _as_json(task: Mapping[str, Json]) -> str:
-    return json.dumps(dict(task))
+def _variables(session: Session) -> dict[str, str]:
+    return {**session.variables, "AGENTRL_TASK": json.dumps(dict(session.task))}
