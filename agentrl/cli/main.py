@@ -25,6 +25,7 @@ from agentrl.cli.offline import chaos, export, retrain, sft
 from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
+from agentrl.cli.steer import pause, resume
 from agentrl.cli.view import beside, view
 from agentrl.errors import AgentRLError, UsageError
 
@@ -47,6 +48,8 @@ for command in (
     logs,
     tasks,
     scale,
+    pause,
+    resume,
     stop,
     submit,
     rewards,

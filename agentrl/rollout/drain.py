@@ -1,4 +1,5 @@
-"""A worker that leaves on purpose: its episodes stop, and go on elsewhere from the journal. Knows no episode."""
+"""What holds a worker's turns up: it leaves on purpose, and its episodes go on elsewhere from the journal; or its run
+is paused, and they go on here. Knows no episode."""
 
 from __future__ import annotations
 
@@ -14,33 +15,61 @@ class HandedBack(Exception):
     """The worker gives its episodes back: this one goes on elsewhere, from the journal."""
 
 
-class Leaving:
-    """Whether the worker leaves. Once `set`, no episode begins another turn; `break_off` also ends the waits for turns
-    under way, whose tokens so far are journaled. A step of an environment is never cut short by either."""
+class TurnPaused(Exception):
+    """A turn was broken off by a pause: it goes on from the tokens so far, once the run does."""
+
+
+class TurnGate:
+    """Whether turns begin. Once the worker is `leaving`, none does; while the run is `paused`, none does until it goes
+    on. `break_off`, and a pause `now`, also end the waits for turns under way, whose tokens so far are journaled. A
+    step of an environment is never cut short by any of them."""
 
     def __init__(self) -> None:
-        self._set = self._at_once = False
-        self._turns: set[trio.CancelScope] = set()
+        self.leaving = self.paused = False
+        self._leaving_now = self._paused_now = False  # without an end of turns under way
+        self._turns: dict[trio.CancelScope, bool] = {}  # and whether a pause may break each off
+        self._changed = trio.Event()
 
-    def is_set(self) -> bool:
-        return self._set
-
-    def set(self) -> None:
-        self._set = True
+    def leave(self) -> None:
+        self.leaving = True
+        self._change()
 
     def break_off(self) -> None:
-        self._set = self._at_once = True
+        self._leaving_now = True
+        self.leave()
         for turn in self._turns:
             turn.cancel()
 
-    async def during(self, turn: Awaitable[_T]) -> _T:
-        """Wait for a turn. Raises HandedBack if it was broken off."""
+    def pause(self, *, now: bool) -> None:
+        self.paused, self._paused_now = True, now
+        for turn, breakable in self._turns.items():
+            if now and breakable:
+                turn.cancel()
+
+    def go_on(self) -> None:
+        self.paused = self._paused_now = False
+        self._change()
+
+    async def passed(self) -> None:
+        """Wait until a turn may begin. Raises HandedBack once the worker is leaving."""
+        while self.paused and not self.leaving:
+            await self._changed.wait()
+        if self.leaving:
+            raise HandedBack
+
+    async def during(self, turn: Awaitable[_T], *, breakable: bool) -> _T:
+        """Wait for a turn. Raises HandedBack if it was broken off because the worker leaves; TurnPaused if by a pause,
+        which does that to a `breakable` one."""
         with trio.CancelScope() as scope:
-            self._turns.add(scope)
+            self._turns[scope] = breakable
             try:
-                if self._at_once:
+                if self._leaving_now or (self._paused_now and breakable):
                     scope.cancel()
                 return await turn
             finally:
-                self._turns.discard(scope)
-        raise HandedBack
+                del self._turns[scope]
+        raise HandedBack if self._leaving_now else TurnPaused
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

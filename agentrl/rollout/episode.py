@@ -44,7 +44,7 @@ from agentrl.records import (
     turn_id,
 )
 from agentrl.rollout import compaction
-from agentrl.rollout.drain import HandedBack, Leaving
+from agentrl.rollout.drain import TurnGate, TurnPaused
 from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line, reason_of, rewarded
 from agentrl.rollout.generate_turn import sample, untold
 from agentrl.rollout.opponents import Opponents
@@ -72,7 +72,7 @@ class RolloutContext:
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
     eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
-    leaving: Leaving = field(default_factory=Leaving)
+    gate: TurnGate = field(default_factory=TurnGate)
     tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
@@ -137,6 +137,7 @@ class _Episode:
         self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, if it is rendered already
         self._begun = claim.partial  # tokens of the next turn that are sampled already
+        self._pauses = 0  # that broke a turn off
         self._guard = EnvCalls(claim.task.env, context.settings.step_deadline_s)
         self._schemas: Sequence[Mapping[str, Json]] | None = None  # the tools of the conversation
         self._snapshots = True  # whether its environment may be asked for snapshots
@@ -149,8 +150,7 @@ class _Episode:
         if ending is None:
             ending = await self._begin()
         while ending is None:
-            if self._context.leaving.is_set():
-                raise HandedBack
+            await self._context.gate.passed()
             ending = await self._turn()
         return ending
 
@@ -415,7 +415,7 @@ class _Episode:
         trains = claim.purpose == TRAIN
         sampling = context.settings.sampling if trains else context.eval_sampling or context.settings.sampling
         request = GenerateRequest(
-            request_id=f"{claim.episode_id}-{claim.fence}-{index}",
+            request_id=f"{claim.episode_id}-{claim.fence}-{index}" + f"-{self._pauses}" * bool(self._pauses),
             session=str(claim.group_id),
             token_ids=prompt.context,
             sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
@@ -429,7 +429,7 @@ class _Episode:
             index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()
         )
         every = context.settings.checkpoint_tokens
-        sampled = sample(
+        turn = sample(
             context.frozen.get(prompt.role, context.engine),
             request,
             begun,
@@ -438,7 +438,13 @@ class _Episode:
             every=every,
             unbroken=self._unbroken,
         )
-        generation = await (context.leaving.during(sampled) if every else sampled)
+        try:
+            generation = await (context.gate.during(turn, breakable=not self._unbroken) if every else turn)
+        except TurnPaused:
+            self._begun = (await context.store.reload(claim)).partial or begun
+            self._pauses += 1
+            await context.gate.passed()
+            return await self._generate(prompt, max_tokens)
         self._begun = None
         return Turn(
             id=turn_id(claim.episode_id, self._trial, index),

@@ -53,7 +53,21 @@ class Worker:
 
     def leave(self) -> None:
         """Have `run` hand its episodes back and return: others go on with them at once, from the tokens they have."""
-        self.context.leaving.break_off()
+        self.context.gate.break_off()
+        self._idle.cancel()
+
+    def pause(self, *, now: bool) -> None:
+        """Begin neither an episode nor a turn until `go_on`; with `now` turns under way stop, too, and keep their
+        tokens. Leases are kept."""
+        self.context.gate.pause(now=now)
+
+    @property
+    def paused(self) -> bool:
+        return self.context.gate.paused
+
+    def go_on(self) -> None:
+        """End a pause."""
+        self.context.gate.go_on()
         self._idle.cancel()
 
     async def run(self) -> None:
@@ -64,7 +78,7 @@ class Worker:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while await PHASE.awaited(self.store.meta) != "stop":
-                worn_out, leaves = sync_async.worn_out(), self.context.leaving.is_set()
+                worn_out, leaves = sync_async.worn_out(), self.context.gate.leaving
                 if worn_out or leaves:
                     await self._end_turns()
                     break
@@ -79,7 +93,7 @@ class Worker:
     async def _end_turns(self) -> None:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
         latest: an episode whose environment hangs fails here, and cannot hang another worker."""
-        self.context.leaving.set()
+        self.context.gate.leave()
         with trio.move_on_after(3 * self.context.settings.step_deadline_s):
             while self._running:
                 self._ended = trio.Event()
@@ -89,7 +103,7 @@ class Worker:
         """Start some of the episodes that may start, so that those that run are not kept waiting; returns whether any
         did."""
         free = min(self.capacity - len(self._running), _AT_ONCE)
-        if free <= 0:
+        if free <= 0 or self.paused:
             await trio.lowlevel.checkpoint()
             return False
         try:

@@ -8,7 +8,8 @@
 The learner starts up while the engines do, unless it is on a GPU of theirs, and during the evaluation before.
 
 The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `finish`, `stop`), the
-deadlines and admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task
+deadlines and admission; it never touches a token. While the run is paused (the store's `paused`), no episode, turn or
+step begins, and no deadline passes. If the tasks end before the steps do, the phase is `drain`: no task
 is left to admit, and the learner trains the remaining groups in a last smaller batch. If somebody wants training to
 end, it is `finish`: the learner saves its step, and takes no more groups. Evaluations during training are claimed
 before training episodes, and nothing waits for them.
@@ -16,6 +17,7 @@ before training episodes, and nothing waits for them.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -58,13 +60,14 @@ from agentrl.run.task_sources import changed_rows, data_sets_of, digests_of, tas
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import objects_of
 from agentrl.run.weights.scratch_space import check_room
-from agentrl.store import RunStore, close_policy
+from agentrl.store import FULL, RunStore, close_policy
 from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.run_values import (
     ENGINE_URLS,
     MAX_LAG,
+    PAUSED,
     PHASE,
     STOP_WANTED,
     STOPPED_EARLY,
@@ -111,6 +114,8 @@ class Supervisor:
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
     _clocks: tuple[float, float] | None = None  # the store's and our own, at the last look
+    _paused_at: float | None = None  # by our own clock, if the run is paused
+    _went_on_s: float = -math.inf  # by the store's clock, after the last pause
     _looks: Looks[ReadStore] = field(init=False)
     _more: str = field(init=False)  # what to type after a failure
 
@@ -172,8 +177,7 @@ class Supervisor:
                     finishing = True
                 elif tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
                     await self._with_space(_enter("drain"))
-                progress.saw(await self.writes(_progress), processes=self.processes)
-                await self._tick()
+                await self._tick(progress)
             admission.cancel_scope.cancel()
         if self.stop.error is not None:
             raise self.stop.error
@@ -223,8 +227,7 @@ class Supervisor:
             purposes.append(await self._with_space(schedule))
         progress = _Progress(self.config.train.stall_deadline_s)
         while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
-            progress.saw(await self.writes(_progress), processes=self.processes)
-            await self._tick()
+            await self._tick(progress)
 
     def _schedule_during(self, store: ControlStore) -> None:
         """Schedule the first set, with fewer tasks, whenever the learner passes a multiple of `eval.every`."""
@@ -246,7 +249,8 @@ class Supervisor:
 
     def _expire(self, store: ControlStore) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
-        policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
+        waited = store.now() - self._went_on_s >= buffer.quorum_after_s  # a pause is no time for the others
+        policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s) if waited else FULL
         store.expire(store.now(), deadline_s, close_policy=policy)
         if self.config.rewards:
             store.expire_sources(store.now())
@@ -260,9 +264,31 @@ class Supervisor:
             if abs(passed_s - own_s) > _JUMP_S:
                 await self._with_space(lambda store: store.shift_deadlines(passed_s - own_s))
 
-    async def _tick(self) -> None:
+    async def _look_at_pause(self) -> None:
+        """Nobody had the time of a pause: move the deadlines along once it ends."""
+        paused = await self.writes(lambda store: bool(PAUSED.of(store.meta)))
+        if paused and self._paused_at is None:
+            self._paused_at = trio.current_time()
+            _say(f"the run is paused; agentrl resume {self.run.path} lets it go on")
+        elif not paused and self._paused_at is not None:
+            await self._with_space(partial(self._go_on, trio.current_time() - self._paused_at))
+            self._paused_at = None
+            _say("the run goes on")
+
+    def _go_on(self, stood_s: float, store: ControlStore) -> None:
+        store.shift_deadlines(stood_s)
+        self._went_on_s = store.now()
+        started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
+        if started is not None and ended is None:
+            TRAIN_STARTED_S.set(store, started + stood_s)
+
+    async def _tick(self, progress: _Progress) -> None:
         await self._follow_the_clock()
-        await self._with_space(self._expire)
+        await self._look_at_pause()
+        excused = self._paused_at is not None or self.processes.engines_start
+        progress.saw(await self.writes(_progress), excused=excused, processes=self.processes)
+        if self._paused_at is None:
+            await self._with_space(self._expire)
         try:
             await self.writes(self._check_failures)
         finally:  # it also shows what the run ends for
@@ -341,10 +367,11 @@ class _Progress:
         self._last: object = None
         self._since = trio.current_time()
 
-    def saw(self, value: object, *, processes: RunProcesses) -> None:
-        """Note the number. Time in which every engine is restarting does not count: other deadlines hold then."""
+    def saw(self, value: object, *, excused: bool, processes: RunProcesses) -> None:
+        """Note the number. Time that is `excused` does not count: the run is paused, or every engine is restarting, and
+        other deadlines hold then."""
         now = trio.current_time()
-        if value != self._last or processes.engines_start:
+        if value != self._last or excused:
             self._last, self._since = value, now
         elif now - self._since > self._deadline_s:
             stood = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"

@@ -81,6 +81,8 @@ WENT_BACK: Final = _text("went_back")
 """What the last return to a checkpoint cost, in words."""
 STOP_WANTED: Final = _text("stop_wanted")
 """The run's lock, as it stands there, of the supervisor that shall end."""
+PAUSED: Final = _json("paused", cast("dict[str, Any]", {}))
+"""Of a run that stands still: `since_s`, and whether turns stop amid their tokens (`now`). Empty if it goes on."""
 TAKES_NO_SIGNALS: Final = _text("takes_no_signals")
 """The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
 of another machine."""

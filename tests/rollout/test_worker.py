@@ -383,7 +383,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
             assert await trio.to_thread.run_sync(Stuck.hanging.acquire, True, 200)
         await samples.wait()
         mock_clock.jump(20)
-        while not one.context.leaving.is_set():  # noqa: ASYNC110
+        while not one.context.gate.leaving:  # noqa: ASYNC110
             await trio.sleep(0.01)
         sampled.set()
 

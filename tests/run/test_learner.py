@@ -310,6 +310,7 @@ class Waiting:
         wait: float = math.inf,
     ) -> None:
         self.now_s, self.phase, self._ready_s = 0.0, "train", ready_s
+        self.pause = range(0)
         clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
         monkeypatch.setattr(module, "time", clock)
         self.learning: Any = object.__new__(module._Learning)
@@ -330,7 +331,7 @@ class Waiting:
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _held=Patience(wait),
             _store=SimpleNamespace(
-                meta=lambda key: self.phase,
+                meta=self._meta,
                 set_meta=lambda key, value: None,
                 late_open=lambda: int(self.now_s < late_s),
                 ready_count=lambda: int(self.now_s >= self._ready_s),
@@ -340,7 +341,12 @@ class Waiting:
             ),
         )
 
+    def _meta(self, key: str) -> str | None:
+        paused = '{"since_s": 1.0, "now": false}' if int(self.now_s) in self.pause else None
+        return {"phase": self.phase, "paused": paused}.get(key)
+
     def _take(self, step: int, n: int, *, close_at_bound: int | None, **_: Any) -> list[str] | None:
+        assert int(self.now_s) not in self.pause, "a step begins while the run is paused"
         self.least = close_at_bound
         return ["a group"] if self.now_s >= self._ready_s else None
 
@@ -359,6 +365,28 @@ def test_the_last_step_waits_for_late_members_as_long_as_a_group_has(
 ) -> None:
     scene = Waiting(monkeypatch, step=step, late_s=late_s, ready_s=ready_s)
     assert scene.learning._take() == (["a group"], waited_s)
+
+
+@pytest.mark.parametrize(
+    ("step", "late_s", "ready_s", "waited_s"),
+    [(8, 0.0, 0.0, 0.0), (8, 0.0, 500.0, 300.0), (9, 5.0, 0.0, 3.0), (9, 1e9, 1.0, 42.0)],
+)
+def test_a_paused_learner_begins_no_step_and_the_time_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: int, late_s: float, ready_s: float, waited_s: float
+) -> None:
+    """From second 3 to 203, or from the start: what it waits besides, for groups or for late members, is the same."""
+    scene = Waiting(monkeypatch, step=step, late_s=late_s, ready_s=ready_s)
+    scene.pause = range(0 if not ready_s and not late_s else 3, 203)
+    assert scene.learning._take() == (["a group"], waited_s)
+
+
+def test_a_paused_learner_ends_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Waiting(monkeypatch, step=8, late_s=0.0)
+    scene.pause, scene.phase = range(10_000), "finish"
+    assert scene.learning._take() is None
+    scene.phase = "stop"
+    with pytest.raises(SystemExit):
+        scene.learning._take()
 
 
 @pytest.mark.parametrize(
@@ -423,7 +451,7 @@ def test_a_learner_that_waits_for_long_names_what_it_waits_for(
         _bound=LagBound(full=4, calm_steps=2, now=4),
         _held=Patience(math.inf),
         _store=SimpleNamespace(
-            meta=lambda key: "train",
+            meta=lambda key: "train" if key == "phase" else None,
             set_meta=lambda key, value: told.update({key: value}),
             ready_count=lambda: ready,
             late_open=lambda: late,

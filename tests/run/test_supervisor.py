@@ -20,7 +20,7 @@ from agentrl.config import parse
 from agentrl.engine.router.router import Fleet
 from agentrl.errors import DiskFull, RunFailed, matters
 from agentrl.models.resolve import model_dir
-from agentrl.records import GroupState, StopReason, WeightVersion
+from agentrl.records import GroupState, StopReason, Task, WeightVersion
 from agentrl.run import supervisor as pipeline
 from agentrl.run.processes.worker_process import report
 from agentrl.run.reporting.report import show, summarise
@@ -30,6 +30,7 @@ from agentrl.run.supervisor import Supervisor
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import Aside, AsyncStore
+from agentrl.store.run_values import PAUSED, TRAIN_STARTED_S
 from agentrl.testing.engine import FakeEngine
 
 STALL_S = 30.0
@@ -408,3 +409,73 @@ async def test_a_finite_source_is_not_played_while_a_lost_task_waits_to_be_and_t
     show(Console(width=200), one.run.path, summary)
     said = "tasks that infrastructure lost: 1 played, 0 waiting, 1 given up (rollout.max_replays)"
     assert said in capsys.readouterr().out
+
+
+# --- a pause ---------------------------------------------------------------------------------------------------------
+
+
+async def test_paused_time_counts_against_no_deadline(
+    supervisor: Callable[..., Supervisor],
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A group has 12 s to begin with, and 12 s for its late members; of its 5 s before and 5 s after a pause of 200 s
+    nothing is over. Nor is the run's own deadline of 30 s without a turn, until 30 s after the last."""
+
+    def wall() -> float:
+        return 1e9 + trio.current_time()
+
+    one = supervisor(clock=wall, rollout={"group_deadline_s": 12.0})
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(time=wall))
+    seen: list[tuple[float, GroupState]] = []
+
+    async def play() -> None:
+        admit(one.store, limit=1)
+        one.store.claim("a", 2, lease_s=1e6)
+        await trio.sleep(5)
+        PAUSED.set(one.writes._store, {"since_s": wall(), "now": False})  # pyright: ignore[reportPrivateUsage]
+        await trio.sleep(200)
+        PAUSED.set(one.writes._store, {})  # pyright: ignore[reportPrivateUsage]
+        while not seen or seen[-1][1] is GroupState.RUNNING:
+            await trio.sleep(1)
+            seen.append((trio.current_time(), next(iter(one.store.counts()))))
+
+    _, when = await until_it_fails(one, play, within_s=400)
+    ((expired_s, state),) = [row for row in seen if row[1] is not GroupState.RUNNING]
+    assert (expired_s, state) == (pytest.approx(200 + 24, abs=1.6), GroupState.EXPIRED)
+    assert when == pytest.approx(200 + STALL_S, abs=6.0)
+    assert TRAIN_STARTED_S.of(one.store.meta) == pytest.approx(1e9 + 200, abs=1.0), "nor is it time of training"
+    said = [line for line in capsys.readouterr().err.splitlines() if "paused" in line or "goes on" in line]
+    resume = f"agentrl: the run is paused; agentrl resume {one.run.path} lets it go on"
+    assert said == [resume, "agentrl: the run goes on"]
+
+
+async def test_a_quorum_waits_for_the_others_as_long_after_a_pause_as_without_one(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two scored members close a group of three after 10 s; a pause of 200 s begins after 5 s."""
+
+    def wall() -> float:
+        return 1e9 + trio.current_time()
+
+    quick = {"close": "quorum", "quorum": 2, "quorum_after_s": 10.0}
+    one = supervisor(clock=wall, rollout={"group_size": 3, "group_deadline_s": 1e6}, buffer=quick)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(time=wall))
+    closed: list[float] = []
+
+    async def play() -> None:
+        one.store.add_groups([Task(index=0, env="test/Env", seed=0)], size=3, purpose="train")
+        claims = one.store.claim("a", 3, lease_s=1e6)
+        for claim in claims[:2]:
+            one.store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        await trio.sleep(5)
+        PAUSED.set(one.writes._store, {"since_s": wall(), "now": False})  # pyright: ignore[reportPrivateUsage]
+        await trio.sleep(200)
+        PAUSED.set(one.writes._store, {})  # pyright: ignore[reportPrivateUsage]
+        while not one.store.counts().get(GroupState.SCORED):  # noqa: ASYNC110
+            await trio.sleep(1)
+        closed.append(trio.current_time())
+
+    await until_it_fails(one, play, within_s=400)
+    assert closed == [pytest.approx(205 + 10, abs=1.6)]

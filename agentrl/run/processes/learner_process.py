@@ -56,7 +56,7 @@ from agentrl.run.weights.gpu_turns import Turns
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
 from agentrl.store import Patience, RunStore
 from agentrl.store.interfaces import LearnerStore
-from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PHASE
+from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PAUSED, PHASE
 from agentrl.tokens import staleness
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
@@ -237,6 +237,10 @@ class _Learning:
         while (phase := PHASE.of(self._store.meta)) != "stop":
             if phase == "finish":
                 return None
+            if PAUSED.of(self._store.meta):
+                stood_s = self._stand_still()
+                started, whole_at = started + stood_s, whole_at + stood_s
+                continue
             if self._config.cluster.controller is not None:
                 self._make_way()
             if phase == "drain":
@@ -270,13 +274,25 @@ class _Learning:
                 print(f"agentrl learner: {named}", file=sys.stderr)
             if size == 0:
                 return None
-            if self._push is not None and self._push.done():
-                self._settle()  # raises if it failed: without its version no group may ever come
-            elif self._push is None and time.monotonic() >= self._watch_at:
-                self._send_again()
-            self._heartbeat.mark()
-            self._store.wait_for_work("learner", _WAIT_S)
+            self._wait()
         raise SystemExit(0)
+
+    def _wait(self) -> None:
+        """Wait a moment for groups, or for what the supervisor says."""
+        if self._push is not None and self._push.done():
+            self._settle()  # raises if it failed: without its version no group may ever come
+        elif self._push is None and time.monotonic() >= self._watch_at:
+            self._send_again()
+        self._heartbeat.mark()
+        self._store.wait_for_work("learner", _WAIT_S)
+
+    def _stand_still(self) -> float:
+        """Wait until the run goes on, or is to end. Returns how long that took, in seconds."""
+        began = time.perf_counter()
+        self._held.holds(False, time.monotonic())
+        while PAUSED.of(self._store.meta) and PHASE.of(self._store.meta) not in ("stop", "finish"):
+            self._wait()
+        return time.perf_counter() - began
 
     def _least_at_bound(self, step: int, size: int) -> int | None:
         """With how many scored members a group at the lag bound closes for `step`; `_HOLD` while the learner waits

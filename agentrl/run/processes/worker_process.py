@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -44,7 +45,7 @@ from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import AsyncStore, Looks, Newest
 from agentrl.store.interfaces import ReadStore, RolloutStore
-from agentrl.store.run_values import GIVEN_URLS
+from agentrl.store.run_values import GIVEN_URLS, PAUSED
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
@@ -91,6 +92,8 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
     worker = Worker(name, store, context, config.buffer.groups_ahead, sharing=len(known.workers))
+    if known.paused:
+        worker.pause(now=False)
     telemetry = Telemetry(opened, run.metrics, name)
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)
@@ -120,12 +123,14 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
-    and by the model that plays a role; which workers there are; the version that new clients begin with."""
+    and by the model that plays a role; which workers there are; the version that new clients begin with; whether the
+    run is paused (`PAUSED`)."""
 
     urls: Mapping[str | None, list[str]]
     given: Mapping[str, str]
     workers: list[int]
     version: WeightVersion
+    paused: Mapping[str, Any]
 
 
 def known_of(config: RunConfig, store: ReadStore) -> FleetView:
@@ -135,6 +140,7 @@ def known_of(config: RunConfig, store: ReadStore) -> FleetView:
         given=GIVEN_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
         version=store.current_version(),
+        paused=PAUSED.of(store.meta),
     )
 
 
@@ -181,8 +187,8 @@ class RunView:
 async def _follow(
     sight: RunView, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
 ) -> None:
-    """Follow engines that are started again on another host, share the episodes with workers that come and go, and
-    leave if the run wants this one no more. `fleets` are by role."""
+    """Follow engines that are started again on another host, share the episodes with workers that come and go, stand
+    still while the run is paused, and leave if it wants this one no more. `fleets` are by role."""
     while True:
         await trio.sleep(_FOLLOW_S)
         with suppress(StoreError):
@@ -194,6 +200,10 @@ async def _follow(
                 if policy in known.given and isinstance(other, Fleet):
                     other.follow([known.given[policy]], partial(_given, sight.config))
             worker.sharing = len(known.workers)
+            if known.paused:
+                worker.pause(now=known.paused["now"])
+            elif worker.paused:
+                worker.go_on()
             if index not in known.workers:
                 worker.leave()
 

@@ -26,7 +26,7 @@ from agentrl.run.reporting import report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import LEARNER_WAITS, PHASE, STOP_WANTED, STOPPED_EARLY, TAKES_NO_SIGNALS
+from agentrl.store.run_values import LEARNER_WAITS, PAUSED, PHASE, STOP_WANTED, STOPPED_EARLY, TAKES_NO_SIGNALS
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
@@ -69,6 +69,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
+        paused = PAUSED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
         failures, unscored = store.failures(), [str(failure) for failure in score_failures(store) if failure.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
@@ -76,13 +77,14 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
     gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_RECENT - 1 :])]
     ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
     done = rows[-1].step if rows else 0
-    training = held.kind != "nobody" and phase in STEPS_COME
+    training = held.kind != "nobody" and phase in STEPS_COME and not paused
     return {
         "run": str(run.path),
         "state": "over" if held.kind == "nobody" and run.summary.exists() else _STATES[held.kind],
         "pid": held.pid,
         "phase": phase,
         "stopped_early": early,
+        "paused_s": max(0.0, now() - paused["since_s"]) if paused else None,
         "step": done,
         "steps": config.train.steps,
         "last_step_ago_s": ago,
@@ -117,6 +119,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     else:
         pace = "" if found["step_s"] is None else f"; a step takes {found['step_s']:.2g} s"
         yield f"step      {found['step']} of {found['steps']}, the last {found['last_step_ago_s']:.0f} s ago{pace}"
+    if found["paused_s"] is not None:
+        yield f"paused    for {found['paused_s']:.0f} s: agentrl resume {path} lets it go on"
     if found["stopped_early"]:
         yield f"stopped   early: {found['stopped_early']}"
     if found["success"] is not None:
@@ -150,7 +154,7 @@ def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
     """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
     size = scaling.ask(run, engines=engines, workers=workers)
     if holder(run).kind == "nobody":
-        return f"{run.path} is not under way; it will have {size}: {_resume(run)}"
+        return f"{run.path} is not under way; it will have {size}: {resume_command(run)}"
     return f"{run.path} shall have {size}; see them come with agentrl status {run.path}"
 
 
@@ -159,7 +163,7 @@ def stop(run: RunDir, deadline_s: float) -> str:
     what to tell. Raises UsageError if it has not ended after `deadline_s`."""
     held = holder(run)
     if held.kind == "nobody":
-        return f"{run.path} is not under way; go on with {_resume(run)}"
+        return f"{run.path} is not under way; go on with {resume_command(run)}"
     if held.pid is None or _takes_no_signals(run):
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
             STOP_WANTED.set(store, run.lock_path.read_text())
@@ -194,10 +198,10 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
             late = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
             raise UsageError(f"{late}; {hint}; it can be resumed in any case")
         time.sleep(_POLL_S)
-    return f"{run.path} is stopped; go on with {_resume(run)}"
+    return f"{run.path} is stopped; go on with {resume_command(run)}"
 
 
-def _resume(run: RunDir) -> str:
+def resume_command(run: RunDir) -> str:
     """What to type to go on with a run that nobody holds; one that has done all its steps needs more."""
     done = run.summary.exists() and not _stopped_early(run)
     more = f" --set train.steps={2 * run.config().train.steps}" if done else ""
@@ -224,6 +228,8 @@ def _next(found: dict[str, Any]) -> str:
         return f"agentrl train --resume {path} --set train.steps={2 * found['steps']} trains it for longer"
     if state == _STATES["nobody"]:
         return f"agentrl train --resume {path}"
+    if found["paused_s"] is not None:
+        return f"agentrl resume {path}; agentrl stop {path}"
     return f"agentrl logs {path} --follow; agentrl stop {path}"
 
 

@@ -1,0 +1,30 @@
+"""The commands that steer a run under way: `agentrl pause` and `resume`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")]
+
+
+def pause(
+    path: _RUN,
+    now: Annotated[bool, typer.Option("--now", help="Stop turns under way, too: they keep their tokens")] = False,
+) -> None:
+    """Have a run stand still: before its next model calls, and after the step under way. Nothing sampled is lost, and
+    no deadline passes meanwhile."""
+    from agentrl.run import steering
+    from agentrl.run.run_folder import RunDir
+
+    print(steering.pause(RunDir.open(path), now=now))
+
+
+def resume(path: _RUN) -> None:
+    """Let a paused run go on. One that has ended goes on by agentrl train --resume RUN."""
+    from agentrl.run import steering
+    from agentrl.run.run_folder import RunDir
+
+    print(steering.resume(RunDir.open(path)))

@@ -1,0 +1,51 @@
+"""How people steer a run that is under way: all through its store, where its processes look once a second.
+
+    agentrl pause, resume ─► PAUSED ─► supervisor (deadlines), workers (turns), learner (steps)
+
+It works from any machine that reaches the store, and what was asked for outlives every process. Owns what may be asked
+of which run, and what to tell; never a process.
+"""
+
+from __future__ import annotations
+
+import time
+
+from agentrl.errors import UsageError
+from agentrl.run.reporting.status import holder, resume_command
+from agentrl.run.run_folder import RunDir
+from agentrl.store import RunStore
+from agentrl.store.run_values import PAUSED
+
+
+def pause(run: RunDir, *, now: bool) -> str:
+    """Have the run stand still: no episode, turn or step begins; with `now` turns under way stop, too, and keep their
+    tokens. Returns what to tell. Raises UsageError for a run that is not under way."""
+    if not under_way(run):
+        raise UsageError(f"{run.path} is not under way: there is nothing to pause")
+    with RunStore.open(run.store_path) as store:
+        before = PAUSED.of(store.meta)
+        at_once = now or bool(before.get("now"))
+        PAUSED.set(store, {"since_s": before.get("since_s", time.time()), "now": at_once})
+    turns = "turns under way stop, and keep their tokens" if at_once else "turns and a step under way end first"
+    return f"{run.path} is paused: {turns}; agentrl resume {run.path} lets it go on"
+
+
+def resume(run: RunDir) -> str:
+    """Let a paused run go on. Returns what to tell. Raises UsageError for a run that is not under way, with what to
+    type: its pause ends here all the same."""
+    live = under_way(run)
+    with RunStore.open(run.store_path) as store:
+        paused = PAUSED.of(store.meta)
+        if paused:
+            PAUSED.set(store, {})
+    if not live:
+        lifted = "; its pause is over" if paused else ""
+        raise UsageError(f"{run.path} is not under way{lifted}: {resume_command(run)}")
+    if not paused:
+        return f"{run.path} is under way, and was not paused"
+    return f"{run.path} goes on; it was paused for {max(0.0, time.time() - paused['since_s']):.0f} s"
+
+
+def under_way(run: RunDir) -> bool:
+    """Whether a supervisor, here or on another machine, holds the run."""
+    return holder(run).kind != "nobody"
