@@ -32,11 +32,20 @@ Json = Any
 """A JSON-safe value: None, bool, int, float, str, list or dict of such."""
 
 
+class ImagePart(TypedDict):
+    """An image of a message: it stands before character `at` of the content. `url` holds its data (`data:`)."""
+
+    at: int
+    url: str
+
+
 class Message(TypedDict):
-    """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them."""
+    """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them. An environment
+    may give a content of OpenAI's parts, text and `image_url`: their text becomes the content, with `images` beside."""
 
     role: str
     content: str
+    images: NotRequired[list[ImagePart]]
     tool_calls: NotRequired[list[dict[str, Json]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]

@@ -287,7 +287,7 @@ def as_messages(observation: Any) -> Messages:
     raise UsageError(f"observation is a {type(observation).__name__}, neither text nor messages")
 
 
-_SPACE = spaces.Messages()
+_SPACE = spaces.Messages(max_images=spaces.MOST_IMAGES)
 
 
 def as_async(env: Any) -> AsyncEnv:

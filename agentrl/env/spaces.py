@@ -22,7 +22,9 @@ from gymnasium.vector.utils import (
 )
 
 from agentrl import records
+from agentrl.env.image_parts import with_images
 from agentrl.errors import UsageError
+from agentrl.tokens import images
 
 _SAMPLE_CHARS: Final = 64
 """Samples stay short: they probe an environment, they do not fill it."""
@@ -41,6 +43,9 @@ _SLOT_BYTES: Final = 1 << 20
 _SIZE_BYTES: Final = 4  # in front of each slot: how much of it is used
 
 _JSON: Final = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+
+MOST_IMAGES: Final = 64
+"""In the messages of one answer."""
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 
@@ -89,18 +94,21 @@ class Messages(Space[records.Messages]):
     """Tuples of at most `max_messages` chat messages; each is a JSON-safe dict with a `role` and a `content` text.
 
     Example: `({"role": "user", "content": "2 + 2?"},)`. The empty tuple belongs to it: an environment may end an
-    episode without a word."""
+    episode without a word. With `max_images`, so many images may be in the messages of a tuple: the content is then a
+    list of OpenAI's parts, text and `image_url`, of which only `data:` URLs of PNG, JPEG and WebP files belong here."""
 
     def __init__(
         self,
         max_messages: int = 1_000,
         max_length: int = 1_000_000,
         *,
+        max_images: int = 0,
         seed: int | np.random.Generator | None = None,
     ) -> None:
-        if max_messages < 0 or max_length < 0:
-            raise ValueError(f"max_messages = {max_messages}, max_length = {max_length}: give 0 or more")
-        self.max_messages, self.max_length = max_messages, max_length
+        if min(max_messages, max_length, max_images) < 0:
+            given = f"max_messages = {max_messages}, max_length = {max_length}, max_images = {max_images}"
+            raise ValueError(f"{given}: give 0 or more")
+        self.max_messages, self.max_length, self.max_images = max_messages, max_length, max_images
         super().__init__(dtype=object, seed=seed)
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> records.Messages:
@@ -126,15 +134,29 @@ class Messages(Space[records.Messages]):
         messages = cast("tuple[Any, ...]", x)
         if len(messages) > self.max_messages:
             return f"{len(messages)} messages, at most {self.max_messages} allowed"
+        shown = 0
         for index, message in enumerate(messages):
             if reason := self._why_not_message(message):
                 return f"message {index}: {reason}"
+            shown += len(with_images(message).get("images", ()))
+        if shown > self.max_images:
+            hint = f"declare observation_space = Messages(max_images={shown}), or show fewer"
+            return f"{shown} images, at most {self.max_images} allowed: {hint}"
         return None
 
     def _why_not_message(self, message: Any) -> str | None:
         if not isinstance(message, dict):
             return f"a {type(message).__name__}, not a dict"
         fields = cast("dict[str, Any]", message)
+        try:
+            fields = with_images(fields)
+            for image in fields.get("images", ()):
+                images.from_url(image["url"])
+                fields["content"][: image["at"]]
+        except ValueError as error:
+            return str(error)
+        except (TypeError, LookupError, AttributeError):
+            return f"images = {fields.get('images')!r:.60}: leave it out, and give a list of parts as content"
         role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not role:
             return f"role = {role!r}, not a name"
@@ -159,12 +181,14 @@ class Messages(Space[records.Messages]):
         return [tuple(cast("list[records.Message]", messages)) for messages in sample_n]
 
     def __repr__(self) -> str:
-        return f"Messages({self.max_messages}, {self.max_length})"
+        shown = f", max_images={self.max_images}" if self.max_images else ""
+        return f"Messages({self.max_messages}, {self.max_length}{shown})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Messages) and (self.max_messages, self.max_length) == (
+        return isinstance(other, Messages) and (self.max_messages, self.max_length, self.max_images) == (
             other.max_messages,
             other.max_length,
+            other.max_images,
         )
 
     __hash__ = None  # type: ignore[assignment]  # mutable, like every gymnasium space

@@ -15,12 +15,14 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from agentrl.env import spaces
+from agentrl.env.image_parts import with_images
 from agentrl.errors import EnvError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import LARGEST, Json, Messages, Step, StopReason, Task
 
 _LEAST: Final = 64  # bytes that a message counts for beside its content
-_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too much, the model's context says
+# The model's context says how long is too long.
+_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize, max_images=spaces.MOST_IMAGES)
 
 
 async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
@@ -104,7 +106,7 @@ def _step(
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
     given = dict(cast("dict[str, Any]", info))
     earned = _number(reward, f"{what}: reward")
-    observation, lost = _cut(observation, most)
+    observation, lost = _cut(_read(observation, f"{what}: observation"), most)
     if not given:  # most often
         return Step(
             observation=_messages(observation, f"{what}: observation"),
@@ -123,7 +125,7 @@ def _step(
         "unsettled": _number(unsettled, named("unsettled")),
     }
     rest = _plain(given, what)
-    history, more = _cut(rest.pop("history", None), most)
+    history, more = _cut(_read(rest.pop("history", None), named("history")), most)
     for name in ("observation_cut", "compaction"):  # the driver's to say
         rest.pop(name, None)
     success, role = rest.pop("success", None), rest.pop("role", None)
@@ -140,6 +142,20 @@ def _step(
         info=rest,
         **numbers,
     )
+
+
+def _read(messages: Any, what: str) -> Any:
+    """Messages with their images beside their texts; a value that is no message is left as it is, for a check to find.
+    Raises EnvError for a content of other parts."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    found = list(cast("Sequence[Any]", messages))
+    for at, message in enumerate(found):
+        try:
+            found[at] = with_images(cast("dict[str, Any]", message)) if isinstance(message, dict) else message
+        except ValueError as error:
+            raise EnvError(f"{what}: message {at}: {error}") from None
+    return tuple(found)
 
 
 def _cut(messages: Any, most: int | None) -> tuple[Any, int]:

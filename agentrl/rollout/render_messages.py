@@ -44,6 +44,8 @@ def plain(messages: Sequence[Message]) -> list[Message]:
         if message["role"] == "tool" and found and found[-1]["role"] == "tool":
             continue
         bare: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
+        if "images" in message:  # the environment shows them
+            bare["images"] = [{**image, "at": 0} for image in message["images"]]
         if calls := cast("list[Any] | None", message.get("tool_calls")):
             function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
             bare["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]

@@ -21,6 +21,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, Final
 
 import zstandard
@@ -38,7 +39,7 @@ from agentrl.records import (
     Turn,
     VersionSpan,
 )
-from agentrl.tokens import columns
+from agentrl.tokens import columns, images
 
 _HEADER = struct.Struct("<BII")
 _COLUMN = struct.Struct("<BI")
@@ -189,7 +190,7 @@ def to_json(value: Json, what: str) -> str:
 
 
 def pack_messages(messages: Messages, what: str) -> str:
-    """Messages as a JSON list."""
+    """Messages as a JSON list, with the data of their images."""
     return to_json(list(messages), what)
 
 
@@ -197,6 +198,48 @@ def unpack_messages(text: str) -> Messages:
     """Read what `pack_messages` wrote."""
     messages: list[Message] = json.loads(text)
     return tuple(messages)
+
+
+Blobs = dict[str, bytes]
+"""The data of images, by digest."""
+
+
+def without_images(messages: Messages, into: Blobs, what: str) -> Messages:
+    """Messages whose images are named by digest; their data go `into` a dict. Raises StoreError for one that is no
+    image."""
+    if not any("images" in message for message in messages):  # most often
+        return messages
+    return tuple(_each_url(message, partial(_digest_of, into=into, what=what)) for message in messages)
+
+
+def with_images(messages: Messages, data_of: Callable[[str], bytes]) -> Messages:
+    """Messages that `without_images` made, with their images again; `data_of` gives the data of a digest."""
+    if not any("images" in message for message in messages):
+        return messages
+    return tuple(_each_url(message, lambda url: _url_of(url, data_of)) for message in messages)
+
+
+def _each_url(message: Message, changed: Callable[[str], str]) -> Message:
+    if not (shown := message.get("images")):
+        return message
+    return {**message, "images": [{**part, "url": changed(part["url"])} for part in shown]}
+
+
+def _digest_of(url: str, into: Blobs, what: str) -> str:
+    try:
+        image = images.from_url(url)
+    except ValueError as error:
+        raise StoreError(f"{what}: {error}") from error
+    into[image.digest] = image.data
+    return images.STORED + image.digest
+
+
+def _url_of(url: str, data_of: Callable[[str], bytes]) -> str:
+    data = data_of(url.removeprefix(images.STORED))
+    try:
+        return images.read(data).url
+    except ValueError as error:
+        raise StoreError(f"the store's image {url!r} is damaged: {error}") from error
 
 
 def pack_spans(spans: tuple[VersionSpan, ...]) -> str:

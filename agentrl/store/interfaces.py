@@ -74,6 +74,7 @@ class ReadStore(Versions, Protocol):
     trajectory = RunStore.trajectory
     trajectories = RunStore.trajectories
     group = RunStore.group
+    image = RunStore.image
     results = RunStore.results
     restarts = RunStore.restarts
     episodes = RunStore.episodes

@@ -23,6 +23,7 @@ from agentrl.store.codec import (
     unpack_task,
     unpack_text,
     unpack_tokens,
+    with_images,
 )
 from agentrl.store.databases.database import Asked, Database, Row, StorePart
 from agentrl.tokens.columns import NONE
@@ -81,6 +82,35 @@ class GroupResult:
     success: float
 
 
+class Shown:
+    """Messages as the rows of one transaction have them, with their images. The data of each are read once."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._data = dict[str, bytes]()
+
+    def messages(self, text: str) -> Messages:
+        """Those of a column. Raises StoreError if the store lacks an image."""
+        return self.whole(unpack_messages(text))
+
+    def whole(self, messages: Messages) -> Messages:
+        """Messages that name their images by digest, with the images."""
+        return with_images(messages, self._of)
+
+    def _of(self, digest: str) -> bytes:
+        if digest not in self._data:
+            self._data[digest] = load_image(self._db, digest)
+        return self._data[digest]
+
+
+def load_image(db: Database, digest: str) -> bytes:
+    """The data of an image, inside a transaction. Raises StoreError for one that the store lacks."""
+    row = db.row("SELECT data FROM images WHERE digest = ?", (digest,))
+    if row is None:
+        raise StoreError(f"no image {digest[:80]!r} in {db.path}")
+    return row[0]
+
+
 class Readers(StorePart):
     """Reads for evaluation, transcripts and the viewer."""
 
@@ -100,6 +130,11 @@ class Readers(StorePart):
             with self._db.read():
                 group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
             yield from group
+
+    def image(self, digest: str) -> bytes:
+        """The data of the image with this SHA-256, 64 hex digits. Raises StoreError for one that the store lacks."""
+        with self._db.read():
+            return load_image(self._db, digest)
 
     def group(self, group_id: int) -> Group:
         """One group with its members. Raises StoreError for an unknown id."""
@@ -127,12 +162,13 @@ class Readers(StorePart):
             rows = self._db.rows(
                 "SELECT trial, reason, start FROM restarts WHERE episode_id = ? ORDER BY trial", (episode_id,)
             )
+            shown = Shown(self._db)
             return [
                 Restart(
                     trial=trial,
                     reason=reason,
-                    start=unpack_messages(start or "[]"),
-                    turns=tuple(_turns(*self._db.all_rows(scores_asked(*of), _turns_asked(*of)))),
+                    start=shown.messages(start or "[]"),
+                    turns=tuple(_turns(shown, *self._db.all_rows(scores_asked(*of), _turns_asked(*of)))),
                 )
                 for trial, reason, start in rows
                 for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
@@ -231,14 +267,15 @@ def _episodes(where: str) -> str:
 
 
 def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, float]) -> list[Trajectory]:
-    turns = turns_of(db, [id for id, *_ in episodes])
+    shown = Shown(db)
+    turns = turns_of(db, [id for id, *_ in episodes], shown)
     return [
         Trajectory(
             episode_id=id,
             group_id=group_id,
             member=member,
             task=unpack_task(task),
-            start=() if start is None else unpack_messages(start),
+            start=() if start is None else shown.messages(start),
             turns=turns[id],
             stop_reason=None if stop_reason is None else StopReason(stop_reason),
             outcome=outcome,
@@ -255,12 +292,13 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
     return turns_of(db, [episode_id])[episode_id]
 
 
-def turns_of(db: Database, episodes: Sequence[int]) -> dict[int, tuple[Turn, ...]]:
-    """The turns of each episode's last trial, inside a transaction."""
+def turns_of(db: Database, episodes: Sequence[int], shown: Shown | None = None) -> dict[int, tuple[Turn, ...]]:
+    """The turns of each episode's last trial, inside a transaction; `shown` has images that were read before."""
+    shown = shown or Shown(db)
     asked = [asked for id in episodes for asked in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
     found = db.all_rows(*asked)
     pairs = zip(found[::2], found[1::2], strict=True)
-    return {id: tuple(_turns(scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
+    return {id: tuple(_turns(shown, scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
 
 
 LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
@@ -300,7 +338,7 @@ def _turns_asked(where: str, parameters: Sequence[int]) -> Asked:
     )
 
 
-def _turns(scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
+def _turns(shown: Shown, scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
     scores, sums = scores_by_turn(scored)
     for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
         prompt_ids, token_ids, logprobs, columns = ((), (), (), NONE) if blob is None else unpack_tokens(blob)
@@ -314,7 +352,7 @@ def _turns(scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
             spans=() if blob is None else unpack_spans(spans),
             finish=finish,
             text=unpack_text(text),
-            step=None if step[0] is None else _step(step),
+            step=None if step[0] is None else _step(step, shown),
             role=role,
             learns=bool(learns),
             experts=None if experts is None else unpack_experts(experts),
@@ -326,12 +364,15 @@ def _turns(scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
         )
 
 
-def _step(row: Sequence[str | float | int]) -> Step:
+def _step(row: Sequence[str | float | int], shown: Shown) -> Step:
     observation, reward, terminated, truncated, info = row
+    said = unpack_answer(str(info))
+    if "history" in said:
+        said["history"] = shown.whole(said["history"])
     return Step(
-        observation=unpack_messages(str(observation)),
+        observation=shown.messages(str(observation)),
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        **unpack_answer(str(info)),
+        **said,
     )

@@ -14,6 +14,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
                  (late), the step in which it left the buffer, and why it left untrained (dropped)
     turns        one row per action of the policy, written before the environment sees it; `state` tells what it answers
     tokens       a turn's token ids and log-probs, packed; a table of their own, so that retention frees whole pages
+    images       the images of messages, by digest: a message names them
     experts      the experts that a mixture of experts chose for a turn's tokens, packed, if the run keeps them
     steps        the environment's answer to a turn
     sources      the reward sources that a run declares: weight, deadline, rule for late scores
@@ -429,6 +430,11 @@ _ROLE_LOOKUP = """
 CREATE INDEX turns_of_roles ON turns (role, episode_id, trial) WHERE role <> 'policy';
 """
 
+# Images of messages, by the SHA-256 of their bytes: a message has `sha256:` and the digest in the place of the data.
+_IMAGES = """
+CREATE TABLE images (digest TEXT NOT NULL PRIMARY KEY, data BLOB NOT NULL) STRICT, WITHOUT ROWID;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -451,6 +457,7 @@ MIGRATIONS: tuple[str, ...] = (
     _DISCARDED,
     _STATES,
     _ROLE_LOOKUP,
+    _IMAGES,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, StopReason, Task, Turn, VersionSpan
-from agentrl.store.codec import pack_messages, unpack_messages, unpack_task
+from agentrl.store.codec import pack_messages, unpack_task, without_images
 from agentrl.store.episodes.endings import Ending, conclude, held_ending
-from agentrl.store.episodes.entries import PackedTurn, TurnRows
+from agentrl.store.episodes.entries import PackedTurn, TurnRows, write_images
 from agentrl.store.episodes.groups import LATE, TRAIN, create_group, scored
 from agentrl.store.episodes.journal import EnvSnapshot
 from agentrl.store.episodes.partial_turns import Partial, load_partials, pack_part
-from agentrl.store.reads import load_turns
+from agentrl.store.reads import Shown, load_turns
 from agentrl.store.run_values import ATTEMPT_SQL, RUN_ID
 from agentrl.store.versions import MintedVersions, latest_confirmed
 
@@ -158,7 +158,7 @@ class Moving(MintedVersions):
 
     def _member(self, id: int, fork_turn: int, start: str | None, *ended: Any) -> MovedMember:
         stop_reason, outcome, success, outcomes, detail = ended
-        messages = None if start is None else unpack_messages(start)
+        messages = None if start is None else Shown(self._db).messages(start)
         turns, ending = load_turns(self._db, id), held_ending(self._db, id)
         if stop_reason is not None:
             if not scored(stop_reason, outcome):
@@ -182,7 +182,9 @@ class Moving(MintedVersions):
     def _write(self, episode_id: int, member: MovedMember, here: Callable[[Spans], Spans]) -> None:
         """Write a member that comes in; `here` gives spans in versions of this run."""
         if member.start is not None:
-            start = pack_messages(member.start, "the start of a member")
+            images, what = dict[str, bytes](), "the start of a member"
+            start = pack_messages(without_images(member.start, images, what), what)
+            write_images(self._db, images)
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))
         rows = TurnRows()
         for id, turn in zip(self._db.numbers("turns", len(member.turns)), member.turns, strict=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UsageError
 from agentrl.store.episode_search import EpisodeFilter
+from agentrl.tokens import images
 from agentrl.view import episode_answers, run_answers
 from agentrl.view.lanes import lanes
 from agentrl.view.opened_runs import OpenedRuns
@@ -32,20 +34,36 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
                 for purpose in store.purposes()
                 for row in store.find_episodes(EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most)
             ]
+        details = {one.id: episode_answers.detail(opened, one.id, {}) for one in rows}
+        with opened.store() as store:
+            pictures = {digest: store.image(digest) for digest in _digests(details)}
         answers: dict[str, Any] = {
             "runs": [run_answers.line(opened)],
             "run": run_answers.summary(opened),
             "metrics": run_answers.metrics(opened, run_answers.metric_names(opened)),
             "lanes": lanes(opened),
             "episodes": [episode_answers.row_of(one) for one in rows],
-            **{f"episodes/{one.id}": episode_answers.detail(opened, one.id, {}) for one in rows},
+            **{f"episodes/{id}": detail for id, detail in details.items()},
             **{f"groups/{id}": episode_answers.group(opened, id, {}) for id in {one.group_id for one in rows}},
             **{f"steps/{one.step}": episode_answers.step(opened, one.step, {}) for one in opened.steps()},
         }
     finally:
         runs.close()
     _write(out, answers)
+    for digest, data in pictures.items():
+        (out / "data" / "images" / f"{digest}.{images.read(data).media_type.partition('/')[2]}").write_bytes(data)
     return len(rows)
+
+
+def _digests(details: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The images that episodes have shown."""
+    messages = (
+        message
+        for detail in details.values()
+        for part in (detail["start"], *(turn["observation"] or () for turn in detail["turns"]))
+        for message in part
+    )
+    return {image["digest"] for message in messages for image in message["images"]}
 
 
 def _write(out: Path, answers: dict[str, Any]) -> None:
@@ -53,7 +71,7 @@ def _write(out: Path, answers: dict[str, Any]) -> None:
     files[_API] = files.pop(_STATIC_API)
     policy = f'<meta http-equiv="content-security-policy" content="{POLICY.partition("; frame-ancestors")[0]}">'
     index = files.pop("index.html").decode().replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n    {policy}')
-    for folder in ("assets", "data/episodes", "data/groups", "data/steps"):
+    for folder in ("assets", "data/episodes", "data/groups", "data/steps", "data/images"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     (out / "index.html").write_text(index, encoding="utf-8")
     for name, content in files.items():

@@ -22,6 +22,7 @@ from agentrl.run.take_orders import returns_of
 from agentrl.store.buffer.no_signal import advantages
 from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder, TurnSize
 from agentrl.store.reads import EpisodeRow
+from agentrl.tokens import images
 from agentrl.view.file_edits import edits_of
 from agentrl.view.opened_runs import OpenedRun
 
@@ -290,6 +291,10 @@ def _messages(messages: Messages, cut: int | None) -> list[Json]:
         {
             "role": str(message["role"]),
             "content": _text(str(message["content"]), cut),
+            "images": [
+                {"digest": one.digest, "type": one.media_type, "width": one.width, "height": one.height}
+                for one in images.of_messages([message])
+            ],
             "calls": [
                 {"name": str(call["function"].get("name", "")), "arguments": str(call["function"].get("arguments", ""))}
                 for call in message.get("tool_calls", ())

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -30,14 +31,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.tokens import images
+from agentrl.tokens.images import Image
 from agentrl.view import episode_answers, run_answers
 from agentrl.view.lanes import lanes
 from agentrl.view.notes import keep_notes
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS: Final = {
     "content-security-policy": POLICY,
@@ -53,6 +56,7 @@ _TYPES: Final = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 _LOOK_S = 1.0  # between two looks for changes
 _QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
 _MOST_NAMES = 64  # metrics of one answer
@@ -138,6 +142,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
             Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
+            Route("/api/runs/{run}/images/{digest}", partial(_image, runs)),
             Route("/api/runs/{run}/notes", partial(_notes, runs, shared), methods=["POST"]),
             Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
@@ -246,6 +251,25 @@ def _metrics(run: OpenedRun, query: Query) -> Any:
     if len(names) > _MOST_NAMES:
         raise UsageError(f"names has {len(names)} metrics: ask for {_MOST_NAMES} at most")
     return run_answers.metrics(run, names)
+
+
+async def _image(runs: OpenedRuns, request: Request) -> Response:
+    """An image of a message, by its digest. Its type is what its first bytes say, one of three: never a document."""
+    digest = request.path_params["digest"]
+    if not _DIGEST.fullmatch(digest):
+        return _problem(400, f"{digest[:80]!r} is no SHA-256: give 64 hex digits")
+
+    def read() -> Image:
+        with runs[request.path_params["run"]].store() as store:
+            return images.read(store.image(digest))
+
+    try:
+        image = await to_thread.run_sync(read)
+    except KeyError as error:
+        return _problem(404, f"no run {error.args[0]!r} is here")
+    except (AgentRLError, ValueError) as error:
+        return _problem(404, str(error))
+    return Response(image.data, media_type=image.media_type, headers={"content-disposition": "attachment"})
 
 
 async def _notes(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:

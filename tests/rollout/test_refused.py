@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.engine.rendering.renderer import Renderer
+from agentrl.env.image_parts import image_part
 from agentrl.records import Message, StopReason
 from agentrl.rollout.episode import play
 from agentrl.rollout.render_messages import plain
@@ -89,6 +91,20 @@ async def test_the_failure_names_the_environment_and_the_roles(claim_one: Any, c
     ending = await play(claim_one(), _with(context(ScriptedEnv([], start="forbidden")), strict))
     assert ending.detail.startswith("test/Env: the chat template of ")
     assert ending.detail.endswith("refuses these messages: a word that may not be (roles: user)")
+
+
+@pytest.mark.parametrize("at", ["start", "answer", "history"])
+async def test_a_model_that_reads_no_images_ends_the_episode_and_the_policy_is_not_to_blame(
+    claim_one: Any, context: Any, at: str
+) -> None:
+    shown = [{"role": "user", "content": [image_part(np.zeros((2, 2, 3), dtype=np.uint8))]}]
+    answer = going("on", history=shown) if at == "history" else (tuple(shown), 0.0, False, False, {})
+    ending = await play(
+        claim_one(),
+        context(ScriptedEnv([answer], start=shown[0]["content"] if at == "start" else "go"), max_context=100_000),
+    )
+    assert ending.stop_reason is StopReason.ENV_FAILED
+    assert "reads no images, and a message has one" in ending.detail and "give a model that reads them" in ending.detail
 
 
 def test_plain_messages_keep_the_order_of_roles_and_nothing_that_a_policy_writes() -> None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
 
+from agentrl.env.image_parts import png
 from agentrl.env.tasks import Seeds
 from agentrl.errors import LeaseLost, StoreError
-from agentrl.records import GroupState, StopReason
+from agentrl.records import GroupState, Message, StopReason
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Source
 from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 from agentrl.store.lineage import Saved
+from agentrl.tokens import images
 
 from .play import START, answer, bounds, part, turn
 
@@ -37,6 +40,7 @@ __all__ = [
     "test_each_member_is_trained_once",
     "test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts",
     "test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other",
+    "test_images_are_kept_once_and_come_back_with_the_messages",
     "test_waiting_ends_when_there_is_work",
 ]
 
@@ -119,6 +123,28 @@ async def test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker(off
     await play(offer, again)
     assert await store.snapshot(id) is None
     assert len(offer.read.trajectory(id).turns) == 2
+
+
+async def test_images_are_kept_once_and_come_back_with_the_messages(offer: Offer) -> None:
+    admit(offer, 1)
+    one, other = await claim(offer, 2)
+    red, blue = (images.read(png(np.full((3, 5, 3), shade, dtype=np.uint8))) for shade in (7, 9))
+    start = (Message(role="user", content="Look: ", images=[{"at": 6, "url": red.url}, {"at": 0, "url": blue.url}]),)
+    seen = replace(answer(0), observation=start, history=(*start, *START))
+    for member in (one, other):
+        await offer.rollout.begin(member.episode_id, member.fence, start)
+        await offer.rollout.journal_turn(member.episode_id, member.fence, turn(0, 1))
+        await offer.rollout.journal_step(member.episode_id, member.fence, 0, seen)
+    await offer.rollout.hand_back("w")
+    for member in await claim(offer, worker="next"):
+        assert (member.start, [turn.step for turn in member.turns]) == (start, [seen])
+    assert offer.read.trajectory(one.episode_id).start == start
+    assert offer.read.image(red.digest) == red.data
+    with pytest.raises(StoreError, match="no image"):
+        offer.read.image("0" * 64)
+    broken = replace(answer(1), observation=({**start[0], "images": [{"at": 0, "url": "data:image/png;base64,AAAA"}]},))
+    with pytest.raises(StoreError, match="observation: data that begin with"):
+        await offer.rollout.journal_turn(one.episode_id, one.fence + 1, turn(1, 1, step=broken))
 
 
 async def test_each_member_is_trained_once(offer: Offer) -> None:

@@ -7,12 +7,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from store.play import START, admit, answer, play, serve, turn
 
 from agentrl.config import parse
+from agentrl.env.image_parts import png
 from agentrl.records import StopReason, Task
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
+from agentrl.tokens import images
 
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
@@ -23,12 +26,13 @@ FILE = "../<b onclick='window.hacked = 1'>\x1b[31m\u202eyp.txt"
 CHANGED = {"path": FILE, "old_str": "a\n<b>b</b>\nc", "new_str": "a\n<script>window.hacked = 1</script>\nc"}
 EDIT = f"<tool_call>{json.dumps({'name': 'str_replace', 'arguments': CHANGED})}</tool_call>"
 DONE = "action 1"
+PICTURE = images.read(png(np.full((8, 12, 3), 200, dtype=np.uint8)))
 
 
 def make_run(path: Path) -> RunDir:
     """Group 1, of episodes 1 and 2, is trained by step 1; of group 2 episode 3 has failed and 4 goes on; episode 5 is
     of an evaluation. Episode 1 wrote `HOSTILE`, and was answered it and `LONG`; episode 2
-    edited the file `FILE`."""
+    edited the file `FILE`, and was shown `PICTURE`."""
     run = RunDir.create(
         path, parse({"name": "made", "model": "m", "env": {"id": "test/Env-v0"}, "train": {"steps": 4}})
     )
@@ -50,7 +54,10 @@ def make_run(path: Path) -> RunDir:
             at = time.time() + index
             played = replace(turn(index, 1), text=(EDIT, DONE)[index], started_s=at, ended_s=at + 0.5)
             store.journal_turn(second.episode_id, second.fence, played)
-            store.journal_step(second.episode_id, second.fence, index, answer(index, last=index == 1))
+            said = answer(index, last=index == 1)
+            if index == 0:
+                said = replace(said, observation=({**said.observation[0], "images": [{"at": 0, "url": PICTURE.url}]},))
+            store.journal_step(second.episode_id, second.fence, index, said)
         store.finish(second.episode_id, second.fence, stop_reason=StopReason.DONE, outcome=0.0, success=False)
         play(store, failed, turns=1, stop=StopReason.ENV_FAILED, outcome=None)
         store.take(1, 1, max_lag=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.page_server import served
 from agentrl.view.web_page import Visitors, loopback_hosts, page_files
 
-from .made_run import HOSTILE, LONG, make_run
+from .made_run import HOSTILE, LONG, PICTURE, make_run
 
 TOKEN = "secret-of-the-test"
 KEY = {"authorization": f"Bearer {TOKEN}"}
@@ -251,6 +252,24 @@ OUT = (
     *("/assets/../opened_runs.py", "/assets/..%2fopened_runs.py", "/assets/%2e%2e/__init__.py", "/assets//etc/passwd"),
     *("/api/runs/..%2f..%2fetc", "/api/runs/%2fetc%2fpasswd", "/api/runs/made%00", "/api/runs/made/episodes/..%2f1"),
 )
+
+
+def test_an_image_is_sent_by_its_digest_as_what_its_bytes_are(page: TestClient, folder: Path) -> None:
+    second = get(page, "/made/episodes", purpose="train", order="asc")["rows"][1]["id"]
+    (shown,) = get(page, f"/made/episodes/{second}")["turns"][0]["observation"][0]["images"]
+    assert shown == {"digest": PICTURE.digest, "type": "image/png", "width": 12, "height": 8}
+    answer = page.get(f"/api/runs/made/images/{PICTURE.digest}")
+    assert (answer.status_code, answer.content) == (200, PICTURE.data)
+    assert answer.headers["content-type"] == "image/png" and answer.headers["x-content-type-options"] == "nosniff"
+    assert page.get(f"/api/runs/made/images/{PICTURE.digest}", headers={"authorization": ""}).status_code == 401
+    svg = b"<svg xmlns='http://www.w3.org/2000/svg'><script>window.hacked = 1</script></svg>"
+    digest = hashlib.sha256(svg).hexdigest()
+    with RunStore.open(folder / "made" / "store.sqlite") as store, store._db.write():  # pyright: ignore[reportPrivateUsage]
+        store._db.execute("INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, svg))  # pyright: ignore[reportPrivateUsage]
+    refused = page.get(f"/api/runs/made/images/{digest}")
+    assert refused.status_code == 404 and "no image" in refused.json()["error"] and b"<script" not in refused.content
+    for other, status in (("0" * 64, 404), ("A" * 64, 400), ("x", 400)):
+        assert page.get(f"/api/runs/made/images/{other}").status_code == status, other
 
 
 @pytest.mark.parametrize("path", OUT)

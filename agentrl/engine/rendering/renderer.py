@@ -301,6 +301,11 @@ class Renderer:
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in one shape, in which no text can pass for a control token: an environment's output is not the
         template's."""
+        if any(message.get("images") for message in messages):
+            raise ModelError(
+                f"the model in {str(self._folder)!r} reads no images, and a message has one: leave images out, in the"
+                " environment's settings, or give a model that reads them"
+            )
         try:
             return [cast("Message", self._guard_value(cast("Json", plain_message(message)))) for message in messages]
         except TypeError as error:

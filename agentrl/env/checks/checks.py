@@ -34,7 +34,6 @@ from agentrl.records import Json, StopReason
 INSTANCES: Final = 8
 FUZZ_EXAMPLES: Final = 150
 LEAK_PATIENCE_S: Final = 10.0  # for what ends by itself, on a busy machine too
-_MESSAGES: Final = spaces.Messages()
 _TIME: Final = re.compile(r"\d+(?::\d\d)+(?:\.\d+)?|\d+(?:\.\d+)? ?(?:[mun\u00b5]?s|(?:milli|micro)?sec(?:ond)?s?)\b")
 
 
@@ -110,12 +109,13 @@ def replays_equally(subject: Subject) -> Iterator[Flaw]:
 
 def gives_plain_records(subject: Subject) -> Iterator[Flaw]:
     """Observations are messages, rewards finite numbers, flags truth values, infos JSON with typed keys."""
+    space = subject.space
     for seed in range(subject.seed, subject.seed + 3):
         played = in_trio(subject, lambda seed=seed: life(subject, seed, ends=True))
-        yield from _not_plain("reset", played.start, played.info)
-        yield from _not_plain("aend", (), played.end)
+        yield from _not_plain("reset", played.start, played.info, space)
+        yield from _not_plain("aend", (), played.end, space)
         for observation, reward, terminated, truncated, info in played.steps:
-            yield from _not_plain("step", observation, info)
+            yield from _not_plain("step", observation, info, space)
             if type(reward) not in (float, int) or not math.isfinite(reward):
                 yield Flaw(f"reward = {reward!r}", "return a finite Python float")
             for name, flag in (("terminated", terminated), ("truncated", truncated)):
@@ -231,6 +231,7 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         *names,
     ]
     texts = st.text() | st.lists(st.sampled_from(pieces) | st.text(max_size=5), max_size=12).map("".join)
+    space = subject.space
     loop, until = LoopThread(), time.monotonic() + subject.deadline_s / 2
     over = True
     last = ""
@@ -242,7 +243,7 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         over, last = True, action
         with trio.fail_after(subject.deadline_s / 2):
             observation, _, terminated, truncated, _ = await env.astep(action)
-        if (reason := _MESSAGES.why_not(observation)) is not None:
+        if (reason := space.why_not(observation)) is not None:
             raise TypeError(f"observation is outside of the space: {reason}")
         over = terminated or truncated
 
@@ -335,8 +336,8 @@ CHECKS: Final[tuple[Callable[[Subject], Iterator[Flaw]], ...]] = (
 """In the order in which they run; the first one decides whether the others make sense."""
 
 
-def _not_plain(method: str, observation: object, info: Mapping[str, Json]) -> Iterator[Flaw]:
-    if (reason := _MESSAGES.why_not(observation)) is not None:
+def _not_plain(method: str, observation: object, info: Mapping[str, Json], space: spaces.Messages) -> Iterator[Flaw]:
+    if (reason := space.why_not(observation)) is not None:
         yield Flaw(f"observation: {reason}", "return a tuple of {'role': …, 'content': …}", method)
     try:
         carried = json.loads(json.dumps(info, allow_nan=False))
@@ -347,11 +348,11 @@ def _not_plain(method: str, observation: object, info: Mapping[str, Json]) -> It
         yield Flaw(
             f"info changes on its way through JSON: {info!r}", "use lists, not tuples, and texts as keys", method
         )
-    for key, hint in _wrong_keys(info):
+    for key, hint in _wrong_keys(info, space):
         yield Flaw(f"info[{key!r}] = {info[key]!r}", hint, method)
 
 
-def _wrong_keys(info: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+def _wrong_keys(info: Mapping[str, Json], space: spaces.Messages) -> Iterator[tuple[str, str]]:
     for name in ("outcome", "unsettled"):
         if not _is_number(info.get(name, 0.0)):
             yield name, "give a float"
@@ -368,7 +369,7 @@ def _wrong_keys(info: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
     if info.get("stop_reason", "done") not in reasons:
         yield "stop_reason", f"give one of {', '.join(reasons)}"
     history = info.get("history", [])
-    if not isinstance(history, list) or tuple(cast("list[Any]", history)) not in _MESSAGES:
+    if not isinstance(history, list) or tuple(cast("list[Any]", history)) not in space:
         yield "history", "give a list of messages"
 
 

@@ -24,6 +24,7 @@ import trio
 
 from agentrl.env import step_results
 from agentrl.env.core import as_async
+from agentrl.env.spaces import Messages as MessagesSpace
 from agentrl.env.spaces import Text
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of
@@ -72,6 +73,15 @@ class Subject:
     steps: int
     deadline_s: float
     tmp: Path
+
+    @property
+    def space(self) -> MessagesSpace:
+        """What its observations must be: so many images as it declares, and messages of any other size."""
+        env = self.make()
+        try:
+            return MessagesSpace(max_images=getattr(env.unwrapped.observation_space, "max_images", 0))
+        finally:
+            env.close()
 
     @property
     def replayable(self) -> bool:

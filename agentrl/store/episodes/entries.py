@@ -11,13 +11,21 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 from agentrl.errors import StoreAway, StoreError
 from agentrl.records import Step, Turn, turn_id
-from agentrl.store.codec import pack_answer, pack_experts, pack_messages, pack_spans, pack_text, pack_tokens
+from agentrl.store.codec import (
+    pack_answer,
+    pack_experts,
+    pack_messages,
+    pack_spans,
+    pack_text,
+    pack_tokens,
+    without_images,
+)
 from agentrl.store.databases.database import Database, Result, Several
 from agentrl.store.episodes.leases import check_held
 from agentrl.store.episodes.partial_turns import Partial, pack_part
@@ -67,6 +75,7 @@ class TurnRows:
     unscored: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     over: list[tuple[int]] = field(default_factory=list[tuple[int]])  # episodes whose turn under way is journaled
     parts: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict[int, list[tuple[Any, ...]]])  # by episode
+    images: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by digest
 
     def turn(self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, asked: bool) -> None:
         """Add a turn whose place was checked; `text` is what its column takes. `asked`: sources may score it."""
@@ -78,12 +87,18 @@ class TurnRows:
         if turn.experts is not None:
             self.experts.append((id, turn.experts))
         if turn.answer is not None:
-            self.steps.append((id, *turn.answer))
+            self.answer(id, turn.answer)
         if asked:
             self.unscored.append((id, episode_id))
 
+    def answer(self, id: int, answer: PackedAnswer) -> None:
+        """Add the answer to a turn."""
+        self.steps.append((id, *answer.columns))
+        self.images |= answer.images
+
     def write(self, db: Database) -> None:
         """Write them, inside a transaction."""
+        write_images(db, self.images)
         for statement, rows in (
             (_TURNS, self.turns),
             ("INSERT INTO tokens VALUES (?, ?)", self.tokens),
@@ -100,6 +115,19 @@ class TurnRows:
                 db.execute_many(statement, rows)
 
 
+def write_images(db: Database, images: Mapping[str, bytes]) -> None:
+    """Write the data of images that the store does not have yet, inside a transaction."""
+    for digest, data in sorted(images.items()):  # in one order, so that two processes cannot wait for each other
+        db.execute("INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, data))
+
+
+class PackedAnswer(NamedTuple):
+    """The columns of a row of `steps`, and the data of the images that it names by digest."""
+
+    columns: tuple[str, float, bool, bool, str]
+    images: Mapping[str, bytes]
+
+
 @dataclass(slots=True)
 class PackedTurn:
     """A turn as its rows have it. `oldest` is the step of the oldest version that sampled it, None if it does not
@@ -111,7 +139,7 @@ class PackedTurn:
     text: str | bytes
     spans: str
     oldest: int | None
-    answer: tuple[Any, ...] | None
+    answer: PackedAnswer | None
 
     @classmethod
     def of(cls, turn: Turn, where: str, step_of: Callable[[int], int]) -> Self:
@@ -251,7 +279,7 @@ class StepEntry(EpisodeWrite):
     def __init__(self, db: Database, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         super().__init__(db, episode_id, fence)
         self._turn_index, self._step = turn_index, step
-        self._packed: tuple[Any, ...] | None = None
+        self._packed: PackedAnswer | None = None
 
     def pack(self) -> None:
         self._packed = self._packed or pack_step(f"episode {self.episode_id}, turn {self._turn_index}", self._step)
@@ -267,7 +295,7 @@ class StepEntry(EpisodeWrite):
         if answered:
             raise StoreError(f"episode {self.episode_id}: turn {index} is answered already")
         assert self._packed is not None
-        rows.steps.append((row_id, *self._packed))
+        rows.answer(row_id, self._packed)
         stands.answered = stands.answered or index == stands.last
 
 
@@ -298,14 +326,19 @@ class PartEntry(EpisodeWrite):
         stands.under_way += len(part.token_ids)
 
 
-def pack_step(where: str, step: Step) -> tuple[str, float, bool, bool, str]:
-    """The columns of an answer. Raises StoreError, which begins with `where`, for one that cannot be written."""
+def pack_step(where: str, step: Step) -> PackedAnswer:
+    """An answer as its row has it. Raises StoreError, which begins with `where`, for one that cannot be written."""
     if not math.isfinite(step.reward):
         raise StoreError(f"{where}: reward {step.reward} is not finite")
-    return (
-        pack_messages(step.observation, f"{where}: observation"),
+    images, what = dict[str, bytes](), f"{where}: observation"
+    observation = without_images(step.observation, images, what)
+    if step.history is not None:
+        step = replace(step, history=without_images(step.history, images, f"{where}: history"))
+    columns = (
+        pack_messages(observation, what),
         float(step.reward),
         bool(step.terminated),
         bool(step.truncated),
         pack_answer(step, where),
     )
+    return PackedAnswer(columns, images)

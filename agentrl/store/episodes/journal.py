@@ -17,10 +17,10 @@ from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
-from agentrl.store.codec import pack_files, pack_messages, printable, unpack_files
+from agentrl.store.codec import pack_files, pack_messages, printable, unpack_files, without_images
 from agentrl.store.databases.database import Database, StorePart
 from agentrl.store.episodes.endings import EndEntry, Ending, end_episode
-from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry
+from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry, write_images
 from agentrl.store.episodes.groups import TRAIN, create_again
 from agentrl.store.episodes.leases import check_fence, held
 from agentrl.store.episodes.partial_turns import Partial, discard_partial
@@ -87,11 +87,13 @@ class Journal(MintedVersions):
 
     def begin(self, episode_id: int, fence: int, start: Messages) -> None:
         """The environment was reset and answered `start`. Raises StoreError if turns are journaled already."""
-        packed = pack_messages(start, f"episode {episode_id}: start")
+        images, what = dict[str, bytes](), f"episode {episode_id}: start"
+        packed = pack_messages(without_images(start, images, what), what)
         with self._db.write(shared=True):
             (last,) = held(self._db, episode_id, fence, _LAST)
             if last >= 0:
                 raise StoreError(f"episode {episode_id} has turns already: restart_episode sets them aside")
+            write_images(self._db, images)
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
 
     def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:

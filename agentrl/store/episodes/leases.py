@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
-from agentrl.store.codec import unpack_messages, unpack_task
+from agentrl.store.codec import unpack_task
 from agentrl.store.databases.database import Database, Row, StorePart
 from agentrl.store.episodes.partial_turns import Partial, load_partials
-from agentrl.store.reads import turns_of
+from agentrl.store.reads import Shown, turns_of
 from agentrl.store.versions import LATEST_CONFIRMED
 
 
@@ -202,8 +202,9 @@ class Leases(StorePart):
 
     def _load(self, episodes: Sequence[int]) -> list[Claim]:
         rows = self._db.all_rows(*((_LOAD, (id,)) for id in episodes))
+        shown = Shown(self._db)
         begun = [id for id, ((*_, start, _, _),) in zip(episodes, rows, strict=True) if start is not None]
-        turns = turns_of(self._db, begun)
+        turns = turns_of(self._db, begun, shown)
         partials = dict(zip(begun, load_partials(self._db, begun), strict=True))
         claims: list[Claim] = []
         for id, (row,) in zip(episodes, rows, strict=True):
@@ -218,7 +219,7 @@ class Leases(StorePart):
                     purpose=purpose,
                     fence=fence,
                     trial=trial,
-                    start=None if start is None else unpack_messages(start),
+                    start=None if start is None else shown.messages(start),
                     turns=turns.get(id, ()),
                     partial=partials.get(id),
                     fork_turn=fork_turn,

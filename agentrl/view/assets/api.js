@@ -36,6 +36,13 @@ async function answered(parts, query, signal) {
   return document;
 }
 
+// The address of an image. An element cannot show the token, so the page fetches the bytes and names them itself.
+export async function imageUrl(run, { digest }) {
+  const answer = await fetch(url(["runs", run, "images", digest]), { headers: headers() });
+  if (!answer.ok) throw new Error(`${answer.status}`);
+  return URL.createObjectURL(await answer.blob());
+}
+
 // Whether this page can write: notes, and nothing else.
 export const writes = true;
 

@@ -1,6 +1,6 @@
 // One episode, turn by turn: what was asked, written and answered, what each turn earned, what each token cost.
 
-import { get } from "./api.js";
+import { get, imageUrl } from "./api.js";
 import { chatOf, testCaseOf } from "./copies.js";
 import { editBlock, isPatch, patchBlock } from "./diff.js";
 import { chip, copy, duration, fresh, h, link, number, outcomeChip, path, signed } from "./dom.js";
@@ -15,6 +15,15 @@ export function cutText(part, whole) {
   const missing = part.length - part.text.length;
   return [part.text, missing > 0 ? h("span", { class: "cut" }, ` … ${number(missing)} more characters `, whole ? h("button", { type: "button", class: "button", onclick: whole }, "Show all") : null) : null];
 }
+
+// The images of a message. Bytes that a browser cannot show are named, and nothing else happens.
+export const pictures = (run, images) => images.map((image) => {
+  const size = `${image.width} × ${image.height} pixels`;
+  const gone = () => shown.replaceWith(h("p", { class: "quiet" }, `An image of ${size} that cannot be shown`));
+  const shown = h("img", { class: "picture", alt: `Image of ${size}`, title: size, onload: () => URL.revokeObjectURL(shown.src), onerror: gone });
+  imageUrl(run, image).then((url) => { shown.src = url; }, gone);
+  return shown;
+});
 
 export async function show({ root, id, number: episode, query, signal }) {
   let mode = query.get("color") ?? "";
@@ -41,7 +50,7 @@ export async function show({ root, id, number: episode, query, signal }) {
   function message(one, folded) {
     const calls = one.calls.map((call) => h("details", { open: true }, h("summary", {}, `calls ${call.name}`), h("pre", {}, call.arguments)));
     const patch = one.content.length === one.content.text.length && isPatch(one.content.text);
-    const body = [patch ? patchBlock(one.content.text) : h("pre", {}, cutText(one.content, whole)), calls];
+    const body = [patch ? patchBlock(one.content.text) : h("pre", {}, cutText(one.content, whole)), pictures(id, one.images), calls];
     const size = one.content.length > LONG ? ` · ${number(one.content.length)} characters` : "";
     const fold = folded ?? one.content.length > LONG;
     return h("details", { class: `message ${one.role === "assistant" ? "assistant" : one.role === "system" ? "system" : one.role === "user" ? "user" : "tool"}`, open: !fold }, h("summary", {}, h("b", {}, one.role), h("span", { class: "note" }, size)), ...body);

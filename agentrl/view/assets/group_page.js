@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { chip, fresh, h, link, number, path, signed } from "./dom.js";
-import { cutText } from "./episode_page.js";
+import { cutText, pictures } from "./episode_page.js";
 
 export const name = "group";
 
@@ -19,7 +19,7 @@ export async function show({ root, id, number: group, signal }) {
     fresh(root, 
       h("div", { class: "title" }, h("h1", {}, `Group ${number(found.id)}`), chip(found.state, found.state === "trained" || found.state === "taken" ? "done" : "")),
       h("p", { class: "note" }, `${found.task.env}, seed ${found.task.seed} · admitted at step ${number(found.started_step)}`, found.taken_step ? [" · ", link(path("run", id, "step", found.taken_step), `taken by step ${number(found.taken_step)}`)] : null),
-      h("details", { class: "card" }, h("summary", {}, "The task"), found.start.map((one) => h("div", { class: "message user" }, h("b", {}, one.role), h("pre", {}, cutText(one.content))))),
+      h("details", { class: "card" }, h("summary", {}, "The task"), found.start.map((one) => h("div", { class: "message user" }, h("b", {}, one.role), h("pre", {}, cutText(one.content)), pictures(id, one.images)))),
       h("div", { class: "members" }, found.members.map(member)),
     );
   }

@@ -17,6 +17,7 @@ export const takeToken = () => false;
 export const writes = false;
 export async function keepNotes() {}
 export async function watch() {}
+export const imageUrl = async (_, { digest, type }) => `data/images/${digest}.${type.split("/")[1]}`;
 
 const yes = { yes: true, no: false };
 
