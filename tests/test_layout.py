@@ -115,9 +115,10 @@ BESIDE_A_RUN = (
     "engine/embedded",
     "engine/vllm/plugin",
     "rollout/text_policy.py",
+    "run/health",
 )
 """Rooms that no token and no setting passes on its way through a run: loops of one's own, forecasts, tests, the inside
-of an engine, policies that write texts."""
+of an engine, policies that write texts, advice on what stands in a store."""
 
 
 def names_in(path: Path) -> set[str]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl.cli import tables
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
+from agentrl.cli.health import health
 from agentrl.cli.offline import chaos, export, retrain, sft
 from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
@@ -44,6 +45,7 @@ app.add_typer(_new, name="new")
 add_commands(app)
 for command in (
     status,
+    health,
     view,
     logs,
     tasks,

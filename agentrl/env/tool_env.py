@@ -7,6 +7,7 @@ neither tokens nor model, and holds nothing past `aclose`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -291,6 +292,8 @@ class ToolEnv(Recorded):
             if not self.tool_schemas():
                 observation = self._format.answer(observation)
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
+            if broken := Counter(one.name for one in results if one.result.is_error and one.fault is None):
+                episode.info["tool_errors"] = dict(broken)  # `agentrl health` knows a broken tool by it
         else:
             results = []
             observation, faults = await self._answer_text(action)

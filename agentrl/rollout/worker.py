@@ -19,6 +19,7 @@ from agentrl.host.disk_space import wait_for_space
 from agentrl.rollout.drain import HandedBack
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import Claim, LeaseLost
+from agentrl.store.episodes.endings import FAILURES
 from agentrl.store.interfaces import RolloutStore
 from agentrl.store.run_values import PHASE
 
@@ -32,7 +33,8 @@ class Worker:
     """Runs episodes until `stop` is set in the store, or it has to `leave`, by the settings of `context`. `ahead` is
     the most groups, of those that are not trained, that it plays at (None: all that were admitted). `now` is the wall
     clock of its leases; `sharing` is the number of workers that share `rollout.max_running`, if it is not that of the
-    settings. `on_end` gets the id of each episode that ended here."""
+    settings. `on_end` gets the id of each episode that ended here, `ended` counts them, `failed` those that
+    infrastructure ended."""
 
     name: str
     store: RolloutStore
@@ -41,6 +43,8 @@ class Worker:
     now: Callable[[], float] = time.time
     sharing: int | None = None
     on_end: Callable[[int], None] = lambda _: None
+    ended: int = 0
+    failed: int = 0
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
     _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for work
@@ -127,7 +131,9 @@ class Worker:
         try:
             with trio.CancelScope() as scope:
                 self._scopes[claim.episode_id] = scope
-                await play(claim, self.context)
+                ending = await play(claim, self.context)
+                self.ended += 1
+                self.failed += ending.stop_reason in FAILURES
                 self.on_end(claim.episode_id)
         except HandedBack:
             pass  # it goes on elsewhere once this worker has left

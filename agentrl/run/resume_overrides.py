@@ -61,6 +61,11 @@ _MAY_CHANGE = (
 )
 
 
+def may_change(key: str) -> bool:
+    """Whether a run that goes on may change the setting `key`, as in `train.steps`."""
+    return any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE)
+
+
 def change(run: RunDir, overrides: list[str]) -> None:
     """Write `overrides` (`section.key=value`) into a run that is not running.
 
@@ -85,7 +90,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
 def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     for key in old.keys() | new.keys():
-        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE):
+        if old.get(key) != new.get(key) and not may_change(key):
             hint = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
             raise ConfigError(key, new.get(key), hint)
     done = store.current_version().step

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.host.janitor import watch_lifeline
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.protocols import Engine, Rewarder
-from agentrl.records import WeightVersion
+from agentrl.records import Json, WeightVersion
 from agentrl.rollout.env_calls import make_env
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.opponents import Opponents
@@ -104,7 +105,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             for one in (fleet, *own.values()):
                 nursery.start_soon(partial(one.control, start=_concurrency(config)))
-            nursery.start_soon(report, fleet, telemetry, store)
+            nursery.start_soon(report, fleet, telemetry, store, partial(_counts, worker))
             nursery.start_soon(_follow, sight, {None: fleet, **own}, context.frozen, worker, index)
             if index == 0:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(reward_services.serve, config, store)
@@ -208,12 +209,23 @@ async def _follow(
                 worker.leave()
 
 
-async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
-    """Record this worker's view of the fleet again and again; on a full disk, skip the record."""
+def _counts(worker: Worker) -> Mapping[str, Json]:
+    """How many episodes ended in this process, and how many of them infrastructure failed: by these,
+    `agentrl health` tells a bad host from a bad run."""
+    return {"worker": worker.name, "host": socket.gethostname(), "ended": worker.ended, "failed": worker.failed}
+
+
+async def report(
+    fleet: Fleet,
+    telemetry: Telemetry,
+    store: RolloutStore,
+    counts: Callable[[], Mapping[str, Json]] = dict[str, Json],
+) -> None:
+    """Record this worker's view of the fleet and its `counts` again and again; on a full disk, skip the record."""
     while True:
         await trio.sleep(_REPORT_S)
         with suppress(DiskFull):
-            step, gauges = (await store.current_version()).step, fleet.gauges()
+            step, gauges = (await store.current_version()).step, {**fleet.gauges(), **counts()}
             await store.record("fleet", step, gauges)
             telemetry.append("fleet", step, gauges)
 

@@ -27,6 +27,8 @@ from rich.text import Text
 from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.records import GroupState
 from agentrl.run.alarms import moved, no_signal
+from agentrl.run.health.examine import HealthLines
+from agentrl.run.health.run_facts import read_facts
 from agentrl.run.reporting import report
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
 from agentrl.run.supervisor import MEASURING, TRAINING, Supervisor
@@ -85,13 +87,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Alerts:
-    """Lines that a person must not miss: failures, alarms, steps that change no weight."""
+    """Lines that a person must not miss: failures, alarms, steps that change no weight, advice on the run's health."""
 
     _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
     _warned: int = 0
     _failures: FailureLines | None = None
     _unscored: ScoreFailureLines | None = None
     _waits: WaitLines = field(default_factory=WaitLines)
+    _health: HealthLines | None = None
 
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
         """The failures since the last call."""
@@ -103,6 +106,11 @@ class _Alerts:
         if self._unscored is not None:
             yield from self._unscored.lines(supervisor.store)
         yield from self._waits.lines(supervisor)
+        if supervisor.phase == TRAINING:
+            store, config, path = supervisor.store, supervisor.config, supervisor.run.path
+            self._health = self._health or HealthLines(path)
+            step = store.current_version().step
+            yield from self._health.lines(step, lambda: read_facts(store, config, path, live=True))
 
     def of_step(self, row: dict[str, Any]) -> Iterator[str]:
         """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the

@@ -1,0 +1,44 @@
+"""The command `agentrl health`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.errors import AgentRLError, UsageError
+
+
+def health(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+) -> None:
+    """Say what goes wrong in a run: the cause, the figures that show it, and what to type. Changes nothing. Exit code
+    0: nothing does; 1: there is advice; 2: the run cannot be read."""
+    from agentrl.env.gymnasium_wrappers import printable
+    from agentrl.run.health.examine import examine
+    from agentrl.run.health.run_facts import facts_of
+    from agentrl.run.run_folder import RunDir
+
+    try:
+        facts = facts_of(RunDir.open(path))
+    except UsageError:
+        raise
+    except (AgentRLError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    found = examine(facts)
+    if as_json:
+        advice = [one.document(path) for one in found]
+        print(json.dumps({"run": str(path), "step": facts.step, "healthy": not found, "advice": advice}))
+    elif not found:
+        steps = f"{facts.step} steps and {len(facts.episodes)} of the newest episodes show nothing wrong"
+        print(f"{path}: {steps}" if facts.episodes else f"{path}: no episode has ended, so there is nothing to judge")
+    for one in () if as_json else found:
+        print(printable(f"{one.name}: {one.cause}"))
+        print(printable(f"    {one.evidence}"))
+        for line in one.typed(path):
+            print(printable(f"    $ {line}"))
+    if found:
+        raise SystemExit(1)

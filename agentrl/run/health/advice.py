@@ -1,0 +1,69 @@
+"""What a check answers: a cause, the figures that show it, and what to type. Knows no run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from agentrl.run.resume_overrides import may_change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Something is wrong: `name` is the check's, `cause` says what, in a sentence, `evidence` by which figures.
+    `settings` are `section.key=value` of the run file that may mend it, `commands` are command lines that say more."""
+
+    name: str
+    cause: str
+    evidence: str
+    settings: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+    def typed(self, path: object) -> list[str]:
+        """Command lines to type, the likeliest mend first. A setting that a run keeps for its life needs a new run."""
+        lines: list[str] = []
+        kept = [one for one in self.settings if not may_change(one.partition("=")[0])]
+        if now := [one for one in self.settings if one not in kept]:
+            lines.append(f"agentrl train --resume {path}{_set(now)}")
+        if kept:
+            lines.append(f"agentrl train run.toml --out {path}-2{_set(kept)}")
+        return [*lines, *self.commands]
+
+    def document(self, path: object) -> dict[str, Any]:
+        """As JSON has it."""
+        settings, commands = list(self.settings), self.typed(path)
+        return {
+            "name": self.name,
+            "cause": self.cause,
+            "evidence": self.evidence,
+            "settings": settings,
+            "type": commands,
+        }
+
+
+def _set(settings: Iterable[str]) -> str:
+    return "".join(f" --set {one}" for one in settings)
+
+
+def share(part: float, whole: float) -> float:
+    """A share of nothing is 0."""
+    return part / whole if whole else 0.0
+
+
+def percent(part: float, whole: float = 1.0) -> str:
+    return f"{100 * share(part, whole):.0f}%"
+
+
+def mean(values: Iterable[float]) -> float:
+    """nan without values."""
+    found = list(values)
+    return fmean(found) if found else math.nan
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median; nan without values."""
+    found = list(values)
+    return median(found) if found else math.nan

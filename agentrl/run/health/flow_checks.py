@@ -1,0 +1,194 @@
+"""Who waits for whom, what is lost on the way to the loss, and what is not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from agentrl.run.health.advice import Advice, mean, percent, share
+from agentrl.run.health.run_facts import RECENT, RunFacts
+
+_IDLE = 0.9  # of the learner's time, in each step
+_EMPTY = 0.9  # of the time without any episode
+_STALE = 0.2  # of the tokens
+_LOST = 0.15  # of the episodes
+_BIASED = 1.5  # times the length of trained episodes
+_LEAST_LOST = 5
+_PATIENCE = 2  # steps that an evaluation may take, or until the next one is due
+_LATE, _LATE_S = 10.0, 60.0  # times a step's usual time, and at least so many seconds
+
+
+def learner_starves(facts: RunFacts) -> Advice | None:
+    """The learner waits for episodes nearly all the time."""
+    idle, busy = facts.values("idle_s"), facts.values("busy_s")
+    if (
+        len(idle) < RECENT
+        or not facts.span_s > 0
+        or min(share(a, a + b) for a, b in zip(idle, busy, strict=True)) < _IDLE
+    ):
+        return None
+    held = share(sum(facts.values("held_s")), sum(idle))
+    at_once = sum(facts.played(one) for one in facts.playing) / facts.span_s
+    config = facts.config
+    full = at_once >= 0.7 * config.rollout.max_running
+    settings = (
+        (f"rollout.max_running={2 * config.rollout.max_running}", f"engine.replicas={config.engine.replicas + 1}")
+        if full
+        else (f"engine.replicas={config.engine.replicas + 1}", f"rollout.workers={config.rollout.workers + 1}")
+    )
+    return Advice(
+        name="learner_starves",
+        cause="the learner waits for episodes nearly all the time",
+        evidence=f"idle {percent(sum(idle), sum(idle + busy))} of {RECENT} steps, {percent(held)} of it at the lag "
+        f"bound; {at_once:.1f} episodes at once, at most {config.rollout.max_running}",
+        settings=settings if held < 0.5 else (f"buffer.max_lag={config.buffer.max_lag + 1}", *settings),
+        commands=(f"agentrl view {facts.path}",),
+    )
+
+
+def rollouts_wait(facts: RunFacts) -> Advice | None:
+    """Nobody plays nearly all the time, since the learner cannot keep up."""
+    if not facts.span_s > 0:
+        return None
+    covered, reached = 0.0, -math.inf
+    for began, ended in sorted(facts.playing):
+        covered += facts.played((max(began, reached), ended))
+        reached = max(reached, ended)
+    idle, busy = sum(facts.values("idle_s")), sum(facts.values("busy_s"))
+    if covered > (1 - _EMPTY) * facts.span_s or share(idle, idle + busy) > 1 - _EMPTY:
+        return None
+    return Advice(
+        name="rollouts_wait",
+        cause="engines and workers wait for the learner nearly all the time",
+        evidence=f"no episode in {percent(1 - covered / facts.span_s)} of the last {RECENT} steps, the learner busy in "
+        f"{percent(busy, idle + busy)}",
+        settings=(
+            f"train.threads={2 * facts.config.train.threads}",
+            f"buffer.max_lag={facts.config.buffer.max_lag + 1}",
+        ),
+        commands=(f"agentrl view {facts.path}",),
+    )
+
+
+def stalled(facts: RunFacts) -> Advice | None:
+    """No step comes any more."""
+    if not facts.training or not facts.times or not facts.pace_s > 0:
+        return None
+    ago = facts.now_s - facts.times[-1]
+    if ago <= max(_LATE_S, _LATE * facts.pace_s):
+        return None
+    return Advice(
+        name="stalled",
+        cause="no step comes any more",
+        evidence=f"the last one was {ago:.0f} s ago, and took {facts.pace_s:.2g} s",
+        commands=(f"agentrl status {facts.path}", f"agentrl logs {facts.path} learner"),
+    )
+
+
+def tokens_too_old(facts: RunFacts) -> Advice | None:
+    """Many tokens are older than the lag bound when their turn comes."""
+    stale, used = sum(facts.values("tokens_stale")), sum(facts.values("tokens_scored"))
+    if not facts.lasts(lambda row: bool(row.get("tokens_stale"))) or share(stale, stale + used) < _STALE:
+        return None
+    return Advice(
+        name="tokens_too_old",
+        cause="many tokens are too old when they could be trained",
+        evidence=f"{stale:.0f} of {stale + used:.0f} tokens of the last {RECENT} steps are older than "
+        f"{facts.config.buffer.max_lag} steps",
+        settings=_room(facts),
+    )
+
+
+def long_episodes_lost(facts: RunFacts) -> Advice | None:
+    """What is left out, for its age or by a deadline, is longer than what is trained: short episodes win."""
+    trained = [one.tokens for one in facts.settled if one.trained]
+    for reason, settings in (("stale", _room(facts)), ("deadline", (_deadline(facts),))):
+        lost = [one.tokens for one in facts.settled if one.lost == reason]
+        some = len(lost) >= _LEAST_LOST and share(len(lost), len(lost) + len(trained)) >= _LOST
+        if some and trained and mean(lost) >= _BIASED * mean(trained):
+            return Advice(
+                name="long_episodes_lost",
+                cause="long episodes are left out more often than short ones, so the policy learns to be short",
+                evidence=f"{len(lost)} episodes of {mean(lost):.0f} tokens lately lost ({reason}), {len(trained)} of "
+                f"{mean(trained):.0f} trained",
+                settings=settings,
+            )
+    return None
+
+
+def _room(facts: RunFacts) -> tuple[str, ...]:
+    config = facts.config
+    running = max(config.rollout.group_size, config.rollout.max_running // 2)
+    return (f"rollout.max_running={running}", f"buffer.max_lag={2 * config.buffer.max_lag or 1}")
+
+
+def groups_expire(facts: RunFacts) -> Advice | None:
+    """Groups, or late members, miss their deadline."""
+    lost, trained = sum(one.lost == "deadline" for one in facts.settled), sum(one.trained for one in facts.settled)
+    if lost < _LEAST_LOST or share(lost, lost + trained) < _LOST:
+        return None
+    return Advice(
+        name="groups_expire",
+        cause="episodes miss the deadline of their group, and their work is lost",
+        evidence=f"{lost} episodes lately lost to {_deadline(facts, 1)}, {trained} trained",
+        settings=(_deadline(facts), "buffer.close=quorum"),
+    )
+
+
+def _deadline(facts: RunFacts, times: int = 2) -> str:
+    return f"rollout.group_deadline_s={times * facts.config.rollout.group_deadline_s:g}"
+
+
+def disk_full(facts: RunFacts) -> Advice | None:
+    """The run waits for space."""
+    if not facts.disk:
+        return None
+    return Advice(
+        name="disk_full",
+        cause="the disk of the run is full: it waits, and loses nothing",
+        evidence=facts.disk,
+        settings=("train.keep_checkpoints=1", f"buffer.keep_steps={facts.config.buffer.keep_steps // 2}"),
+        commands=(f"agentrl status {facts.path}",),
+    )
+
+
+def evaluation_fails(facts: RunFacts) -> Advice | None:
+    """A held-out set was played, and nothing of it counts."""
+    for one in facts.evaluations:
+        if one.finished and one.failed > one.n:
+            return Advice(
+                name="evaluation_fails",
+                cause=f"episodes of the held-out set {one.name!r} fail, so it says nothing of the policy",
+                evidence=f"after step {one.step} {one.failed} of {one.failed + one.n} episodes failed",
+                commands=(f"agentrl tasks {facts.path} --failed",),
+            )
+    return None
+
+
+def evaluation_late(facts: RunFacts) -> Advice | None:
+    """An evaluation that is due is not there, or not done when the next one is due."""
+    every, sets = facts.config.eval.every, facts.config.eval.sets
+    due = (facts.step - max(every, _PATIENCE)) // every * every if every else 0
+    if due <= 0 or not sets:
+        return None
+    of_first = [one for one in facts.evaluations if one.name == sets[0].name]
+    open_ones = [one.step for one in of_first if not one.finished and one.step <= due]
+    done = [one.step for one in of_first if one.finished and one.step >= due]
+    if done and not open_ones:
+        return None
+    shown = (
+        f"that of step {open_ones[0]} is not finished"
+        if open_ones
+        else f"none since step {_newest([one.step for one in of_first])}"
+    )
+    return Advice(
+        name="evaluation_late",
+        cause="held-out sets are not measured as they should be",
+        evidence=f"due every {every} steps; at step {facts.step} {shown}",
+        settings=(f"eval.n_during={max(1, facts.config.eval.n_during // 2)}", f"eval.every={2 * every}"),
+        commands=(f"agentrl logs {facts.path} worker-0",),
+    )
+
+
+def _newest(steps: Sequence[int]) -> int:
+    return max(steps, default=0)

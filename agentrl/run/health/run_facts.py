@@ -1,0 +1,330 @@
+"""What the checks know of a run: plain data on its last steps and episodes, read from its store, which only looks.
+
+The texts of at most `_TEXTS` of the last episodes are read, spread over them, and of as many of the first: a look costs
+little more in a long run than in a short one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from agentrl.config import RunConfig
+from agentrl.errors import StoreError
+from agentrl.host.disk_space import no_space_on
+from agentrl.records import GroupState, StopReason, Trajectory
+from agentrl.run.evaluation import held_out
+from agentrl.run.reporting.status import STEPS_COME, holder
+from agentrl.run.reward_services import failures as score_failures
+from agentrl.run.run_folder import RunDir
+from agentrl.store import EpisodeFilter, EpisodeRow
+from agentrl.store.interfaces import ReadStore
+from agentrl.store.run_values import PHASE
+
+RECENT = 3
+"""Steps that a check judges: one is chance, and what lasts for three steps does not pass by itself."""
+
+_EPISODES = 256  # of the last steps, and as many of the first ones
+_TEXTS = 32  # episodes whose turns are read
+_GONE = (GroupState.EXPIRED, GroupState.FAILED)
+_TURNS = 4000  # the newest: whose episodes say when somebody played
+_LEAST = 16  # episodes, where fewer ended in the last steps: then some of those before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFacts:
+    """A turn of the policy that learns. `behind`: the optimizer steps that its first token's weights are older than
+    those that engines served when it began, None if its weights are not known any more. `parse_failure` is "" if its
+    calls could be read, `tool_errors` how many calls of each tool failed, `scores` what reward sources said."""
+
+    text: str
+    tokens: int
+    cut: bool
+    behind: int | None
+    parse_failure: str
+    tool_errors: Mapping[str, int]
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFacts:
+    """An ended training episode; it `began_s` with its first claim, in seconds since the epoch. `lost`: why it left the
+    buffer untrained; it may do neither yet. `turns` is empty if nobody read them."""
+
+    id: int
+    group: int
+    stop_reason: StopReason
+    outcome: float | None
+    success: bool | None
+    detail: str
+    tokens: int
+    began_s: float
+    ended_s: float
+    trained: bool = False
+    lost: str = ""
+    turns: Sequence[TurnFacts] = ()
+
+    @property
+    def text(self) -> str:
+        """All that the policy wrote."""
+        return "\n".join(turn.text for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFacts:
+    """An evaluation of a held-out set after optimizer step `step`: `n` episodes count, `failed` ones do not."""
+
+    name: str
+    when: str
+    step: int
+    success: float | None
+    n: int
+    failed: int
+    finished: bool
+
+
+@dataclass(slots=True)
+class HostFacts:
+    """Episodes that ended on a host in the last steps, and those of them that infrastructure failed."""
+
+    ended: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """All that a check may ask. `steps` are the metrics of the optimizer steps that count, by step, `times` when each
+    was done, in seconds since the epoch. `episodes` ended since the last `RECENT` steps began, `first` were the run's
+    first, both by their end; `settled` ended in the same time, or in so many steps before as an episode may be old when
+    it is trained. `playing`: from when to when each of the newest episodes was under way, until now if it is. `live`:
+    somebody holds the run; `training`: and steps are to come."""
+
+    path: str
+    config: RunConfig
+    now_s: float
+    live: bool = False
+    training: bool = False
+    steps: Sequence[Mapping[str, Any]] = ()
+    times: Sequence[float] = ()
+    returns: int = 0  # to a checkpoint, in the last steps
+    episodes: Sequence[EpisodeFacts] = ()
+    first: Sequence[EpisodeFacts] = ()
+    settled: Sequence[EpisodeFacts] = ()
+    playing: Sequence[tuple[float, float]] = ()
+    evaluations: Sequence[EvalFacts] = ()
+    hosts: Mapping[str, HostFacts] = field(default_factory=dict[str, HostFacts])
+    quarantined: Sequence[str] = ()
+    unscored: Sequence[str] = ()
+    disk: str = ""
+
+    @property
+    def step(self) -> int:
+        """The last step; 0 before the first."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def recent(self) -> Sequence[Mapping[str, Any]]:
+        """The last steps; none while there are fewer than `RECENT`."""
+        return self.steps[-RECENT:] if len(self.steps) >= RECENT else ()
+
+    @property
+    def before(self) -> Sequence[Mapping[str, Any]]:
+        """The steps before these."""
+        return self.steps[:-RECENT]
+
+    def lasts(self, holds: Callable[[Mapping[str, Any]], bool]) -> bool:
+        """Whether something held in each of the last steps."""
+        return bool(self.recent) and all(holds(row) for row in self.recent)
+
+    def values(self, name: str, rows: Sequence[Mapping[str, Any]] | None = None) -> list[float]:
+        """What the last steps measured, or `rows`; a dot goes into a table. Steps without a number are left out."""
+        found = [number(row, name) for row in (self.recent if rows is None else rows)]
+        return [value for value in found if value is not None]
+
+    @property
+    def turns(self) -> list[TurnFacts]:
+        """The turns of the last episodes that were read."""
+        return [turn for one in self.episodes for turn in one.turns]
+
+    @property
+    def span_s(self) -> float:
+        """Seconds that the last steps took; nan if nobody knows."""
+        return self.times[-1] - self.times[-1 - RECENT] if len(self.times) > RECENT else math.nan
+
+    def played(self, span: tuple[float, float]) -> float:
+        """Seconds of a span of time that lie in the last steps."""
+        began, ended = span
+        return max(0.0, min(ended, self.times[-1]) - max(began, self.times[-1 - RECENT]))
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds that a step takes, as a median; nan before there are two."""
+        gaps = [after - before for before, after in pairwise(self.times[-20:])]
+        return median(gaps) if gaps else math.nan
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A value of a step by its name (`ratios.token.mean`); None if it measured none."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return float(value) if isinstance(value, int | float) else None
+
+
+def facts_of(run: RunDir) -> RunFacts:
+    """The facts of a run in a folder, whoever holds it. Raises as `RunDir.config` and `RunStore.read` do."""
+    from agentrl.store import RunStore
+
+    with RunStore.read(run.store_path) as store:
+        return read_facts(store, run.config(), run.path, live=holder(run).kind != "nobody")
+
+
+def read_facts(
+    store: ReadStore, config: RunConfig, path: Path, *, live: bool, now: Callable[[], float] = time.time
+) -> RunFacts:
+    """The facts of a run as its store has them now. `now` gives seconds since the epoch."""
+    rows = store.metrics("step")
+    times = [row.time_s for row in rows]
+    since = _time(times, RECENT)
+    attempts = [row.attempt for row in rows[-1 - RECENT :]]
+    episodes, first, settled = _episodes(store, since, _time(times, RECENT + config.buffer.max_lag))
+    at = now()
+    return RunFacts(
+        path=str(path),
+        config=config,
+        now_s=at,
+        live=live,
+        training=live and PHASE.of(store.meta) in STEPS_COME,
+        steps=[{**row.values, "step": row.step} for row in rows],
+        times=times,
+        returns=store.attempt - attempts[0] if attempts else 0,
+        episodes=episodes,
+        first=first,
+        settled=settled,
+        playing=[(began, at if ended is None else ended) for began, ended in store.activity(_TURNS).episodes],
+        evaluations=_evaluations(store, config, rows[-1].step if rows else 0),
+        hosts=_hosts(store, since, after=rows[-1].step - RECENT - 2 if rows else -1),
+        quarantined=[task.reason for task in store.quarantined() if task.time_s > since],
+        unscored=[str(one) for one in score_failures(store) if one.matters],
+        disk=no_space_on(path),
+    )
+
+
+def _time(times: Sequence[float], ago: int) -> float:
+    """When the step was done that came so many before the last; -inf if the run has fewer."""
+    return times[-1 - ago] if len(times) > ago else -math.inf
+
+
+def _episodes(
+    store: ReadStore, since: float, settled_since: float
+) -> tuple[list[EpisodeFacts], list[EpisodeFacts], list[EpisodeFacts]]:
+    served = store.served_versions()
+    times, steps = [one.confirmed_s for one in served], [one.step for one in served]
+
+    def behind(trajectory: Trajectory, at: int) -> int | None:
+        turn = trajectory.turns[at]
+        known = bisect_right(times, turn.started_s)
+        if not turn.spans or not known:
+            return None
+        try:
+            return steps[known - 1] - store.step_of(turn.spans[0].version)
+        except StoreError:  # an engine's that somebody else started
+            return None
+
+    def with_turns(rows: Sequence[EpisodeRow]) -> list[EpisodeFacts]:
+        read = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
+        return [_facts(row, store.trajectory(row.id) if row.id in read else None, behind) for row in rows]
+
+    newest = [
+        row for row in store.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_EPISODES) if row.ended_s
+    ]
+    recent = [row for row in newest if (row.ended_s or 0.0) > since]
+    recent = sorted(recent if len(recent) >= _LEAST else newest[:_LEAST], key=lambda row: row.ended_s or 0.0)
+    known = {row.id for row in recent}
+    oldest = [row for row in store.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
+    settled = [_facts(row, None, behind) for row in newest if (row.ended_s or 0.0) > settled_since]
+    return with_turns(recent), with_turns([row for row in oldest if row.id not in known]), settled
+
+
+def _facts(
+    row: EpisodeRow, trajectory: Trajectory | None, behind: Callable[[Trajectory, int], int | None]
+) -> EpisodeFacts:
+    turns: list[TurnFacts] = []
+    for at, turn in enumerate(trajectory.turns if trajectory else ()):
+        if turn.learns:
+            info: Mapping[str, Any] = turn.step.info if turn.step else {}
+            errors = info.get("tool_errors")
+            turns.append(
+                TurnFacts(
+                    text=turn.text,
+                    tokens=len(turn.token_ids),
+                    cut=turn.finish == "length",
+                    behind=behind(trajectory, at) if trajectory else None,
+                    parse_failure=str(info.get("parse_failure") or ""),
+                    tool_errors={str(name): int(n) for name, n in errors.items()} if isinstance(errors, dict) else {},  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                    scores=turn.scores,
+                )
+            )
+    ended = row.ended_s or 0.0
+    return EpisodeFacts(
+        id=row.id,
+        group=row.group_id,
+        stop_reason=row.stop_reason or StopReason.EXPIRED,
+        outcome=row.outcome,
+        success=row.success,
+        detail=row.detail,
+        tokens=row.tokens,
+        began_s=ended if row.started_s is None else row.started_s,
+        ended_s=ended,
+        trained=row.taken_step is not None and row.dropped is None,
+        lost=row.dropped or (row.group_reason or "" if row.group_state in _GONE and not row.late else ""),
+        turns=turns,
+    )
+
+
+def _evaluations(store: ReadStore, config: RunConfig, step: int) -> list[EvalFacts]:
+    found: list[EvalFacts] = []
+    for purpose in store.purposes():
+        if (read := held_out.read_label(purpose, now=step)) is None:
+            continue
+        result = held_out.result(store, read.name, purpose)
+        found.append(
+            EvalFacts(
+                name=read.name,
+                when=read.when,
+                step=read.step,
+                success=result.success if result else None,
+                n=result.n if result else 0,
+                failed=result.failed if result else 0,
+                finished=held_out.finished(store, purpose),
+            )
+        )
+    return sorted(found, key=lambda one: (one.name, one.step))
+
+
+def _hosts(store: ReadStore, since: float, *, after: int) -> dict[str, HostFacts]:
+    """By host: what its workers' counts grew by since then, as `agentrl.run.processes.worker_process` records them."""
+    first: dict[str, Mapping[str, Any]] = {}
+    last: dict[str, Mapping[str, Any]] = {}
+    for row in store.metrics("fleet", undone=True, after=max(-1, after)):
+        worker = row.values.get("worker")
+        if isinstance(worker, str):
+            last[worker] = row.values
+            if row.time_s <= since:
+                first[worker] = row.values
+    found: dict[str, HostFacts] = {}
+    for worker, row in last.items():
+        of, grown = found.setdefault(str(row["host"]), HostFacts()), Counter[str]()
+        for name in ("ended", "failed"):
+            grown[name] = int(row[name]) - int(first.get(worker, {}).get(name, 0))
+        of.ended += grown["ended"]
+        of.failed += grown["failed"]
+    return found

@@ -1,0 +1,136 @@
+"""The advice of a run in progress, line by line; and what workers and environments write down for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import parse
+from agentrl.env import ToolEnv, tool
+from agentrl.errors import ToolError
+from agentrl.records import StopReason
+from agentrl.run.health.examine import HealthLines, examine
+from agentrl.run.health.run_facts import EpisodeFacts, HostFacts, RunFacts, read_facts
+from agentrl.store import RunStore
+
+CONFIG = parse({"model": "m", "env": {"id": "test/Env-v0"}})
+
+
+def facts(step: int, **measured: Any) -> RunFacts:
+    rows: list[Mapping[str, Any]] = [{"step": at, **measured} for at in range(1, step + 1)]
+    return RunFacts(path="runs/a", config=CONFIG, now_s=0.0, steps=rows)
+
+
+def test_a_new_advice_is_a_line_once_and_again_when_it_comes_back() -> None:
+    lines = HealthLines("runs/a", now=lambda: 0.0)
+    cut, well = {"turns_cut": 0.75}, {"turns_cut": 0.0}
+    line = (
+        "health: most turns are cut before the model has ended them (75%, 75%, 75% of the turns; at most 64 tokens): "
+        "agentrl health runs/a"
+    )
+    assert list(lines.lines(2, lambda: facts(2, **cut))) == [], "two steps are chance"
+    assert list(lines.lines(3, lambda: facts(3, **cut))) == [line]
+    assert list(lines.lines(3, lambda: facts(3, **cut))) == list(lines.lines(4, lambda: facts(4, **cut))) == []
+    assert list(lines.lines(5, lambda: facts(5, **well))) == []
+    assert list(lines.lines(6, lambda: facts(6, **cut))) == [line]
+
+
+def test_a_look_that_takes_long_is_taken_seldom() -> None:
+    now, looks = [0.0], list[int]()
+    lines = HealthLines("runs/a", now=lambda: now[0])
+
+    def look(step: int) -> RunFacts:
+        looks.append(step)
+        now[0] += 2.0
+        return facts(step)
+
+    for step in range(3, 100):
+        now[0] += 1.0
+        assert list(lines.lines(step, lambda step=step: look(step))) == []
+    assert looks == [3], "the next one is due after 100 s"
+    now[0] += 10.0
+    assert list(lines.lines(100, lambda: look(100))) == []
+    assert looks == [3, 100]
+
+
+def test_a_check_that_breaks_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    lines = HealthLines("runs/a", now=lambda: 0.0)
+    with caplog.at_level(logging.ERROR):
+        for step in (3, 4):
+            assert list(lines.lines(step, lambda: facts(3, turns_cut="much"))) == []
+    assert [record.message for record in caplog.records] == [
+        "agentrl health runs/a is broken, and says nothing more of this run"
+    ]
+
+
+def test_a_failure_that_strikes_any_host_alike_is_not_called_one_hosts() -> None:
+    """Three failures fall on one of two hosts by chance once in eight times, ten once in a thousand."""
+    failed = [
+        EpisodeFacts(
+            id=at,
+            group=at,
+            stop_reason=StopReason.SANDBOX_FAILED if at < 10 else StopReason.DONE,
+            outcome=None,
+            success=None,
+            detail="no box",
+            tokens=1,
+            began_s=0.0,
+            ended_s=1.0,
+        )
+        for at in range(40)
+    ]
+    for broken, name in ((10, "host_fails"), (5, "sandbox_fails")):
+        hosts = {"a": HostFacts(ended=20, failed=broken), "b": HostFacts(ended=20, failed=10 - broken)}
+        run = RunFacts(path="runs/a", config=CONFIG, now_s=0.0, episodes=failed, hosts=hosts)
+        assert [advice.name for advice in examine(run)] == [name]
+
+
+def test_hosts_are_counted_from_what_their_workers_record(tmp_path: Path) -> None:
+    """Two workers of host a; of one there is a count from before the last three steps."""
+    now = [0.0]
+    with RunStore.create(tmp_path / "store.sqlite", "{}", clock=lambda: now[0]) as store:
+
+        def record(worker: str, host: str, ended: int, failed: int) -> None:
+            counts = {"worker": worker, "host": host, "ended": ended, "failed": failed}
+            store.record("fleet", int(now[0]), counts)
+
+        for step in range(1, 7):
+            now[0] = float(step)
+            store.record("step", step, {})
+            record("worker-0.7", "a", 10 * step, step)
+            if step > 4:
+                record("worker-1.8", "a", 2, 1)
+                record("worker-2.9", "b", 7, 0)
+        found = read_facts(store, CONFIG, tmp_path, live=False, now=lambda: 6.0)
+    assert found.hosts == {"a": HostFacts(ended=32, failed=4), "b": HostFacts(ended=7, failed=0)}
+
+
+async def test_an_environment_writes_down_which_of_its_tools_failed() -> None:
+    class Shop(ToolEnv):
+        def prompt(self, task: Any) -> str:
+            return "buy"
+
+        @tool
+        def buy(self, n: int) -> str:
+            """Buy something.
+
+            Args:
+                n: how many
+            """
+            if n > 1:
+                raise ToolError("sold out")
+            return "bought"
+
+    def call(n: object) -> str:
+        return f'<tool_call>{{"name": "buy", "arguments": {{"n": {n}}}}}</tool_call>'
+
+    env = Shop(tool_format="hermes")
+    await env.areset(seed=1)
+    infos = [(await env.astep(text))[4] for text in (call(1), call(2) + call(3) + call(1), call('"x"'))]
+    await env.aclose()
+    assert [info.get("tool_errors") for info in infos] == [None, {"buy": 2}, None]
+    assert infos[2]["parse_failure"] == "content", "wrong arguments are the model's fault, not the tool's"
