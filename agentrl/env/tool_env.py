@@ -54,6 +54,7 @@ from agentrl.sandbox.current_box import CurrentBox
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
 
+_NOT_RUN: Final = ToolResult(content="not run: the episode is over", is_error=True)
 _TOOLS_SHARE: Final = 0.75  # of the seconds that a step leaves to the policy
 
 
@@ -292,7 +293,8 @@ class ToolEnv(Recorded):
             if not self.tool_schemas():
                 observation = self._format.answer(observation)
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
-            if broken := Counter(one.name for one in results if one.result.is_error and one.fault is None):
+            ran = [one for one in results if one.fault is None and one.result is not _NOT_RUN]
+            if broken := Counter(one.name for one in ran if one.result.is_error):
                 episode.info["tool_errors"] = dict(broken)  # `agentrl health` knows a broken tool by it
         else:
             results = []
@@ -395,8 +397,7 @@ class ToolEnv(Recorded):
         episode.turn_s, episode.kept_s = _TOOLS_SHARE * left_s, (1 - _TOOLS_SHARE) * left_s if left_s < inf else 0.0
         for stage in self._stages(calls[: self.max_calls]):
             if episode.finished:
-                ended = ToolResult(content="not run: the episode is over", is_error=True)
-                results.extend(CallResult(call, ended) for call in stage)
+                results.extend(CallResult(call, _NOT_RUN) for call in stage)
             else:
                 results.extend(await self._run_stage(episode, stage))
         left = len(calls) - self.max_calls

@@ -126,7 +126,8 @@ async def test_results_come_as_tool_messages_in_the_order_of_the_calls():
             "tool_call_id": "call00004",
         },
     )
-    assert (reward, terminated, truncated, info) == (0.0, False, False, {"parse_failure": "content"})
+    faults = {"parse_failure": "content", "tool_errors": {"refuse": 1}}
+    assert (reward, terminated, truncated, info) == (0.0, False, False, faults)
     observation, *_ = await env.astep(said("say", text="two"))
     assert observation[0]["tool_call_id"] == "call00005"
 
