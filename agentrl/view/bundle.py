@@ -42,6 +42,7 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
             "run": run_answers.summary(opened),
             "metrics": run_answers.metrics(opened, run_answers.metric_names(opened)),
             "lanes": lanes(opened),
+            "health": run_answers.health(opened),
             "episodes": [episode_answers.row_of(one) for one in rows],
             **{f"episodes/{id}": detail for id, detail in details.items()},
             **{f"groups/{id}": episode_answers.group(opened, id, {}) for id in {one.group_id for one in rows}},

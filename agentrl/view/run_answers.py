@@ -12,6 +12,8 @@ from typing import Any, cast
 from agentrl import config as configuration
 from agentrl.records import StopReason
 from agentrl.run.evaluation import held_out
+from agentrl.run.health.examine import examine
+from agentrl.run.health.run_facts import read_facts
 from agentrl.store.metrics import Metric, finite
 from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
 from agentrl.view.notes import notes_of
@@ -89,6 +91,14 @@ def summary(opened: OpenedRun) -> Json:
             "config": cast("Json", json.loads(configuration.to_json(config))),
         }
     )
+
+
+def health(opened: OpenedRun) -> list[Json]:
+    """The advice on a run, causes first, with what to type; none for a healthy one."""
+    live = is_live(opened.state())
+    path = opened.run.path
+    found = opened.seldom("health", lambda store: examine(read_facts(store, opened.config, path, live=live)))
+    return [advice.document(path) for advice in found]
 
 
 def metrics(opened: OpenedRun, names: Sequence[str]) -> Json:

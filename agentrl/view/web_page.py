@@ -138,6 +138,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}", answering(_of_run(lambda run, _: run_answers.summary(run)))),
             Route("/api/runs/{run}/metrics", answering(_of_run(_metrics))),
             Route("/api/runs/{run}/lanes", answering(_of_run(lambda run, _: lanes(run)))),
+            Route("/api/runs/{run}/health", answering(_of_run(lambda run, _: run_answers.health(run)))),
             Route("/api/runs/{run}/episodes", answering(_of_run(episode_answers.listed))),
             Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),

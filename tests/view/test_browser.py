@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.rewards.score_failures import KIND
+from agentrl.store import RunStore
 from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
 from agentrl.view.recorded_run import recorded_run
@@ -129,6 +131,31 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
     assert wrong == []
 
 
+def test_the_health_of_a_run_says_what_to_type_as_text(browser: Any, tmp_path: Path) -> None:
+    reason = HOSTILE.replace("\x00", "").replace("\ud800", "")
+    judge = {"calls": 9, "calls_failed": 9, "turns": 4, "turns_failed": 2, "reason": reason}
+    wrong: list[str] = []
+    with RunStore.open(make_run(tmp_path / "made").store_path) as store:
+        store.record(KIND, 0, {"source": "judge", "life": "a", "texts_failed": 0, "texts": [], **judge})  # pyright: ignore[reportArgumentType]
+    with served([tmp_path]) as address:
+        context = browser.new_context(viewport={"width": 390, "height": 844})
+        context.set_default_timeout(_DEADLINE_MS)
+        page = context.new_page()
+        page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}") if said.type != "info" else None)
+        page.goto(address)
+        page.click(".run a[href='#/run/made']")
+        page.wait_for_selector(".advice li")
+        assert page.locator(".advice .chip").all_text_contents() == ["source fails"]
+        assert reason in page.locator(".advice .note").text_content()
+        assert page.locator(".advice .typed").all_text_contents() == [f"agentrl rewards {tmp_path / 'made'}"]
+        assert page.locator("main script, main img, main [onerror]").count() == 0
+        assert page.evaluate("window.hacked === undefined")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.evaluate(UNREADABLE) == []
+        context.close()
+    assert wrong == []
+
+
 def test_an_episode_is_copied_as_a_test_that_passes(browser: Any) -> None:
     with recorded_run() as folder, served([folder]) as address:
         context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
@@ -171,6 +198,7 @@ def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> N
         page.goto(f"http://127.0.0.1:{server.server_port}/")
         page.click(".run a[href='#/run/made']")
         page.wait_for_selector(".page-run .plot svg")
+        page.wait_for_selector("p:has-text('Nothing is wrong')")
         page.keyboard.press("e")
         page.fill("input[aria-label='Search texts']", "onerror=")
         page.keyboard.press("Enter")

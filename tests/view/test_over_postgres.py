@@ -21,7 +21,7 @@ from .made_run import make_run
 
 TOKEN = "secret-of-the-test"
 ASKED = (
-    *("", "/metrics?names=loss,kl_k3,by_lag.0.tokens", "/lanes", "/groups/1", "/steps/1"),
+    *("", "/metrics?names=loss,kl_k3,by_lag.0.tokens", "/lanes", "/health", "/groups/1", "/steps/1"),
     *(f"/episodes/{id}?whole=yes" for id in range(1, 9)),
     *("/episodes", "/episodes?sort=ended&order=asc", "/episodes?success=yes", "/episodes?min=0.5&max=1"),
     *(

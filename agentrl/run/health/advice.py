@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from shlex import quote
 from statistics import fmean, median
 from typing import Any
 
@@ -14,7 +15,8 @@ from agentrl.run.resume_overrides import may_change
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """Something is wrong: `name` is the check's, `cause` says what, in a sentence, `evidence` by which figures.
-    `settings` are `section.key=value` of the run file that may mend it, `commands` are command lines that say more."""
+    `settings` are `section.key=value` of the run file that may mend it, `commands` are command lines that say more, as
+    a shell takes them."""
 
     name: str
     cause: str
@@ -27,9 +29,9 @@ class Advice:
         lines: list[str] = []
         kept = [one for one in self.settings if not may_change(one.partition("=")[0])]
         if now := [one for one in self.settings if one not in kept]:
-            lines.append(f"agentrl train --resume {path}{_set(now)}")
+            lines.append(f"agentrl train --resume {quote(str(path))}{_set(now)}")
         if kept:
-            lines.append(f"agentrl train run.toml --out {path}-2{_set(kept)}")
+            lines.append(f"agentrl train run.toml --out {quote(f'{path}-2')}{_set(kept)}")
         return [*lines, *self.commands]
 
     def document(self, path: object) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class Advice:
 
 
 def _set(settings: Iterable[str]) -> str:
-    return "".join(f" --set {one}" for one in settings)
+    return "".join(f" --set {quote(one)}" for one in settings)
 
 
 def share(part: float, whole: float) -> float:

@@ -21,6 +21,7 @@ _FAILED = 0.15  # of the episodes: replays and retries do not hide so many any m
 _LEAST_FAILED = 4
 _OF_ONE = 0.8  # of the failures: one machine's
 _CHANCE = 0.01  # that failures which strike any host alike all fall on it
+_SHOWN = 200  # characters of an error
 _URL = re.compile(r"https?://[^\s/'\")]+")
 
 
@@ -113,7 +114,7 @@ def _failures(facts: RunFacts, reason: StopReason) -> list[EpisodeFacts]:
 
 def _mostly(failed: Sequence[EpisodeFacts]) -> str:
     (cause, n), *_ = Counter("{1}{0}".format(*_placed(one)) for one in failed).most_common()
-    return f"{n} of them: {cause}"
+    return f"{n} of them: {cause[:_SHOWN]}"
 
 
 def _placed(one: EpisodeFacts) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -101,8 +102,8 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """All that a check may ask. `steps` are the metrics of the optimizer steps that count, by step, `times` when each
-    was done, in seconds since the epoch. `episodes` ended since the last `RECENT` steps began, `first` were the run's
+    """All that a check may ask. `path` is the run's folder as a shell takes it. `steps` are the metrics of the
+    optimizer steps that count, by step, `times` when each was done, in seconds since the epoch. `episodes` ended since the last `RECENT` steps began, `first` were the run's
     first, both by their end; `settled` ended in the same time, or in so many steps before as an episode may be old when
     it is trained. `playing`: from when to when each of the newest episodes was under way, until now if it is. `live`:
     somebody holds the run; `training`: and steps are to come."""
@@ -198,7 +199,7 @@ def read_facts(
     episodes, first, settled = _episodes(store, since, _time(times, RECENT + config.buffer.max_lag))
     at = now()
     return RunFacts(
-        path=str(path),
+        path=quote(str(path)),
         config=config,
         now_s=at,
         live=live,

@@ -37,6 +37,7 @@ export async function show({ root, id, query, signal }) {
   const head = h("div", {});
   const facts = h("div", { class: "facts" });
   const warnings = h("div", {});
+  const health = h("div", {});
   const own = h("div", { class: "grid charts" });
   const below = h("div", { class: "grid two" });
   const minutes = h("div", {});
@@ -58,7 +59,7 @@ export async function show({ root, id, query, signal }) {
   const add = h("input", { type: "search", list: "names", placeholder: "Add a metric by name…", "aria-label": "Add a metric by name", onchange: (event) => { insert(event.target.value); event.target.value = ""; } });
   const soften = h("label", { class: "check" }, h("input", { type: "checkbox", checked: true, onchange: (event) => { smooth = event.target.checked; for (const chart of [...charts, ...added.values()]) chart.set({ smooth: smooth ? SMOOTH : 0 }); } }), "smooth");
   root.append(
-    head, facts, warnings, minutes, way,
+    head, facts, warnings, health, minutes, way,
     h("div", { class: "bar-line" }, h("h2", {}, "Curves"), soften, h("span", { class: "note" }, "ticks below an axis: checkpoints; above it: weights served"), add, names),
     h("div", { class: "grid charts" }, charts), own, below,
     card("What happened", "faults, alarms, restarts", happened),
@@ -126,6 +127,15 @@ export async function show({ root, id, query, signal }) {
     fresh(warnings, ...alarms, ...told.map((text) => h("div", { class: "alarm mild" }, text)));
   }
 
+  // What goes wrong, by which figures, and what to type.
+  function advised(found) {
+    if (!found.length) return card("Health", "by the last three steps", h("p", { class: "quiet" }, "Nothing is wrong, as far as its figures show."));
+    const one = (advice) => h("li", {},
+      h("b", {}, advice.cause), h("span", { class: "chip wait" }, advice.name.replaceAll("_", " ")),
+      h("p", { class: "note" }, advice.evidence), advice.type.map((line) => h("pre", { class: "typed" }, line)));
+    return card("Health", "by the last three steps, causes first", h("ol", { class: "advice" }, found.map(one)));
+  }
+
   // The way of a group through the buffer, and where groups and episodes leave it untrained.
   function flow(run) {
     const { groups, dropped, members_dropped: members, late_open: late } = run.flow;
@@ -172,6 +182,7 @@ export async function show({ root, id, query, signal }) {
     const lately = await get(["runs", id, "lanes"], {}, signal);
     fresh(minutes, lately === null ? null : card("The last minutes", `${duration(lately.until_s - lately.since_s)}, until ${run.live ? "now" : "the end"}`, runLanes(lately, pick)));
     fresh(way, flow(run));
+    fresh(health, advised(await get(["runs", id, "health"], {}, signal)));
     fresh(below,
       card("Staleness", "tokens of the last ten steps by age", lag.length ? bars(lag.map((label, k) => ({ label: label.replace("_", "–"), n: trained[k], more: stale[k], told: `${number(trained[k])} tokens trained, ${number(stale[k])} left out` })), { height: 190, across: "age, optimizer steps", up: "tokens" }) : h("p", { class: "quiet nothing" }, "Nothing trained yet")),
       endings(run),

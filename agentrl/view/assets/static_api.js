@@ -82,7 +82,7 @@ async function episodes(query) {
 export async function get([, id, kind, number], query = {}) {
   if (id === undefined) return load("runs");
   if (kind === undefined) return load("run");
-  if (kind === "lanes") return load("lanes");
+  if (kind === "lanes" || kind === "health") return load(kind);
   if (kind === "metrics") {
     const { values, ...rest } = await load("metrics");
     return { ...rest, values: Object.fromEntries((query.names ?? "").split(",").map((name) => [name, values[name] ?? rest.step.map(() => null)])) };
