@@ -103,10 +103,10 @@ class HostFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """All that a check may ask. `path` is the run's folder as a shell takes it. `steps` are the metrics of the
-    optimizer steps that count, by step, `times` when each was done, in seconds since the epoch. `episodes` ended since the last `RECENT` steps began, `first` were the run's
-    first, both by their end; `settled` ended in the same time, or in so many steps before as an episode may be old when
-    it is trained. `playing`: from when to when each of the newest episodes was under way, until now if it is. `live`:
-    somebody holds the run; `training`: and steps are to come."""
+    optimizer steps that count, by step, `times` when each was done, in seconds since the epoch. `episodes` ended since
+    the last `RECENT` steps began, `first` were the run's first, both by their end; `settled` ended in the same time, or
+    in so many steps before as an episode may be old when it is trained. `playing`: from when to when each of the newest
+    episodes was under way, until now if it is. `live`: somebody holds the run; `training`: and steps are to come."""
 
     path: str
     config: RunConfig
