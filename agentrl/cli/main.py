@@ -22,7 +22,7 @@ from agentrl.cli import tables
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
 from agentrl.cli.health import health
-from agentrl.cli.offline import chaos, export, retrain, sft
+from agentrl.cli.offline import chaos, export, retrain, sft, trace
 from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
@@ -61,6 +61,7 @@ for command in (
     advise,
     chaos,
     retrain,
+    trace,
     demos,
     sft,
     export,

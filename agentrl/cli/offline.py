@@ -37,6 +37,41 @@ def export(
     print(write(run, hf, step=step, role=role, merge=merge, dtype=dtype))
 
 
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory; it may go on meanwhile")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write, compressed if it ends with .gz; default: RUN/trace.json.gz")
+    ] = None,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send spans to this OpenTelemetry endpoint instead")
+    ] = None,
+) -> None:
+    """Write when a run's episodes, turns, environments, steps and syncs of weights were, for ui.perfetto.dev; or send
+    them to OpenTelemetry."""
+    import itertools
+    import time
+
+    from agentrl.offline.chrome_trace import write_trace
+    from agentrl.offline.otel_export import export_spans, otlp_exporter
+    from agentrl.offline.run_spans import episode_spans, learner_spans
+    from agentrl.run.run_folder import RunDir
+    from agentrl.store import RunStore
+
+    if out is not None and otlp is not None:
+        raise UsageError("--out writes a file, --otlp sends spans: give one of them")
+    folder = RunDir.open(run)
+    out = out or run / "trace.json.gz"
+    with RunStore.read(folder.store_path) as store:
+        learner, episodes = learner_spans(store), episode_spans(store, time.time())
+        if otlp is not None:
+            spans, exporter = itertools.chain(learner, episodes), otlp_exporter(otlp)
+            sent = export_spans(spans, exporter, run=str(run), model=folder.config().model)
+            print(f"{sent} spans are at {otlp}")
+            return
+        events = write_trace(learner, episodes, out)
+    print(f"{events} events in {out}: open it on https://ui.perfetto.dev, which keeps it in the browser")
+
+
 def sft(
     file: Annotated[Path | None, typer.Argument(help="The file of settings (TOML), see docs/how-to/sft.md")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: train.lr=1e-5")] = None,

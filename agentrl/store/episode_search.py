@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal
 
-from agentrl.records import POLICY, StopReason
+from agentrl.records import POLICY, StopReason, turn_id
 from agentrl.store.codec import unpack_spans
 from agentrl.store.databases.database import StorePart
 from agentrl.store.episodes.groups import TRAIN
@@ -80,6 +80,26 @@ class TurnSize:
     prompt_tokens: int
     tokens: int
     versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTime:
+    """When a turn was sampled, Unix time, and its lengths in tokens. `trial` tells one that was set aside from those
+    of the trial that the episode went on with."""
+
+    episode_id: int
+    trial: int
+    index: int
+    role: str
+    finish: str
+    prompt_tokens: int
+    tokens: int
+    started_s: float
+    ended_s: float
+
+    @property
+    def id(self) -> str:
+        return turn_id(self.episode_id, self.trial, self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +184,16 @@ class EpisodeSearch(StorePart):
             )
             for index, n_prompt, n, spans in rows
         ]
+
+    def turn_times(self, first: int, last: int) -> list[TurnTime]:
+        """The turns of the episodes `first` to `last`, both included, by episode, trial and place. Reads no texts."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT episode_id, trial, idx, role, finish, n_prompt, n_tokens, started_s, ended_s FROM turns"
+                " WHERE episode_id BETWEEN ? AND ? ORDER BY episode_id, trial, idx",
+                (first, last),
+            )
+        return [TurnTime(*row) for row in rows]
 
     def roles(self) -> list[str]:
         """The roles that acted in the first and the newest turns."""

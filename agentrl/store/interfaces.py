@@ -82,6 +82,7 @@ class ReadStore(Versions, Protocol):
     outcomes = RunStore.outcomes
     search_texts = RunStore.search_texts
     turn_sizes = RunStore.turn_sizes
+    turn_times = RunStore.turn_times
     roles = RunStore.roles
     family = RunStore.family
     purposes = RunStore.purposes

@@ -14,10 +14,11 @@ from agentrl.store.run_values import ATTEMPT_SQL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """A version that engines serve, or served, since `confirmed_s`."""
+    """A version that engines serve, or served, since `confirmed_s`; it was minted at `minted_s`. Unix times."""
 
     version: int
     step: int
+    minted_s: float
     confirmed_s: float
 
 
@@ -63,11 +64,14 @@ class MintedVersions(StorePart):
         """The confirmed versions above `after` that no rollback undid, by their number."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT version, step, confirmed_s FROM versions"
+                "SELECT version, step, minted_s, confirmed_s FROM versions"
                 " WHERE version > ? AND confirmed_s IS NOT NULL AND undone_attempt IS NULL ORDER BY version",
                 (after,),
             )
-        return [ServedVersion(version=version, step=step, confirmed_s=at_s) for version, step, at_s in rows]
+        return [
+            ServedVersion(version=version, step=step, minted_s=minted_s, confirmed_s=confirmed_s)
+            for version, step, minted_s, confirmed_s in rows
+        ]
 
     def knows_version(self, version: int) -> bool:
         """Whether it was ever minted here; the version of an engine that somebody else started was not."""

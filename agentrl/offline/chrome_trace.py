@@ -1,0 +1,69 @@
+"""Writes spans of a run as Chrome's trace events, JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Two processes: the learner with its steps and syncs, and the episodes, each in the lowest row that is free when it
+begins. Of the episodes only the rows are kept in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from agentrl.errors import UsageError
+from agentrl.offline.run_spans import RunSpan
+
+_LEARNER: Final = 1
+_EPISODES: Final = 2
+_LANES: Final = {"wait": 1, "step": 1, "sync": 2}
+
+
+def write_trace(learner: Iterable[RunSpan], episodes: Iterable[RunSpan], out: Path) -> int:
+    """Write a file, compressed if its name ends with `.gz`, whole or not at all; returns how many events it has.
+    Raises UsageError if it cannot be written."""
+    part = out.with_name(f"{out.name}.part")
+    events = 0
+    try:
+        with gzip.open(part, "wt") if out.suffix == ".gz" else part.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for event in _events(learner, episodes):
+                file.write((",\n" if events else "") + json.dumps(event))
+                events += 1
+            file.write("\n]}\n")
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+    return events
+
+
+def _events(learner: Iterable[RunSpan], episodes: Iterable[RunSpan]) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", _LEARNER, 0, "learner")
+    yield _named("thread_name", _LEARNER, 1, "steps")
+    yield _named("thread_name", _LEARNER, 2, "weights to engines")
+    yield _named("process_name", _EPISODES, 0, "episodes")
+    for span in learner:
+        yield from _complete(span, _LEARNER, _LANES[span.kind])
+    taken_s: list[float] = []  # until when each row is taken
+    for span in episodes:
+        row = next((row for row, until_s in enumerate(taken_s) if until_s <= span.began_s), len(taken_s))
+        if row == len(taken_s):
+            taken_s.append(0.0)
+            yield _named("thread_name", _EPISODES, row + 1, f"row {row + 1}")
+        taken_s[row] = span.ended_s
+        yield from _complete(span, _EPISODES, row + 1)
+
+
+def _complete(span: RunSpan, process: int, lane: int) -> Iterator[dict[str, Any]]:
+    """A span and those inside it: times in whole microseconds, so that ends of neighbours meet."""
+    began, ended = round(span.began_s * 1e6), round(span.ended_s * 1e6)
+    head = {"ph": "X", "name": span.name, "cat": span.kind, "pid": process, "tid": lane}
+    yield {**head, "ts": began, "dur": max(0, ended - began), "args": span.facts}
+    for one in span.inside:
+        yield from _complete(one, process, lane)
+
+
+def _named(what: str, process: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": {"name": name}}

@@ -1,0 +1,120 @@
+"""Sends spans of a run to OpenTelemetry, with the package `opentelemetry-sdk`.
+
+Names are those of the semantic conventions for generative AI where there is one (`gen_ai.*`), and `rl.*` elsewhere. An
+episode is a trace of its own: `invoke_agent`, with its turns (`chat`) and the environment's times (`execute_tool`).
+Texts of the model are not sent. Never knows the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, Final
+
+from agentrl.errors import UsageError
+from agentrl.offline.run_spans import RunSpan, SpanKind
+from agentrl.records import Json
+
+_OPERATION: Final[Mapping[SpanKind, str]] = {"episode": "invoke_agent", "turn": "chat", "environment": "execute_tool"}
+_NAMES: Final[Mapping[SpanKind, str]] = {"wait": "rl.wait", "step": "rl.step", "sync": "rl.sync"}
+_KNOWN: Final = {
+    "prompt_tokens": "rl.turn.prompt_tokens",
+    "tokens": "gen_ai.usage.output_tokens",
+    "episode": "gen_ai.conversation.id",
+    "env": "gen_ai.agent.name",
+    "turn": "rl.turn.id",
+    "role": "rl.turn.role",
+}
+_DEADLINE_S: Final = 30.0
+_BATCH: Final = 500  # spans that are sent at once, and those of the last episode
+
+
+def otlp_exporter(url: str) -> Any:
+    """An exporter to an OTLP endpoint over HTTP, such as `http://localhost:4318/v1/traces`. Raises UsageError if the
+    package is missing."""
+    try:
+        exporters: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError as error:
+        raise UsageError(f"OpenTelemetry is not installed ({error}): pip install 'agentrl[otel]'") from None
+    return exporters.OTLPSpanExporter(endpoint=url, timeout=_DEADLINE_S)
+
+
+def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: str) -> int:
+    """Send spans, and those inside them, to an exporter of OpenTelemetry's SDK; returns how many they were. `run` names
+    the service's instance. Raises UsageError if the exporter refuses spans."""
+    try:
+        sdk: Any = import_module("opentelemetry.sdk.trace")
+        resources: Any = import_module("opentelemetry.sdk.resources")
+        results: Any = import_module("opentelemetry.sdk.trace.export")
+        sampling: Any = import_module("opentelemetry.sdk.trace.sampling")
+        api: Any = import_module("opentelemetry.trace")
+        context: Any = import_module("opentelemetry.context")
+    except ImportError as error:
+        raise UsageError(f"OpenTelemetry is not installed ({error}): pip install 'agentrl[otel]'") from None
+    about = resources.Resource.create({"service.name": "agentrl", "service.instance.id": run})
+    ended: list[Any] = []
+    # every span is sent, whatever the environment says of a live service
+    provider = sdk.TracerProvider(resource=about, shutdown_on_exit=False, sampler=sampling.ALWAYS_ON)
+    provider.add_span_processor(_collector(sdk, ended))
+    tracer = provider.get_tracer("agentrl")
+    sent = 0
+
+    def send() -> int:
+        if ended and exporter.export(ended) is not results.SpanExportResult.SUCCESS:
+            hint = "is an OTLP endpoint there?"
+            raise UsageError(f"{sent} spans are sent, and the next {len(ended)} were refused: {hint}")
+        gone = len(ended)
+        ended.clear()
+        return gone
+
+    def make(span: RunSpan, parent: Any) -> None:
+        made = tracer.start_span(
+            _name(span, model), context=parent, start_time=_ns(span.began_s), attributes=_attributes(span, model)
+        )
+        inside = api.set_span_in_context(made)
+        for one in span.inside:
+            make(one, inside)
+        made.end(end_time=_ns(span.ended_s))
+
+    for span in spans:
+        make(span, context.Context())
+        if len(ended) >= _BATCH:
+            sent += send()
+    return sent + send()
+
+
+def _collector(sdk: Any, ended: list[Any]) -> Any:
+    class Collector(sdk.SpanProcessor):
+        def on_end(self, span: Any) -> None:
+            ended.append(span)
+
+    return Collector()
+
+
+def _name(span: RunSpan, model: str) -> str:
+    operation = _OPERATION.get(span.kind)
+    if operation is None:
+        return _NAMES[span.kind]
+    return f"{operation} {({'episode': span.facts.get('env'), 'turn': model}).get(span.kind, 'environment')}"
+
+
+def _attributes(span: RunSpan, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if (operation := _OPERATION.get(span.kind)) is not None:
+        found["gen_ai.operation.name"] = operation
+    if span.kind == "turn":
+        found |= {"gen_ai.provider.name": "agentrl", "gen_ai.request.model": model}
+        found["gen_ai.response.finish_reasons"] = [str(span.facts.get("finish"))]
+    if span.kind == "environment":
+        found["gen_ai.tool.name"] = "environment"
+    for name, value in span.facts.items():
+        found[_KNOWN.get(name, f"rl.{span.kind}.{name}")] = _plain(name, value)
+    return found
+
+
+def _plain(name: str, value: Json) -> Json:
+    return str(value) if name == "episode" or not isinstance(value, bool | int | float | str) else value
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
