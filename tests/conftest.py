@@ -101,7 +101,7 @@ def _compiler() -> str | None:
 
 def _adapters() -> str | None:
     names = ("anthropic", "datasets", "minisweagent", "openai", "openenv", "pettingzoo", "pygame", "reasoning_gym")
-    names += ("mlflow", "tensorboard", "textarena", "trackio", "verifiers", "wandb")
+    names += ("mlflow", "prometheus_client", "pyarrow", "tensorboard", "textarena", "trackio", "verifiers", "wandb")
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 

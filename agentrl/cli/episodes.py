@@ -44,15 +44,19 @@ def export_episodes(
     path: _RUN,
     out: Annotated[Path, typer.Option(help="The file to write")],
     form: Annotated[
-        Literal["moving", "messages", "tokens"],
-        typer.Option("--format", help="moving: untrained ones, for another run; the others: demonstrations"),
+        Literal["moving", "messages", "tokens", "atif", "inspect", "verifiers", "parquet"],
+        typer.Option(
+            "--format",
+            help="moving: untrained ones, for another run; messages, tokens: demonstrations; the others: for programs"
+            " that read these",
+        ),
     ] = "moving",
     best_of: Annotated[int | None, typer.Option(min=1, help="The best of the first N episodes of a task")] = None,
     min_outcome: Annotated[float | None, typer.Option(help="Only those with such an outcome, or a better one")] = None,
     per_task: Annotated[int | None, typer.Option(min=1, help="At most so many of a task, the best ones")] = None,
 ) -> None:
-    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots; or, with --format
-    messages or tokens, its best finished ones as demonstrations for agentrl sft."""
+    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots; or, with another
+    --format, its finished ones: demonstrations for agentrl sft, or what Harbor, Inspect, verifiers or pandas read."""
     from agentrl.offline.episode_export import export_episodes as write
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
@@ -77,16 +81,21 @@ def export_episodes(
 def _export_demonstrations(
     run: RunDir,
     out: Path,
-    form: Literal["messages", "tokens"],
+    form: Literal["messages", "tokens", "atif", "inspect", "verifiers", "parquet"],
     best_of: int | None,
     min_outcome: float | None,
     per_task: int | None,
 ) -> None:
     from agentrl.offline.episode_export import Choice, select
+    from agentrl.offline.episode_formats import write_episodes
     from agentrl.store import RunStore
 
+    choice = Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task)
     with RunStore.read(run.store_path) as store:
-        told = select(store, Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task), form, out)
+        if form not in ("messages", "tokens"):
+            print(f"{write_episodes(store, choice.of(store), form, out, run.config())} episodes in {out}")
+            return
+        told = select(store, choice, form, out)
     print(f"{told.written} episodes in {out}")
     if told.rewritten:
         print(f"{told.rewritten} are not in it: no single conversation; --format tokens has them")

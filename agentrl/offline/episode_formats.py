@@ -1,0 +1,360 @@
+"""Episodes in the formats of others: ATIF of Harbor, logs of Inspect, traces of verifiers, Parquet.
+
+The first three are plain JSON, written without these packages, an episode at a time; Parquet needs pyarrow. Texts are
+those of the journal, but a lone surrogate, which none of their readers takes, is a question mark. An episode whose
+tokens retention dropped has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, Literal, TextIO, get_args
+
+from agentrl.config import RunConfig
+from agentrl.errors import UsageError
+from agentrl.records import Message, Trajectory, Turn
+from agentrl.rewards.transcripts import messages_of
+from agentrl.store.interfaces import ReadStore
+
+ForeignFormat = Literal["atif", "inspect", "verifiers", "parquet"]
+FOREIGN: Final[tuple[str, ...]] = get_args(ForeignFormat)
+_ROWS: Final = 64  # episodes in a row group of Parquet
+_SOURCES: Final = {"system": "system", "assistant": "agent"}
+
+
+def write_episodes(store: ReadStore, ids: Iterable[int], form: ForeignFormat, out: Path, config: RunConfig) -> int:
+    """Write episodes to `out`, one after the other; returns how many. ATIF has a file `episode-N.json` each, in the
+    folder `out`; verifiers is the folder of a file `traces.jsonl`; Inspect's is one log, whose name ends with `.json`.
+
+    Raises UsageError if it cannot be written, for another ending, and if pyarrow is missing."""
+    if form == "inspect" and out.suffix != ".json":
+        raise UsageError(f"{out}: Inspect knows a log by its ending: give --out {out.with_suffix('.json')}")
+    episodes = (store.trajectory(id) for id in ids)
+    write: dict[ForeignFormat, Callable[[Iterator[Trajectory], Path, RunConfig], int]] = {
+        "atif": _write_atif,
+        "inspect": _write_inspect,
+        "verifiers": _write_verifiers,
+        "parquet": _write_parquet,
+    }
+    try:
+        return write[form](episodes, out, config)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+
+
+@contextmanager
+def _whole(out: Path) -> Generator[TextIO]:
+    """A file that is there when the block has ended well, and not before."""
+    part = out.with_name(f"{out.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold."""
+    return text.encode(errors="replace").decode()
+
+
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
+    task = trajectory.task
+    return {
+        "episode": trajectory.episode_id,
+        "group": trajectory.group_id,
+        "env": task.env,
+        "seed": task.seed,
+        "outcome": trajectory.outcome,
+        "success": trajectory.success,
+        "stop_reason": None if trajectory.stop_reason is None else trajectory.stop_reason.value,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+# --- ATIF -----------------------------------------------------------------------------------------------------------
+
+
+def _write_atif(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    written = 0
+    for trajectory in episodes:
+        file = out / f"episode-{trajectory.episode_id}.json"
+        file.write_text(json.dumps(_atif(trajectory, config), indent=1), encoding="utf-8")
+        written += 1
+    return written
+
+
+def _atif(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
+    steps = [_atif_step(message) for message in trajectory.start]
+    for turn in trajectory.turns:
+        steps += _atif_turn(turn)
+    return {
+        "schema_version": "ATIF-v1.7",
+        "session_id": config.name,
+        "trajectory_id": f"{config.name}-{trajectory.episode_id}",
+        "agent": {"name": "agentrl", "version": version("agentrl"), "model_name": config.model},
+        "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
+        "final_metrics": {
+            "total_completion_tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
+            "total_steps": len(steps),
+        },
+        "extra": _facts(trajectory),
+    }
+
+
+def _atif_step(message: Message) -> dict[str, Any]:
+    """A message that no turn of the policy gave. What a tool said before the first turn is the user's."""
+    return {"source": _SOURCES.get(message["role"], "user"), "message": _text(message["content"])}
+
+
+def _atif_turn(turn: Turn) -> Iterator[dict[str, Any]]:
+    """The turn with what tools answered, then what else the environment said."""
+    observed = () if turn.step is None else turn.step.observation
+    results = [{"content": _text(message["content"])} for message in observed if message["role"] == "tool"]
+    measured: dict[str, Any] = {}
+    if turn.token_ids:
+        measured = {
+            "completion_tokens": len(turn.token_ids),
+            "completion_token_ids": list(turn.token_ids),
+            "logprobs": list(turn.logprobs),
+        }
+    step: dict[str, Any] = {
+        "source": "agent",
+        "message": _text(turn.text),
+        "timestamp": _time(turn.ended_s),
+        "llm_call_count": 1,
+        "extra": {"turn": turn.id, "role": turn.role, "reward": turn.reward, "finish": turn.finish},
+    }
+    if measured:
+        step["metrics"] = measured
+    if results:
+        step["observation"] = {"results": results}
+    yield step
+    yield from (_atif_step(message) for message in observed if message["role"] != "tool")
+
+
+# --- Inspect --------------------------------------------------------------------------------------------------------
+
+
+def _write_inspect(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
+    written, now = 0, _time(datetime.now(UTC).timestamp())
+    head = {
+        "version": 2,
+        "status": "success",
+        "eval": {
+            "created": now,
+            "task": config.name,
+            "dataset": {"name": "agentrl"},
+            "model": f"agentrl/{config.model}",
+            "config": {},
+            "metadata": {"agentrl": version("agentrl")},
+        },
+        "stats": {"started_at": now, "completed_at": now},
+    }
+    with _whole(out) as file:
+        file.write(json.dumps(head)[:-1] + ', "samples": [')
+        for trajectory in episodes:
+            file.write((",\n" if written else "\n") + json.dumps(_inspect_sample(trajectory, config)))
+            written += 1
+        file.write("\n]}\n")
+    return written
+
+
+def _inspect_sample(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
+    turns = trajectory.turns
+    scores = {
+        name: {"value": value}
+        for name, value in (("outcome", trajectory.outcome), ("success", trajectory.success))
+        if value is not None
+    }
+    spent = {
+        "input_tokens": sum(len(turn.prompt_ids) for turn in turns),
+        "output_tokens": sum(len(turn.token_ids) for turn in turns),
+    }
+    sample: dict[str, Any] = {
+        "id": trajectory.episode_id,
+        "epoch": 1,
+        "input": [_message(message) for message in trajectory.start],
+        "target": "",
+        "messages": [_message(message) for message in messages_of(trajectory)],
+        "scores": scores,
+        "metadata": _facts(trajectory),
+        "model_usage": {config.model: {**spent, "total_tokens": sum(spent.values())}},
+    }
+    if turns:
+        last = {"message": {"role": "assistant", "content": _text(turns[-1].text)}, "stop_reason": "stop"}
+        sample["output"] = {"model": config.model, "choices": [last]}
+        sample["started_at"], sample["completed_at"] = _time(turns[0].started_s), _time(turns[-1].ended_s)
+        sample["total_time"] = max(0.0, turns[-1].ended_s - turns[0].started_s)
+    return sample
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return {"role": message["role"], "content": _text(message["content"])}
+
+
+# --- verifiers ------------------------------------------------------------------------------------------------------
+
+
+def _write_verifiers(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    written = 0
+    with _whole(out / "traces.jsonl") as file:
+        for trajectory in episodes:
+            file.write(json.dumps(_verifiers_episode(trajectory, config)) + "\n")
+            written += 1
+    return written
+
+
+def _verifiers_episode(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
+    """An episode with one trace. The tokens of a turn, those of its prompt that are new included, are its node's."""
+    id, task = f"{config.name}-{trajectory.episode_id}", trajectory.task
+    seen = {"type": task.env, "data": {"idx": task.index, "id": f"{task.env}/{task.seed}", "seed": task.seed}}
+    trace: dict[str, Any] = {
+        "id": id,
+        "task": seen,
+        "agent": {"config": {"model": config.model}},
+        "nodes": _nodes(trajectory),
+        "rewards": {"outcome": None if trajectory.outcome is None else {"score": trajectory.outcome}},
+        "metrics": {"success": None if trajectory.success is None else float(trajectory.success)},
+        "info": _facts(trajectory),
+        "is_completed": trajectory.stop_reason is not None,
+        "ok": trajectory.scored,
+        "stop_condition": None if trajectory.stop_reason is None else trajectory.stop_reason.value,
+    }
+    head = {"id": id, "env": {"id": task.env}, "group": {"id": str(trajectory.group_id)}, "task": seen}
+    return {**head, "traces": [trace], "ok": trajectory.scored}
+
+
+def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = []
+    ends: list[int] = []  # the node that each turn ends with, its answer included
+
+    def add(messages: Iterable[Message], parent: int | None, at_s: float) -> int | None:
+        for message in messages:
+            shown = _message(message)
+            if message["role"] == "tool":
+                shown["tool_call_id"] = message.get("tool_call_id", "")
+            nodes.append({"message": shown, "parent": parent, "timestamp": at_s})
+            parent = len(nodes) - 1
+        return parent
+
+    began_s = trajectory.turns[0].started_s if trajectory.turns else 0.0
+    root = add(trajectory.start, None, began_s)
+    for turn in trajectory.turns:
+        parent = root if turn.parent is None else ends[turn.parent]
+        rewritten = None if turn.index == 0 else getattr(trajectory.turns[turn.index - 1].step, "history", None)
+        if turn.parent is None and rewritten is not None:
+            parent = add(rewritten, None, turn.started_s)
+        n = len(turn.token_ids)
+        nodes.append(
+            {
+                "message": {"role": "assistant", "content": _text(turn.text)},
+                "parent": parent,
+                "sampled": True,
+                "timestamp": turn.ended_s,
+                "token_ids": [*turn.prompt_ids, *turn.token_ids] if n else [],
+                "mask": [False] * len(turn.prompt_ids) + [True] * n if n else [],
+                "logprobs": list(turn.logprobs),
+            }
+        )
+        end = add(() if turn.step is None else turn.step.observation, len(nodes) - 1, turn.ended_s)
+        assert end is not None
+        ends.append(end)
+    return nodes
+
+
+# --- Parquet --------------------------------------------------------------------------------------------------------
+
+
+def _write_parquet(episodes: Iterator[Trajectory], out: Path, config: RunConfig) -> int:
+    try:
+        arrow: Any = import_module("pyarrow")
+        parquet: Any = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UsageError(f"pyarrow is not installed ({error}): pip install 'agentrl[parquet]'") from None
+    schema, written, part = _schema(arrow), 0, out.with_name(f"{out.name}.part")
+    try:
+        with parquet.ParquetWriter(part, schema) as writer:
+            rows: list[dict[str, Any]] = []
+            for trajectory in episodes:
+                rows.append(_parquet_row(trajectory, config))
+                written += 1
+                if len(rows) == _ROWS:
+                    writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+                    rows.clear()
+            writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return written
+
+
+def _schema(arrow: Any) -> Any:
+    message = arrow.struct([("role", arrow.string()), ("content", arrow.string())])
+    turn = arrow.struct(
+        [
+            ("id", arrow.string()),
+            ("role", arrow.string()),
+            ("text", arrow.string()),
+            ("finish", arrow.string()),
+            ("reward", arrow.float64()),
+            ("parent", arrow.int32()),
+            ("started_s", arrow.float64()),
+            ("ended_s", arrow.float64()),
+            ("prompt_ids", arrow.list_(arrow.int32())),
+            ("token_ids", arrow.list_(arrow.int32())),
+            ("logprobs", arrow.list_(arrow.float32())),
+            ("versions", arrow.list_(arrow.int64())),
+        ]
+    )
+    return arrow.schema(
+        [
+            ("episode", arrow.int64()),
+            ("group", arrow.int64()),
+            ("env", arrow.string()),
+            ("seed", arrow.int64()),
+            ("outcome", arrow.float64()),
+            ("success", arrow.bool_()),
+            ("stop_reason", arrow.string()),
+            ("model", arrow.string()),
+            ("messages", arrow.list_(message)),
+            ("turns", arrow.list_(turn)),
+        ]
+    )
+
+
+def _parquet_row(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
+    return {
+        **_facts(trajectory),
+        "model": config.model,
+        "messages": [_message(message) for message in messages_of(trajectory)],
+        "turns": [
+            {
+                "id": turn.id,
+                "role": turn.role,
+                "text": _text(turn.text),
+                "finish": turn.finish,
+                "reward": turn.reward,
+                "parent": turn.parent,
+                "started_s": turn.started_s,
+                "ended_s": turn.ended_s,
+                "prompt_ids": list(turn.prompt_ids),
+                "token_ids": list(turn.token_ids),
+                "logprobs": list(turn.logprobs),
+                "versions": list(turn.versions),
+            }
+            for turn in trajectory.turns
+        ],
+    }
