@@ -27,7 +27,7 @@ from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
 from agentrl.cli.steer import pause, resume
-from agentrl.cli.view import beside, view
+from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ for command in (
     status,
     health,
     view,
+    metrics,
     logs,
     tasks,
     scale,

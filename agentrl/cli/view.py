@@ -1,4 +1,4 @@
-"""The command `agentrl view`, as `agentrl.cli` offers it. Imports nothing heavy."""
+"""The commands `agentrl view` and `agentrl metrics`, as `agentrl.cli` offers it. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -50,6 +50,28 @@ def view(
             threading.Event().wait()
         except KeyboardInterrupt:
             print("the page is closed")
+
+
+def metrics(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run directories, or folders of such; default: runs")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 9464,
+) -> None:
+    """Serve figures of runs for Prometheus, until Ctrl-C: steps, metrics, groups, episodes, engines. It only looks."""
+    from agentrl.view.run_gauges import exported
+
+    places = runs or [Path("runs")]
+    for place in places:
+        if not place.is_dir():
+            raise UsageError(f"{place} is no folder: give run directories, or a folder of such")
+    with exported(places, host=host, port=port) as address:
+        print(f"{address}\nCtrl-C ends it, and no run", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("no figures any more")
 
 
 def _write_bundle(places: list[Path], out: Path, most: int) -> None:

@@ -1,0 +1,122 @@
+"""Figures of runs for Prometheus, read from their stores when it asks: a part that hangs holds no answer up.
+
+Serves names, counts and numbers; no text of a model. Every sample has the label `run`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, cast
+
+from agentrl.errors import AgentRLError, UsageError
+from agentrl.records import Json
+from agentrl.view.opened_runs import OpenedRun, OpenedRuns, is_live
+
+PORT: Final = 9464
+Sample = tuple[dict[str, str], float]
+
+FAMILIES: Final = {
+    "agentrl_up": ("gauge", "1 if the run's supervisor is under way, by phase"),
+    "agentrl_step": ("counter", "optimizer steps done"),
+    "agentrl_steps_wanted": ("gauge", "train.steps"),
+    "agentrl_last_step_age_seconds": ("gauge", "since the last optimizer step ended"),
+    "agentrl_step_metric": ("gauge", "a metric of the newest step, by the name that docs/reference/metrics.md has"),
+    "agentrl_held_out_success": ("gauge", "success on the held-out sets, at the last measured step"),
+    "agentrl_groups": ("gauge", "training groups by state"),
+    "agentrl_groups_dropped": ("counter", "training groups that never enter the loss, by reason"),
+    "agentrl_episodes": ("counter", "ended training episodes, by why they ended"),
+    "agentrl_parts": ("gauge", "engines, workers and learner ranks that are there"),
+    "agentrl_engine_requests": ("gauge", "requests of a worker under way at an engine"),
+    "agentrl_engine_ready": ("gauge", "1 if an engine takes requests, by its state"),
+    "agentrl_weights_lag_seconds": ("gauge", "from the minting of the newest weights until engines served them"),
+}
+"""Every family with its type and meaning. Counters have `_total` behind their names where they are served."""
+
+
+class RunsCollector:
+    """What Prometheus's client asks for samples. A run that cannot be read is left out of an answer."""
+
+    def __init__(self, runs: OpenedRuns, client: Any, now: Callable[[], float] = time.time) -> None:
+        self._runs, self._client, self._now = runs, client, now
+
+    def collect(self) -> Iterator[Any]:
+        """All families, with the samples of all runs that are there."""
+        samples: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
+        for opened in self._runs.all():
+            with suppress(AgentRLError, OSError):
+                found = list(_samples(opened, self._now()))
+                for name, labels, value in found:
+                    samples[name].append(({"run": opened.id, **labels}, value))
+        for name, (kind, meaning) in FAMILIES.items():
+            family = self._client.Metric(name, meaning, kind)
+            for labels, value in samples[name]:
+                family.add_sample(name + "_total" * (kind == "counter"), labels, value)
+            yield family
+
+
+def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, str], float]]:
+    state = opened.state()
+    yield "agentrl_up", {"phase": str(state["phase"])}, float(is_live(state))
+    yield "agentrl_step", {}, float(state["step"])
+    yield "agentrl_steps_wanted", {}, float(state["steps"])
+    steps, newest = opened.steps(), opened.values()
+    if steps:
+        yield "agentrl_last_step_age_seconds", {}, max(0.0, now_s - steps[-1].time_s)
+        for name, value in newest[-1].items():
+            if value is not None:
+                yield "agentrl_step_metric", {"metric": name.replace(".", "/")}, value
+    held_out = cast("dict[str, float]", state["held_out"])
+    if held_out:
+        yield "agentrl_held_out_success", {}, list(held_out.values())[-1]
+    for name, count in state["groups"].items():
+        yield "agentrl_groups", {"state": name}, float(count)
+    for reason, count in state["dropped"].items():
+        yield "agentrl_groups_dropped", {"reason": str(reason)}, float(count)
+    with opened.store() as store:
+        for reason, count in store.endings().items():
+            yield "agentrl_episodes", {"stop_reason": reason.value}, float(count)
+        fleet = store.metrics("fleet", after=state["step"] - 2)
+        served = store.served_versions()[-1:]
+    for part, count in cast("dict[str, Json]", state["size"].get("present", {})).items():
+        if isinstance(count, int | float):
+            yield "agentrl_parts", {"part": part}, float(count)
+    if fleet:
+        yield from _engines(fleet[-1].values)
+    for one in served:
+        yield "agentrl_weights_lag_seconds", {}, one.confirmed_s - one.minted_s
+
+
+def _engines(gauges: Any) -> Iterator[tuple[str, dict[str, str], float]]:
+    """The newest view that a worker had of its engines."""
+    states, running = cast("Sequence[str]", gauges.get("state", ())), cast("Sequence[float]", gauges.get("running", ()))
+    for number, (state, requests) in enumerate(zip(states, running, strict=False)):
+        yield "agentrl_engine_ready", {"engine": str(number), "state": state}, float(state == "ready")
+        yield "agentrl_engine_requests", {"engine": str(number)}, float(requests)
+
+
+@contextmanager
+def exported(places: Iterable[Path], *, host: str = "127.0.0.1", port: int = PORT) -> Generator[str]:
+    """Serve `/metrics` of the runs in `places` from threads while the block goes on; its address. Port 0 takes a free
+    one. Raises UsageError if the address is not to be had, or the package is missing."""
+    try:
+        client: Any = import_module("prometheus_client")
+    except ImportError as error:
+        raise UsageError(f"prometheus-client is not installed ({error}): pip install 'agentrl[prometheus]'") from None
+    runs, registry = OpenedRuns(list(places)), client.CollectorRegistry(auto_describe=False)
+    registry.register(RunsCollector(runs, client))
+    try:
+        server, thread = client.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        runs.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    try:
+        yield f"http://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        runs.close()
