@@ -106,6 +106,10 @@ def _adapters() -> str | None:
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
 
+def _tinker() -> str | None:
+    return None if importlib.util.find_spec("tinker") else "tinker is not installed (make adapters)"
+
+
 def _remote() -> str | None:
     missing = [name for name in ("swerex", "inspect_ai") if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make test-remote)" if missing else None
@@ -141,6 +145,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "postgres": _postgres,
     "vllm": _vllm,
     "adapters": _adapters,
+    "tinker": _tinker,
     "remote": _remote,
     "smollm2": _smollm2,
     "templates": _templates,

@@ -116,9 +116,11 @@ BESIDE_A_RUN = (
     "engine/vllm/plugin",
     "rollout/text_policy.py",
     "run/health",
+    "run/training_server",
 )
-"""Rooms that no token and no setting passes on its way through a run: loops of one's own, forecasts, tests, the inside
-of an engine, policies that write texts, advice on what stands in a store."""
+"""Rooms that no token and no setting passes on its way through a run: loops of one's own, also those of the clients of
+a training server, forecasts, tests, the inside of an engine, policies that write texts, advice on what stands in a
+store."""
 
 
 def names_in(path: Path) -> set[str]:

@@ -478,28 +478,39 @@ def serve(
         str | None, typer.Option(help="The environment variable with its key; default: a new key, printed")
     ] = None,
     no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody who reaches the address use it")] = False,
+    training: Annotated[bool, typer.Option("--training", help="Train too: a server for clients of Tinker")] = False,
+    state: Annotated[Path, typer.Option(help="The folder of a training server's calls and weights")] = Path(
+        "runs/training-server"
+    ),
+    device: Annotated[str, typer.Option(help="Where a training server trains: cpu, cuda, cuda:1")] = "cpu",
 ) -> None:
-    """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it."""
+    """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it; with --training,
+    how a client of Tinker trains adapters on it."""
+    if training:
+        _serve_training(
+            kind,
+            model=model,
+            state=state,
+            host=host,
+            port=port,
+            key_variable=api_key_env,
+            no_key=no_key,
+            max_context=max_context,
+            threads=threads,
+            max_batch=max_batch,
+            kv_cache_mb=kv_cache_mb,
+            device=device,
+        )
+        return
     from agentrl.config import EngineSettings
     from agentrl.engine.running_engine import Door
-    from agentrl.engine.vllm.launch import check_gpus
     from agentrl.models.resolve import model_dir
     from agentrl.run.serving.serve import key_of
     from agentrl.run.serving.serve import serve as serve_model
 
-    if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
-        raise UsageError(f"--gpus {gpus!r}: write their numbers as 0,1")
-    if gpus and kind == "embedded":
-        raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
-    if lora_rank and kind == "embedded":
-        raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
-    if sync != "auto" and kind == "embedded":
-        raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
-    if routed_experts and kind == "embedded":
-        raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
-    numbers = [int(number) for number in gpus.split(",") if number]
-    if numbers:
-        check_gpus(numbers)
+    if kind == "embedded":
+        _refuse_options_of_vllm(gpus, lora_rank, sync, routed_experts)
+    numbers = _gpu_numbers(gpus)
     settings = EngineSettings(
         kind=kind,
         gpus=[numbers] if numbers else [],
@@ -523,6 +534,36 @@ def serve(
         lora_targets=targets,
         kept_sets=kept_sets,
     )
+
+
+def _gpu_numbers(gpus: str) -> list[int]:
+    from agentrl.engine.vllm.launch import check_gpus
+
+    if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
+        raise UsageError(f"--gpus {gpus!r}: write their numbers as 0,1")
+    numbers = [int(number) for number in gpus.split(",") if number]
+    if numbers:
+        check_gpus(numbers)
+    return numbers
+
+
+def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts: bool) -> None:
+    if gpus:
+        raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
+    if lora_rank:
+        raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
+    if sync != "auto":
+        raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
+    if routed_experts:
+        raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
+
+
+def _serve_training(kind: str, **settings: Any) -> None:
+    from agentrl.run.training_server.training_server import TrainingServerSettings, serve_training
+
+    if kind != "embedded":
+        raise UsageError(f"--training and --kind {kind}: a training server samples with the embedded engine")
+    serve_training(TrainingServerSettings(**settings))
 
 
 @app.command("vllm-plugin")

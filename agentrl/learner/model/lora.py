@@ -152,15 +152,22 @@ def inject(module: Any, train: Train, folder: Path) -> None:
     """Put a fresh adapter into a transformers model and freeze the rest. It changes nothing at first: B is 0.
 
     Raises ModelError if the model lacks a layer that `train.lora_targets` names."""
-    from peft import LoraConfig, inject_adapter_in_model
-
     try:
         parts = choose(module, train.lora_targets)
     except ValueError as error:
         raise ModelError(f"cannot put an adapter into {str(folder)!r} (train.lora_targets): {error}") from error
+    add(module, _NAME, parts, rank=train.lora_rank, alpha=train.lora_alpha or 2 * train.lora_rank)
+
+
+def add(module: Any, name: str, parts: Sequence[LoraTarget], *, rank: int, alpha: int) -> None:
+    """Put a fresh adapter called `name` beside those that are there, which may be of other ranks and parts, and freeze
+    the weights below. `parts` are some of those that `choose` found in the model without adapters. Passes run with it
+    from now on."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
-        r=train.lora_rank,
-        lora_alpha=train.lora_alpha or 2 * train.lora_rank,
+        r=rank,
+        lora_alpha=alpha,
         target_modules=[f"model.{part.name}" for part in parts if not part.parameter],
         target_parameters=[f"model.{part.name}.{part.parameter}" for part in parts if part.parameter],
         bias="none",
@@ -168,8 +175,19 @@ def inject(module: Any, train: Train, folder: Path) -> None:
     shell = nn.Module()  # hides the architecture: PEFT would put targets and ranks of its own in the place of ours
     shell.add_module("model", module)
     with _as_if_whole(module):
-        inject_adapter_in_model(config, shell)
-    module.peft_config = shell.peft_config
+        inject_adapter_in_model(config, shell, name)
+    module.peft_config = getattr(module, "peft_config", {}) | {name: config}
+    for parameter_name, parameter in module.named_parameters():
+        if ".lora_" in parameter_name:
+            parameter.requires_grad_(True)  # PEFT leaves it to the one that is active
+    _use(module, name)
+
+
+def remove(module: Any, name: str) -> None:
+    """Take an adapter out of the model."""
+    for _, layer in _layers(module):
+        layer.delete_adapter(name)
+    del module.peft_config[name]
 
 
 @contextmanager
@@ -208,8 +226,12 @@ def add_roles(module: Any, roles: Sequence[str]) -> None:
 
 def activate(module: Any, role: str | None) -> None:
     """Passes run with the adapter of a role from now on; None: the one of all roles that have none of their own."""
+    _use(module, role or _NAME)
+
+
+def _use(module: Any, name: str) -> None:
     for _, layer in _layers(module):
-        layer._active_adapter = [role or _NAME]  # `set_adapter` would freeze the others
+        layer._active_adapter = [name]  # `set_adapter` would freeze the others
 
 
 def parameters(module: Any, role: str | None) -> list[nn.Parameter]:
@@ -266,6 +288,19 @@ def _of(adapter: str) -> str:
 
 def _own(found: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
     return {name.removeprefix(_of(adapter)): one for name, one in found.items() if name.startswith(_of(adapter))}
+
+
+def export(module: Any, adapter: str, folder: Path) -> Path:
+    """Write one adapter of several to `folder`, whole or not at all, for PEFT or an engine to load."""
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    views = _views(module, adapter)
+    tensors = {_PREFIX + name: view.cpu().contiguous() for name, view in views.items()}
+    save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+    _description(module, views, adapter).save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    return draft.rename(folder)
 
 
 def save(module: Any, folder: Path) -> Path:
@@ -430,6 +465,8 @@ def _views(module: Any, adapter: str) -> dict[str, Tensor]:
     stacks: dict[str, tuple[str, Any]] = {}
     views: dict[str, Tensor] = {}
     for name, layer in _layers(module):
+        if adapter not in layer.lora_A:
+            continue
         down, up = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
         views |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
         if _is_stack(layer):
@@ -450,9 +487,9 @@ def _is_stack(layer: Any) -> bool:
     return hasattr(layer, "parameter_name") and layer.get_param().ndim == 3
 
 
-def _description(module: Any, views: dict[str, Tensor]) -> Any:
+def _description(module: Any, views: dict[str, Tensor], adapter: str = _NAME) -> Any:
     """PEFT's configuration of the adapter, with the names of the file."""
-    adapter_config = copy.copy(module.peft_config[_NAME])
+    adapter_config = copy.copy(module.peft_config[adapter])
     stacks = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}
     owners = {name.partition(".lora_")[0] for name in views} - stacks.keys()
     adapter_config.target_modules = {owner.rpartition(".")[2] for owner in owners}

@@ -9,6 +9,7 @@ Owns that its attention is the one over prefix trees. Never knows advantages, lo
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import shutil
 import warnings
@@ -227,6 +228,35 @@ class PolicyModel:
         with nullcontext() if entropy_grad else torch.no_grad():
             own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
         return logprobs_K - mass_K, torch.where(sampled_sets.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
+
+    def choices(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Of each row, tokens [T] and choices [T] or [T, C], the log-probs of the choices after each of its tokens, in
+        nats at temperature 1, with gradients and of the choices' shape. Rows share one pass and see nothing of each
+        other; no experts are replayed."""
+        sizes = [len(tokens_T) for tokens_T, _ in rows]
+        stops = list(itertools.accumulate(sizes))
+        tokens_N = torch.cat([tokens_T for tokens_T, _ in rows]).to(self.device)
+        numbers_N = torch.arange(len(tokens_N), device=self.device)
+        branches = [Branch(stop - n, stop, numbers_N[stop - n : stop]) for stop, n in zip(stops, sizes, strict=True)]
+        depth_N = torch.cat([numbers_N[:n] for n in sizes])
+        places_I = torch.cat(
+            [
+                numbers_N[one.start : one.stop].repeat_interleave(of_TC[0].numel())
+                for one, (_, of_TC) in zip(branches, rows, strict=True)
+            ]
+        )
+        own = Places(places_I, torch.cat([of_TC.flatten() for _, of_TC in rows]).to(self.device))
+        none = Places(numbers_N[:0], tokens_N[:0])
+
+        def run() -> Tensor:
+            if self.obstacle:
+                return _logits_of_rows(self.module, tokens_N, branches, numbers_N)
+            return _logits(self.module, tokens_N, depth_N, self.layout(branches), numbers_N)
+
+        with settled(self.module):
+            _, (found_I, _, _) = self._read(run, own, none, None, temperature=1.0, dtype=self.dtype)
+        parts = found_I.split([of_TC.numel() for _, of_TC in rows])
+        return [part_I.view(of_TC.shape) for part_I, (_, of_TC) in zip(parts, rows, strict=True)]
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:

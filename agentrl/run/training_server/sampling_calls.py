@@ -1,0 +1,175 @@
+"""The calls of sampling clients: samples and log-probs by an engine, each with the adapter of its client.
+
+Owns which adapters the engine holds. A call that a killed server had accepted is sampled again: nobody has seen a token
+of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.engine.client import EngineClient
+from agentrl.errors import AgentRLError, ConfigError, EngineRefusal, UsageError
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Generation, SamplingParams
+from agentrl.run.training_server.call_log import Call, CallAnswer, CallLog
+from agentrl.run.training_server.fair_turns import FairTurns
+from agentrl.run.training_server.tinker_messages import (
+    SampleRequest,
+    SamplingFields,
+    failed_answer,
+    parse,
+    prompt_tokens,
+    sample_answer,
+)
+from agentrl.run.training_server.training_calls import weights_folder
+
+SAMPLE = "sample"
+_DEADLINE_S = 1800.0  # of one sequence, and of scoring a prompt
+_ADMIN_S = 120.0
+_HELD = 8  # adapters in the engine at once
+_UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+
+_log = logging.getLogger(__name__)
+
+
+class SamplingCalls:
+    """`ends` are the tokens that end a turn if a client names no others; `answered` is told of each call that has its
+    answer."""
+
+    def __init__(
+        self,
+        log: CallLog,
+        engine: EngineClient,
+        folder: Path,
+        *,
+        max_context: int,
+        places: int,
+        ends: Sequence[int],
+        answered: Callable[[str], None],
+    ) -> None:
+        self._log, self._engine, self._folder, self._answered = log, engine, folder, answered
+        self._max_context, self._ends = max_context, tuple(ends)
+        self._turns, self._loading = FairTurns(places), trio.Lock()
+        self._held = dict[str, int]()  # by name of an adapter that the engine has, the longest unused first: its users
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Answer calls for ever, those first that a life before had accepted."""
+        async with trio.open_nursery() as self._nursery:
+            for call in self._log.unanswered(SAMPLE):
+                self.came(call)
+            task_status.started()
+            await trio.sleep_forever()
+
+    def came(self, call: Call) -> None:
+        """A call is in the log."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self._sample, call)
+
+    async def _sample(self, call: Call) -> None:
+        try:
+            answer = await self._answer(call)
+        except (UsageError, EngineRefusal) as error:
+            answer = failed_answer(str(error), "user")
+        except AgentRLError as error:
+            _log.warning("call %s failed: %s", call.id, error)
+            answer = failed_answer(str(error), "server")
+        await trio.to_thread.run_sync(self._log.answer, call, answer)
+        self._answered(call.id)
+
+    async def _answer(self, call: Call) -> CallAnswer:
+        asked: SampleRequest = parse(SampleRequest, call.body)
+        for name in _UNSUPPORTED:
+            if value := getattr(asked, name):
+                raise ConfigError(name, value, "this server does not have it: leave it out")
+        tokens = prompt_tokens(asked.prompt)
+        room = self._max_context - len(tokens)
+        if not tokens or room < 1:
+            hint = f"give 1 to {self._max_context - 1}: the server was started with --max-context {self._max_context}"
+            raise ConfigError("prompt", f"{len(tokens)} tokens", hint)
+        sampling = self._sampling(asked.sampling_params, room)
+        sampler = self._log.sampler(call.owner)
+        assert sampler is not None
+        name = await self._hold(sampler.path)
+        try:
+            samples = await self._samples(call, asked.num_samples, tokens, sampling, name)
+            scores = None
+            if asked.prompt_logprobs:
+                async with self._turns.turn(call.session, len(tokens)):
+                    scores = await self._engine.score(tokens, deadline_s=_DEADLINE_S, model=name)
+        finally:
+            if name is not None:
+                self._held[name] -= 1
+        return sample_answer(samples, scores)
+
+    async def _samples(
+        self, call: Call, number: int, tokens: tuple[int, ...], sampling: SamplingParams, name: str | None
+    ) -> list[Generation]:
+        found = dict[int, Generation]()
+        failures = list[AgentRLError]()
+
+        async def one(at: int) -> None:
+            request = GenerateRequest(
+                request_id=f"{call.id}:{at}",
+                session=call.id,
+                token_ids=tokens,
+                sampling=sampling,
+                deadline_s=_DEADLINE_S,
+                model=name,
+            )
+            try:
+                async with self._turns.turn(call.session, len(tokens) + sampling.max_tokens):
+                    found[at] = await self._engine.generate(request)
+            except AgentRLError as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for at in range(number):
+                nursery.start_soon(one, at)
+        if failures:
+            raise failures[0]
+        return [found[at] for at in range(number)]
+
+    def _sampling(self, asked: SamplingFields, room: int) -> SamplingParams:
+        if asked.seed is not None:
+            raise ConfigError("sampling_params.seed", asked.seed, "the engine has no seeds: leave it out")
+        stops: list[int] | list[str] = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        ids = tuple(stop for stop in stops if isinstance(stop, int))
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        return SamplingParams(
+            max_tokens=room if asked.max_tokens is None else min(asked.max_tokens, room),
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            stop_token_ids=self._ends if asked.stop is None or texts else ids,
+            stop=texts,
+        )
+
+    async def _hold(self, path: str | None) -> str | None:
+        """The name at the engine of the adapter at a path, which it has from now on until it is used no more; None for
+        the base model."""
+        if path is None:
+            return None
+        weights = self._log.weights(path)
+        if weights is None:
+            raise ConfigError("model_path", path, "its weights are gone: unnamed weights go with their session")
+        name = f"w{weights.number}"
+        async with self._loading:
+            users = self._held.pop(name, None)
+            if users is None:
+                folder = str(weights_folder(self._folder, weights.number))
+                asked = {"lora_name": name, "lora_path": folder}
+                await self._engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=_ADMIN_S)
+            self._held[name] = (users or 0) + 1
+            for other in [one for one, of in self._held.items() if not of][: max(0, len(self._held) - _HELD)]:
+                del self._held[other]
+                await self._engine.call(
+                    "POST", "/v1/unload_lora_adapter", json={"lora_name": other}, deadline_s=_ADMIN_S
+                )
+        return name

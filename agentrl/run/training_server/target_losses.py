@@ -1,0 +1,81 @@
+"""The losses that a training client names, as the Tinker API defines them: sums over tokens, never means.
+
+Each is a function of the log-probs of a row's targets and of its columns, see `TargetRow`. The ratios are
+those of the policy that is trained over the one that sampled (column `logprobs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.learner.adapter_learner import RowLoss
+
+_POLICY = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+
+def _cross_entropy(logprobs_TC: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    return -(logprobs_TC * columns["weights"]).sum()
+
+
+def _importance_sampling(logprobs_TC: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    return -(_ratio(logprobs_TC, columns) * columns["advantages"]).sum()
+
+
+def _ppo(
+    logprobs_TC: Tensor, columns: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float
+) -> Tensor:
+    ratio_TC = _ratio(logprobs_TC, columns)
+    clipped_TC = ratio_TC.clamp(clip_low_threshold, clip_high_threshold)
+    return -torch.minimum(ratio_TC * columns["advantages"], clipped_TC * columns["advantages"]).sum()
+
+
+def _cispo(
+    logprobs_TC: Tensor, columns: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float
+) -> Tensor:
+    clipped_TC = _ratio(logprobs_TC, columns).clamp(clip_low_threshold, clip_high_threshold).detach()
+    return -(clipped_TC * logprobs_TC * columns["advantages"]).sum()
+
+
+def _ratio(logprobs_TC: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    return torch.exp(logprobs_TC - columns["logprobs"])
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLoss:
+    """A loss that reads these columns; one that is not given is all ones if it has a `default`."""
+
+    compute: RowLoss
+    columns: tuple[str, ...]
+    default: bool = False
+
+
+_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], dict[str, float]]] = {
+    "cross_entropy": (_cross_entropy, ("weights",), {}),
+    "importance_sampling": (_importance_sampling, _POLICY, {}),
+    "ppo": (_ppo, _POLICY, _CLIP),
+    "cispo": (_cispo, _POLICY, _CLIP),
+}
+
+
+def target_loss(name: str, settings: Mapping[str, float | str]) -> TargetLoss:
+    """The loss of this name with these settings. Raises ConfigError for one that is not known."""
+    if name not in _LOSSES:
+        hint = f"this server has {', '.join(_LOSSES)}; give any other as forward_backward_custom(data, your_function)"
+        raise ConfigError("loss_fn", name, hint)
+    compute, columns, defaults = _LOSSES[name]
+    for key, value in settings.items():
+        if key not in defaults:
+            hint = f"{name} has {', '.join(defaults) or 'no settings'}"
+            raise ConfigError(f"loss_fn_config.{key}", value, hint)
+        if isinstance(value, str) or not math.isfinite(value) or value < 0:
+            raise ConfigError(f"loss_fn_config.{key}", value, "give a ratio of 0 or more")
+    chosen = {**defaults, **settings}
+    return TargetLoss(partial(compute, **chosen), columns, default=name == "cross_entropy")

@@ -1,0 +1,354 @@
+"""The door of a training server: the routes of the Tinker API, its key, and futures that are waited for.
+
+A request whose call cannot be numbered is refused with a status of HTTP; what is wrong with a call itself is the answer
+of its future, so that the calls after it go on.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import trio
+from pydantic import Field
+
+from agentrl.errors import ConfigError, StoreError, UsageError
+from agentrl.http.http_server import Answer, Typed
+from agentrl.run.training_server.call_log import CallAnswer, CallLog, ModelRecord, SamplerRecord
+from agentrl.run.training_server.sampling_calls import SAMPLE, SamplingCalls
+from agentrl.run.training_server.tinker_messages import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackwardRequest,
+    LoadWeights,
+    SampleRequest,
+    TinkerRequest,
+    parse,
+)
+from agentrl.run.training_server.training_calls import FORWARD_BACKWARD, TrainingCalls, model_id, sampler_id
+
+_WAIT_S = 30.0  # for an answer, before a client is asked to come again; it waits for 45
+_WARNING = "this server trains no adapter on the unembedding: train_unembed has no effect"
+_TYPES = {"json": "application/json", "failed": "application/json", "protobuf": "application/x-protobuf"}
+
+
+class HttpRefusal(Exception):
+    """A request that has this status for an answer."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Numbered(TinkerRequest):
+    model_id: str
+    seq_id: int = Field(ge=1)
+
+
+class _SampleNumber(TinkerRequest):
+    sampling_session_id: str
+    seq_id: int = Field(ge=0)
+
+
+class _Named(TinkerRequest):
+    request_id: str
+
+
+class _OfModel(TinkerRequest):
+    model_id: str
+
+
+class _OfSession(TinkerRequest):
+    session_id: str
+
+
+class _OfPath(TinkerRequest):
+    tinker_path: str
+
+
+class TinkerApi:
+    """`http_server.Handler`. `name` is the base model's, `tokenizer` where clients on this machine find its
+    tokenizer."""
+
+    def __init__(self, log: CallLog, *, key: str | None, name: str, tokenizer: str, max_context: int) -> None:
+        self._log, self._key, self._name, self._tokenizer = log, key, name, tokenizer
+        self._max_context = max_context
+        self._waiters: defaultdict[str, set[trio.Event]] = defaultdict(set)
+        self.training: TrainingCalls | None = None
+        self.sampling: SamplingCalls | None = None
+        self._posts: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Answer]]] = {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._nothing_to_say,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._create_model,
+            "get_info": self._info,
+            "forward_backward": self._forward_backward,
+            "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "weights_info": self._weights_info,
+        }
+
+    def answered(self, call: str) -> None:
+        """A call has its answer: who waits for it gets it."""
+        for event in self._waiters.pop(call, ()):
+            event.set()
+
+    def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes | Typed] | None:
+        """The answer to a request without the key, whose body is not read."""
+        if self._key is None or path == "/api/v1/healthz":
+            return None
+        shown = headers.get("x-api-key", "")
+        if hmac.compare_digest(shown.encode(), self._key.encode()):
+            return None
+        hint = "give the key that the server printed: ServiceClient(api_key=...), or export TINKER_API_KEY=..."
+        return _json(401, error=f"this server has another API key: {hint}")
+
+    async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
+        """See `http_server.Handler`."""
+        route = path.removeprefix("/api/v1/")
+        try:
+            if method == "GET":
+                return self._get(route)
+            if method != "POST":
+                raise HttpRefusal(404, "")
+            if (own := self._posts.get(route)) is not None:
+                return await own(content, headers)
+            if route in ("optim_step", "save_weights", "save_weights_for_sampler", "unload_model"):
+                return await self._numbered(route, content)
+            words = route.split("/")
+            if words[0] == "sessions" and words[2:] == ["finish"]:
+                return await self._finish(words[1])
+            raise HttpRefusal(404, f"agentrl's training server has no POST {path}")
+        except HttpRefusal as refusal:
+            return _json(refusal.status, error=str(refusal))
+        except UsageError as error:
+            return _json(422, error=str(error))
+        except StoreError as error:
+            return _json(503, error=str(error))
+
+    def _get(self, route: str) -> Answer:
+        words = route.split("/")
+        if route == "healthz":
+            return _json(200, status="ok")
+        if route == "get_server_capabilities":
+            model = {
+                "model_name": self._name,
+                "max_context_length": self._max_context,
+                "trainable": True,
+                "sampleable": True,
+            }
+            return _json(200, supported_models=[model])
+        if words[0] == "samplers" and len(words) == 2:
+            sampler = self._sampler(words[1])
+            return _json(200, sampler_id=sampler.id, base_model=self._name, model_path=sampler.path)
+        raise HttpRefusal(404, f"agentrl's training server has no GET /api/v1/{route}")
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    async def _client_config(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        return _json(200, use_pyqwest_transport=False)
+
+    async def _nothing_to_say(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        return _json(200)
+
+    async def _telemetry(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        return _json(200, status="accepted")
+
+    async def _create_session(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked = headers.get("x-idempotency-key") or secrets.token_hex(16)
+        session = await trio.to_thread.run_sync(self._log.begin_session, asked)
+        return _json(200, type="create_session", session_id=session, warning_message=_WARNING)
+
+    async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: _OfSession = parse(_OfSession, body)
+        self._check_session(asked.session_id, ended=410)
+        return _json(200, type="session_heartbeat")
+
+    async def _finish(self, session: str) -> Answer:
+        if self._log.session_is(session) == "unknown":
+            raise HttpRefusal(404, f"there is no session {session!r}")
+        await trio.to_thread.run_sync(self._log.end_session, session)
+        assert self.training is not None
+        for number in await trio.to_thread.run_sync(self._log.drop_unnamed, session):
+            await trio.to_thread.run_sync(self.training.remove_weights, number)
+        return _json(200)
+
+    def _check_session(self, session: str, *, ended: int = 400) -> None:
+        match self._log.session_is(session):
+            case "unknown":
+                raise HttpRefusal(404, f"there is no session {session!r}")
+            case "ended":
+                raise HttpRefusal(ended, f"session {session!r} was finished by its client")
+            case "open":
+                pass
+
+    # --- training clients -----------------------------------------------------------------------------------------
+
+    async def _create_model(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: CreateModel = parse(CreateModel, body)
+        self._check_session(asked.session_id)
+        self._check_base(asked.base_model)
+        model = model_id(asked.session_id, asked.model_seq_id)
+        return await self._accept(asked.session_id, model, 0, "create_model", body, model=model)
+
+    async def _load_weights(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: LoadWeights = parse(LoadWeights, body)
+        if asked.weights_access_token is not None:
+            raise ConfigError("weights_access_token", "...", "this server has one account: leave it out")
+        if asked.session_id is None:
+            return await self._numbered("load_weights", body)
+        if asked.model_seq_id is None:
+            raise ConfigError("model_seq_id", None, "give the number of the training client in its session")
+        self._check_session(asked.session_id)
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        model = model_id(asked.session_id, asked.model_seq_id)
+        return await self._accept(asked.session_id, model, 0, "load_weights", body, model=model)
+
+    async def _forward_backward(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        if headers.get("content-type", "").partition(";")[0].strip() != "application/x-protobuf":
+            raise HttpRefusal(415, "forward_backward is a protobuf message here: use the tinker client 0.38 or newer")
+        asked = await trio.to_thread.run_sync(ForwardBackwardRequest.read, body)
+        if asked.seq_id < 1:
+            raise ConfigError("seq_id", asked.seq_id, "calls are numbered from 1")
+        record = self._model(asked.model_id)
+        kind = "forward" if asked.forward_only else FORWARD_BACKWARD
+        return await self._accept(record.session, record.id, asked.seq_id, kind, body)
+
+    async def _numbered(self, kind: str, body: bytes) -> Answer:
+        asked: _Numbered = parse(_Numbered, body)
+        record = self._model(asked.model_id)
+        return await self._accept(record.session, record.id, asked.seq_id, kind, body)
+
+    async def _accept(
+        self, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
+    ) -> Answer:
+        self._check_session(session)
+
+        def accept() -> tuple[str, bool]:
+            return self._log.accept(session=session, owner=owner, place=place, kind=kind, body=body, model=model)
+
+        id, fresh = await trio.to_thread.run_sync(accept)
+        if fresh:
+            assert self.training is not None
+            self.training.came(owner)
+        return _json(200, request_id=id, model_id=owner)
+
+    async def _info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: _OfModel = parse(_OfModel, body)
+        record = self._model(asked.model_id)
+        data = {"arch": None, "model_name": self._name, "tokenizer_id": self._tokenizer}
+        return _json(
+            200,
+            type="get_info",
+            model_data=data,
+            model_id=record.id,
+            is_lora=True,
+            lora_rank=record.rank,
+            model_name=self._name,
+        )
+
+    async def _weights_info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: _OfPath = parse(_OfPath, body)
+        weights = self._log.weights(asked.tinker_path)
+        if weights is None:
+            raise HttpRefusal(404, f"this server has no weights at {asked.tinker_path!r}")
+        return _json(
+            200,
+            base_model=self._name,
+            is_lora=True,
+            lora_rank=weights.rank,
+            train_unembed=False,
+            train_mlp=weights.mlp,
+            train_attn=weights.attention,
+        )
+
+    def _model(self, id: str) -> ModelRecord:
+        record = self._log.model(id)
+        if record is None:
+            raise HttpRefusal(404, f"there is no training client {id!r}: make it with create_lora_training_client")
+        return record
+
+    def _check_base(self, name: str) -> None:
+        if name != self._name:
+            raise ConfigError("base_model", name, f"this server has {self._name!r}")
+
+    # --- sampling clients -----------------------------------------------------------------------------------------
+
+    async def _create_sampler(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: CreateSampler = parse(CreateSampler, body)
+        self._check_session(asked.session_id)
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        if asked.model_path is not None:
+            weights = self._log.weights(asked.model_path)
+            if weights is None or weights.kind != "sampler_weights":
+                hint = "this server has no such weights of save_weights_for_sampler"
+                raise ConfigError("model_path", asked.model_path, hint)
+        id = sampler_id(asked.session_id, asked.sampling_session_seq_id)
+        sampler = SamplerRecord(id, asked.session_id, asked.model_path)
+        await trio.to_thread.run_sync(self._log.add_sampler, sampler)
+        return _json(200, type="create_sampling_session", sampling_session_id=id)
+
+    async def _sample(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: _SampleNumber = parse(_SampleNumber, body)
+        wanted: SampleRequest = parse(SampleRequest, body)
+        sampler = self._sampler(asked.sampling_session_id)
+        self._check_session(sampler.session)
+
+        def accept() -> tuple[str, bool]:
+            return self._log.accept(
+                session=sampler.session, owner=sampler.id, place=asked.seq_id, kind=SAMPLE, body=body
+            )
+
+        id, fresh = await trio.to_thread.run_sync(accept)
+        if fresh:
+            assert self.sampling is not None
+            call = await trio.to_thread.run_sync(self._log.call, id)
+            self.sampling.came(call)
+        return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{at}" for at in range(wanted.num_samples)])
+
+    def _sampler(self, id: str) -> SamplerRecord:
+        sampler = self._log.sampler(id)
+        if sampler is None:
+            raise HttpRefusal(404, f"there is no sampling client {id!r}")
+        return sampler
+
+    # --- futures --------------------------------------------------------------------------------------------------
+
+    async def _retrieve(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        asked: _Named = parse(_Named, body)
+        found = await self._waited(asked.request_id)
+        if isinstance(found, CallAnswer):
+            return 200, Typed(_TYPES[found.form], found.data)
+        if found == "unknown":
+            raise HttpRefusal(404, f"there is no future {asked.request_id!r}")
+        return _json(408, type="try_again", request_id=asked.request_id, queue_state="active")
+
+    async def _waited(self, call: str) -> CallAnswer | str:
+        event = trio.Event()
+        self._waiters[call].add(event)
+        try:
+            found = await trio.to_thread.run_sync(self._log.answer_of, call)
+            if found == "pending":
+                with trio.move_on_after(_WAIT_S):
+                    await event.wait()
+                    found = await trio.to_thread.run_sync(self._log.answer_of, call)
+            return found
+        finally:
+            if call in self._waiters:
+                self._waiters[call].discard(event)
+                if not self._waiters[call]:
+                    del self._waiters[call]
+
+
+def _json(status: int, /, **fields: Any) -> tuple[int, Typed]:
+    return status, Typed("application/json", json.dumps(fields).encode())

@@ -1,0 +1,319 @@
+"""The calls of training clients: each client's one after the other, in the order of their numbers; sessions in turns.
+
+Owns the files of the adapters under training. A call that fails leaves its adapter as it was, and says whose fault it
+is; after a failure of the server's own the adapter is read back from its file and its journaled calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import ConfigError, UsageError
+from agentrl.learner.adapter_learner import AdamStep, AdapterLearner, AdapterShape, TargetRow
+from agentrl.run.training_server.call_log import (
+    Call,
+    CallAnswer,
+    CallEffects,
+    CallLog,
+    ModelRecord,
+    SamplerRecord,
+    WeightsKind,
+    WeightsRecord,
+)
+from agentrl.run.training_server.fair_turns import FairTurns
+from agentrl.run.training_server.target_losses import TargetLoss, target_loss
+from agentrl.run.training_server.tinker_messages import (
+    CreateModel,
+    ForwardBackwardRequest,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    failed_answer,
+    forward_backward_answer,
+    json_answer,
+    parse,
+)
+
+FORWARD_BACKWARD = "forward_backward"
+_LIVE = 32  # adapters in memory at most
+_BYTES_PER_TOKEN = 8  # of a body: a token, its target and its columns
+_SEEDS = 1 << 31
+_BESIDE = 256.0  # tokens of a turn that computes none
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingCalls:
+    """`answered` is told of each call that has its answer."""
+
+    def __init__(
+        self,
+        log: CallLog,
+        learner: AdapterLearner,
+        folder: Path,
+        *,
+        most_tokens: int,
+        answered: Callable[[str], None],
+    ) -> None:
+        self._log, self._learner, self._folder, self._answered = log, learner, folder, answered
+        self._most_tokens = most_tokens
+        self._turns, self._thread = FairTurns(1), trio.CapacityLimiter(1)
+        self._driven = dict[str, bool]()  # by model: whether a call came since its driver looked
+        self._recent = dict[str, None]()  # the adapters in memory, the longest unused first
+        self._nursery: trio.Nursery | None = None
+        self._kinds: dict[str, Callable[[Call, ModelRecord], _Done]] = {
+            "create_model": self._create,
+            FORWARD_BACKWARD: self._forward_backward,
+            "forward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "unload_model": self._unload,
+        }
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Compute calls for ever, those first that a life before had accepted."""
+        async with trio.open_nursery() as self._nursery:
+            for model in self._log.waiting_models():
+                self.came(model)
+            task_status.started()
+            await trio.sleep_forever()
+
+    def came(self, model: str) -> None:
+        """A call of a model is in the log."""
+        assert self._nursery is not None
+        if model in self._driven:
+            self._driven[model] = True
+            return
+        self._driven[model] = False
+        self._nursery.start_soon(self._drive, model)
+
+    async def _drive(self, model: str) -> None:
+        while True:
+            self._driven[model] = False
+            while (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
+                tokens = max(_BESIDE, len(call.body) / _BYTES_PER_TOKEN)
+                async with self._turns.turn(call.session, tokens):
+                    await trio.to_thread.run_sync(self._compute, call, limiter=self._thread)
+                self._answered(call.id)
+            if not self._driven[model]:
+                del self._driven[model]
+                return
+
+    # --- in the learner's thread ----------------------------------------------------------------------------------
+
+    def _compute(self, call: Call) -> None:
+        record = self._log.model(call.owner)
+        assert record is not None
+        effects, after = CallEffects(), None
+        try:
+            answer, effects, after = self._kinds[call.kind](call, record)
+        except UsageError as error:
+            answer = failed_answer(str(error), "user")
+        except Exception as error:
+            _log.exception("call %s failed", call.id)
+            self._forget(record)
+            answer = failed_answer(f"the server failed ({type(error).__name__}); its log says why", "server")
+        self._log.answer(call, answer, effects)
+        if after is not None:
+            after()
+
+    def _create(self, call: Call, record: ModelRecord) -> _Done:
+        asked: CreateModel = parse(CreateModel, call.body)
+        lora = asked.lora_config
+        if lora is None:
+            raise ConfigError("lora_config", None, "this server trains adapters: give a rank")
+        _check_optimizer(asked.optimizer_config.type)
+        if not (lora.train_attn or lora.train_mlp):
+            hint = "this server does not train the unembedding: set train_attn or train_mlp"
+            raise ConfigError("lora_config.train_unembed", True, hint)
+        shape = AdapterShape(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp)
+        seed = secrets.randbelow(_SEEDS) if lora.seed is None else lora.seed
+        self._learner.forget(_name(record))
+        self._learner.create(_name(record), shape, seed=seed)
+        answer = json_answer(model_id=record.id, type="create_model")
+        return answer, self._made(call, record, shape), None
+
+    def _made(self, call: Call, record: ModelRecord, shape: AdapterShape) -> CallEffects:
+        self._used(record)
+        self._state_folder(record).mkdir(parents=True, exist_ok=True)
+        self._learner.save(_name(record), self._state(record, call.place))
+        return CallEffects(shape=(shape.rank, shape.attention, shape.mlp), wrote_state=True)
+
+    def _forward_backward(self, call: Call, record: ModelRecord) -> _Done:
+        rows, loss = self._rows(call)
+        self._ensure(record)
+        compute = self._learner.forward_backward if call.kind == FORWARD_BACKWARD else self._learner.forward
+        return forward_backward_answer(*compute(_name(record), rows, loss.compute)), CallEffects(), None
+
+    def _rows(self, call: Call) -> tuple[list[TargetRow], TargetLoss]:
+        request = ForwardBackwardRequest.read(call.body)
+        loss = target_loss(*request.loss)
+        return request.rows(loss, vocab=self._learner.vocab, most_tokens=self._most_tokens), loss
+
+    def _optim_step(self, call: Call, record: ModelRecord) -> _Done:
+        asked: OptimStep = parse(OptimStep, call.body)
+        adam = asked.adam_params
+        if adam is None:
+            raise ConfigError("optim_params", asked.optimizer_params and asked.optimizer_params.type, "give AdamParams")
+        step = AdamStep(
+            lr=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_clip=adam.grad_clip_norm,
+        )
+        self._ensure(record)
+        try:
+            answer = json_answer(metrics=self._learner.step(_name(record), step))
+        except UsageError as error:  # the gradients are gone as after a step
+            answer = failed_answer(str(error), "user")
+        self._learner.save(_name(record), self._state(record, call.place))
+        return answer, CallEffects(wrote_state=True), lambda: self._drop_states(record, call.place)
+
+    def _save_weights(self, call: Call, record: ModelRecord) -> _Done:
+        asked: SaveWeights = parse(SaveWeights, call.body)
+        weights, folder = self._weights_record(call, record, "weights", asked.path), self._weights_folder(call.number)
+        old = self._log.weights(weights.path)
+        if old is not None and not asked.overwrite:
+            raise ConfigError("path", asked.path, "there is a checkpoint of this name: give overwrite=True, or another")
+        self._ensure(record)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._learner.save(_name(record), folder / _STATE)
+        answer = json_answer(path=weights.path, type="save_weights")
+        return answer, CallEffects(weights=weights), lambda: old and self.remove_weights(old.number)
+
+    def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
+        asked: SaveWeights = parse(SaveWeights, call.body)
+        weights = self._weights_record(call, record, "sampler_weights", asked.path)
+        old = self._log.weights(weights.path)
+        self._ensure(record)
+        self._learner.export(_name(record), self._weights_folder(call.number))
+        sampler = None
+        if asked.path is None:
+            if asked.sampling_session_seq_id is None:
+                raise ConfigError("path", None, "give a name, or sampling_session_seq_id for a sampling client")
+            id = sampler_id(record.session, asked.sampling_session_seq_id)
+            sampler = SamplerRecord(id, record.session, weights.path)
+        answer = json_answer(
+            path=None if sampler else weights.path,
+            sampling_session_id=sampler and sampler.id,
+            type="save_weights_for_sampler",
+        )
+        effects = CallEffects(weights=weights, sampler=sampler)
+        return answer, effects, lambda: old and self.remove_weights(old.number)
+
+    def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
+        asked: LoadWeights = parse(LoadWeights, call.body)
+        weights = self._log.weights(asked.path)
+        if weights is None or weights.kind != "weights":
+            raise ConfigError("path", asked.path, "this server has no such checkpoint of save_state")
+        if asked.optimizer_config is not None:
+            _check_optimizer(asked.optimizer_config.type)
+        shape = AdapterShape(weights.rank, attention=weights.attention, mlp=weights.mlp)
+        if record.state is None:
+            self._learner.create(_name(record), shape, seed=0)
+        else:
+            self._ensure(record)
+        self._learner.load(_name(record), self._weights_folder(weights.number) / _STATE, optimizer=asked.optimizer)
+        answer = json_answer(path=asked.path, model_id=record.id, type="load_weights")
+        return answer, self._made(call, record, shape), lambda: self._drop_states(record, call.place)
+
+    def _unload(self, call: Call, record: ModelRecord) -> _Done:
+        self._forget(record)
+        return json_answer(model_id=record.id, type="unload_model"), CallEffects(), None
+
+    # --- files and memory -----------------------------------------------------------------------------------------
+
+    def _ensure(self, record: ModelRecord) -> None:
+        """Have an adapter in memory as its calls up to now left it."""
+        if record.state is None:
+            raise UsageError(f"the training client {record.id} was not made: its first call failed")
+        name = _name(record)
+        if name not in self._learner:
+            shape = AdapterShape(record.rank, attention=record.attention, mlp=record.mlp)
+            self._learner.create(name, shape, seed=0)
+            try:
+                self._learner.load(name, self._state(record, record.state))
+                for call in self._log.since_state(record, FORWARD_BACKWARD):
+                    rows, loss = self._rows(call)
+                    self._learner.forward_backward(name, rows, loss.compute)
+            except BaseException:
+                self._learner.forget(name)
+                raise
+        self._used(record)
+
+    def _used(self, record: ModelRecord) -> None:
+        self._recent.pop(name := _name(record), None)
+        self._recent[name] = None
+        while len(self._recent) > _LIVE:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            self._learner.forget(oldest)
+
+    def _forget(self, record: ModelRecord) -> None:
+        self._recent.pop(_name(record), None)
+        self._learner.forget(_name(record))
+
+    def _state_folder(self, record: ModelRecord) -> Path:
+        return self._folder / "models" / str(record.number)
+
+    def _state(self, record: ModelRecord, place: int) -> Path:
+        return self._state_folder(record) / f"{place}.safetensors"
+
+    def _drop_states(self, record: ModelRecord, place: int) -> None:
+        for file in self._state_folder(record).glob("*.safetensors"):
+            if file != self._state(record, place):
+                file.unlink(missing_ok=True)
+
+    def _weights_folder(self, number: int) -> Path:
+        return weights_folder(self._folder, number)
+
+    def remove_weights(self, number: int) -> None:
+        """Remove the files of saved weights."""
+        shutil.rmtree(self._weights_folder(number), ignore_errors=True)
+
+    def _weights_record(self, call: Call, record: ModelRecord, kind: WeightsKind, name: str | None) -> WeightsRecord:
+        if name is not None and (not name or "/" in name or len(name) > 256):
+            raise ConfigError("path", name, "give a name of at most 256 characters without '/'")
+        path = f"tinker://{record.id}/{kind}/{f'unnamed-{call.place}' if name is None else name}"
+        return WeightsRecord(
+            call.number, path, record.id, kind, record.rank, record.attention, record.mlp, name is not None
+        )
+
+
+_Done = tuple[CallAnswer, CallEffects, Callable[[], object] | None]
+"""The answer of a call, what it changed, and what to do when both are written."""
+_STATE = "state.safetensors"
+
+
+def weights_folder(folder: Path, number: int) -> Path:
+    """Where saved weights lie."""
+    return folder / "weights" / str(number)
+
+
+def sampler_id(session: str, number: int) -> str:
+    """The id of a session's sampling client."""
+    return f"{session}:sample:{number}"
+
+
+def model_id(session: str, number: int) -> str:
+    """The id of a session's training client; the tinker client forms it too."""
+    return f"{session}:train:{number}"
+
+
+def _name(record: ModelRecord) -> str:
+    return f"m{record.number}"
+
+
+def _check_optimizer(kind: str) -> None:
+    if kind != "adamw":
+        raise ConfigError("optimizer_config.type", kind, "this server has adamw")

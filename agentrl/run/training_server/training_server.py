@@ -1,0 +1,192 @@
+"""A training server's parts together: the folder with its state, the learner in this process, an engine beside it, the
+door. All of it ends with this process, however that ends; the folder stays, and the next life goes on from it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from agentrl.config import EngineSettings
+from agentrl.engine.client import EngineClient
+from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.running_engine import Door, running_engine
+from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
+from agentrl.http.bounds import ServerBounds, raise_open_files
+from agentrl.http.http_server import listen
+from agentrl.learner.adapter_learner import AdapterLearner
+from agentrl.models.resolve import model_dir
+from agentrl.run.serving.serve import end_on_signal
+from agentrl.run.training_server.call_log import CallLog
+from agentrl.run.training_server.sampling_calls import SamplingCalls
+from agentrl.run.training_server.tinker_api import TinkerApi
+from agentrl.run.training_server.tinker_messages import messages
+from agentrl.run.training_server.training_calls import TrainingCalls
+
+_PREFIX = "tml-"  # the client takes no other keys
+_BOUNDS = ServerBounds(body_bytes=256 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingServerSettings:
+    """`state` is the folder that outlives the server; `key_variable` names the environment variable with the key, None:
+    that of the folder, which the first life makes; `no_key`: everybody who reaches the address may train."""
+
+    model: str
+    state: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key_variable: str | None = None
+    no_key: bool = False
+    max_context: int = 2048
+    threads: int = 1
+    max_batch: int = 128
+    kv_cache_mb: int = 512
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTrainingServer:
+    """Where it answers, its key, and its engine."""
+
+    url: str
+    key: str | None
+    engine: trio.Process
+
+
+def serve_training(settings: TrainingServerSettings) -> None:
+    """Serve until SIGINT or SIGTERM. When everything answers, prints how to use it, and last its URL on a line of its
+    own. Raises as `training_server`, and EngineUnavailable if the engine ends by itself."""
+
+    async def main() -> int | None:
+        status = None
+        async with training_server(settings) as server:
+            for line in _announced(settings, server):
+                print(line, flush=True)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end_on_signal, nursery.cancel_scope)
+                status = await server.engine.wait()
+                nursery.cancel_scope.cancel()
+        return status
+
+    with suppress(KeyboardInterrupt):  # Ctrl-C while it starts
+        try:
+            status = trio.run(main)
+        except BaseExceptionGroup as group:
+            raise matters(group) from None
+        if status is not None:
+            raise EngineUnavailable(f"the engine ended by itself with exit status {status}")
+
+
+@asynccontextmanager
+async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[RunningTrainingServer]:
+    """A server for as long as the block runs. Raises UsageError for a setting or a folder that cannot be."""
+    messages()
+    folder = settings.state.absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder):
+        key, model = _key(settings, folder), model_dir(settings.model)
+        listeners = await _listening(settings)
+        learner = await trio.to_thread.run_sync(_learner, settings, model)
+        engine = EngineSettings(
+            threads=settings.threads,
+            max_batch=settings.max_batch,
+            kv_cache_mb=settings.kv_cache_mb,
+            weights_from=[str(folder)],
+        )
+        running = running_engine(model, engine, door=Door(), max_context=settings.max_context)
+        with CallLog(folder / "calls.sqlite") as log:
+            async with (
+                running as (engine_url, process),
+                aclosing(EngineClient(engine_url, vocabulary=learner.vocab)) as client,
+                trio.open_nursery() as nursery,
+            ):
+                api = TinkerApi(
+                    log, key=key, name=settings.model, tokenizer=str(model), max_context=settings.max_context
+                )
+                api.training = TrainingCalls(
+                    log, learner, folder, most_tokens=settings.max_context, answered=api.answered
+                )
+                api.sampling = SamplingCalls(
+                    log,
+                    client,
+                    folder,
+                    max_context=settings.max_context,
+                    places=settings.max_batch,
+                    ends=Renderer(model).stop_token_ids,
+                    answered=api.answered,
+                )
+                await nursery.start(api.training.run)
+                await nursery.start(api.sampling.run)
+                raise_open_files(_BOUNDS)
+                nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
+                host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                port = listeners[0].socket.getsockname()[1]
+                yield RunningTrainingServer(f"http://{host}:{port}", key, process)
+                nursery.cancel_scope.cancel()
+
+
+async def _listening(settings: TrainingServerSettings) -> list[trio.SocketListener]:
+    try:
+        return await trio.open_tcp_listeners(settings.port, host=settings.host)
+    except OSError as error:
+        hint = f"cannot listen there ({error.strerror}): give another --host or --port"
+        raise ConfigError("port", f"{settings.host}:{settings.port}", hint) from error
+
+
+def _learner(settings: TrainingServerSettings, model: Path) -> AdapterLearner:
+    return AdapterLearner(model, device=settings.device, threads=settings.threads)
+
+
+def _announced(settings: TrainingServerSettings, server: RunningTrainingServer) -> list[str]:
+    key = "key: none; everybody who reaches this address may train: a client gives any key that begins with tml-"
+    if server.key is not None:
+        key = (
+            f"key: export TINKER_API_KEY={server.key if settings.key_variable is None else f'${settings.key_variable}'}"
+        )
+    return [
+        f"model: {settings.model}; state: {settings.state}",
+        f"a client: export TINKER_BASE_URL={server.url}",
+        key,
+        server.url,
+    ]
+
+
+def _key(settings: TrainingServerSettings, folder: Path) -> str | None:
+    """The server's key. Raises UsageError for one that is not set, or that no client would send."""
+    if settings.no_key:
+        if settings.key_variable is not None:
+            raise UsageError("--no-key and --api-key-env: give one of them")
+        return None
+    if settings.key_variable is not None:
+        key = os.environ.get(settings.key_variable, "")
+        if not key.startswith((_PREFIX, "eyJ")):
+            hint = f"it has to begin with {_PREFIX}, or the tinker client will not send it"
+            raise UsageError(f"--api-key-env {settings.key_variable}: export a key there; {hint}")
+        return key
+    file = folder / "key"
+    if not file.is_file():
+        draft = folder / f".key.{secrets.token_hex(4)}"
+        draft.touch(mode=0o600)
+        draft.write_text(f"{_PREFIX}{secrets.token_urlsafe(24)}")
+        draft.rename(file)
+    return file.read_text()
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Hold the folder. Raises UsageError if another server does."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"--state {str(folder)!r}: another server has it: end that one, or give another") from None
+        yield
