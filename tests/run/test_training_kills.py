@@ -1,0 +1,216 @@
+"""A training server that is killed goes on where it was: every future it accepted has its answer, and no step is made
+twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from agentrl.learner.adapter_learner import AdapterLearner
+from agentrl.models.resolve import model_dir
+from agentrl.run.training_server.call_log import Call, CallAnswer, CallEffects, CallLog
+from agentrl.run.training_server.training_calls import TrainingCalls, model_id
+
+from .training_servers import MODEL, in_process
+
+pytestmark = [
+    pytest.mark.tinker,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+ROWS = [[5, 9, 40, 77, 12, 300], [8, 8, 31, 2]]
+MODEL_ID = model_id("s", 0)
+
+
+class Killed(BaseException):
+    """Nothing in the server catches it."""
+
+
+class DyingLog(CallLog):
+    """Its process ends at the answer of call `at`: before it is written, or after."""
+
+    def __init__(self, file: Path, at: int | None = None, *, written: bool = False) -> None:
+        super().__init__(file)
+        self._at, self._written = at, written
+
+    def answer(self, call: Call, answer: CallAnswer, effects: CallEffects | None = None) -> None:
+        if call.place == self._at and not self._written:
+            raise Killed
+        super().answer(call, answer, effects)
+        if call.place == self._at:
+            raise Killed
+
+
+def forward_backward(row: Sequence[int], *, loss: str = "cross_entropy") -> bytes:
+    from tinker import types
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    inputs: Any = {"target_tokens": list(row[1:])}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(list(row[:-1])), loss_fn_inputs=inputs)
+    given = types.ForwardBackwardInput(data=[datum], loss_fn=loss)  # pyright: ignore
+    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id=MODEL_ID, seq_id=1)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def fields(**given: object) -> bytes:
+    return json.dumps(given).encode()
+
+
+STEP = fields(adam_params={"learning_rate": 1e-2, "eps": 1e-2})
+CALLS = [
+    ("create_model", fields(session_id="s", model_seq_id=0, base_model=MODEL, lora_config={"rank": 2, "seed": 1})),
+    ("forward_backward", forward_backward(ROWS[0])),
+    ("forward_backward", forward_backward(ROWS[1])),
+    ("optim_step", STEP),
+    ("save_weights", fields(path="kept")),
+    ("forward_backward", forward_backward(ROWS[0])),
+    ("forward_backward", forward_backward(ROWS[0], loss="unknown")),
+    ("forward", forward_backward(ROWS[1])),
+    ("optim_step", STEP),
+    ("optim_step", STEP),  # without gradients
+    ("load_weights", fields(path=f"tinker://{MODEL_ID}/weights/kept", optimizer=True)),
+    ("forward_backward", forward_backward(ROWS[1])),
+    ("save_weights_for_sampler", fields(path="shown")),
+    ("optim_step", STEP),
+]
+"""All kinds of calls, gradients of several before a step, and failures."""
+
+
+def live(folder: Path, log: CallLog) -> bool:
+    """One life of the server: calls that are not there yet come, all are computed. Returns whether it was killed."""
+    folder.mkdir(exist_ok=True)
+    learner = AdapterLearner(model_dir(MODEL))
+    left = trio.Event()
+
+    def answered(call: str) -> None:
+        if call == f"{MODEL_ID}:{len(CALLS) - 1}":
+            left.set()
+
+    async def main() -> None:
+        calls = TrainingCalls(log, learner, folder, most_tokens=64, answered=answered)
+        for place, (kind, body) in enumerate(CALLS):
+            model = None if place else MODEL_ID
+            log.accept(session="s", owner=MODEL_ID, place=place, kind=kind, body=body, model=model)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(calls.run)
+            with trio.fail_after(120):
+                await left.wait()
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(main)
+    except BaseExceptionGroup as group:
+        if group.split(Killed)[1] is not None:
+            raise
+        return True
+    finally:
+        log.close()
+    return False
+
+
+def everything(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+    """All answers, and the bytes of all weights."""
+    with sqlite3.connect(folder / "calls.sqlite") as database:
+        answers = database.execute("SELECT place, form, answer FROM calls ORDER BY place").fetchall()
+    files = [path for path in folder.rglob("*.safetensors") if not path.name.startswith(".")]
+    return answers, {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, bytes]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert not live(folder, DyingLog(folder / "calls.sqlite"))
+    found = everything(folder)
+    kinds = [form for _, form, _ in found[0]]
+    assert [place for place, form in enumerate(kinds) if form == "failed"] == [6, 9]
+    assert sorted(found[1]) == [
+        f"models/1/{len(CALLS) - 1}.safetensors",
+        "weights/13/adapter_model.safetensors",
+        "weights/5/state.safetensors",
+    ]
+    return found
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before an answer is written", "after"])
+@pytest.mark.parametrize("at", range(len(CALLS)))
+def test_killed_at_any_call_it_ends_as_if_it_had_not_been(
+    at: int, written: bool, tmp_path: Path, undisturbed: tuple[list[Any], dict[str, bytes]]
+) -> None:
+    assert live(tmp_path, DyingLog(tmp_path / "calls.sqlite", at, written=written))
+    answered = everything(tmp_path)[0][: at + written]
+    assert all(form is not None for _, form, _ in answered)
+    again = live(tmp_path, CallLog(tmp_path / "calls.sqlite")) if at + written < len(CALLS) else False
+    assert not again
+    answers, files = everything(tmp_path)
+    assert answers[: at + written] == answered
+    assert answers == undisturbed[0]
+    assert {name: files.get(name) for name in undisturbed[1]} == undisturbed[1]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_a_client_goes_on_over_kills_of_its_server(tmp_path: Path) -> None:
+    import tinker
+    from tinker import types
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    state = tmp_path / "state"
+    params = types.AdamParams(learning_rate=1e-2, eps=1e-2)
+    data = [
+        types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": row[1:]})  # pyright: ignore
+        for row in ROWS
+    ]
+
+    def logprobs(future: Any) -> list[list[float]]:
+        return [output["logprobs"].tolist() for output in future.result().loss_fn_outputs]
+
+    def in_log(kind: str) -> int:
+        with sqlite3.connect(state / "calls.sqlite") as database:
+            return database.execute("SELECT count(*) FROM calls WHERE kind = ?", (kind,)).fetchone()[0]
+
+    with in_process(state, port) as process:
+        service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=(state / "key").read_text())
+        trainer = service.create_lora_training_client(MODEL, rank=2, seed=1).result()
+        found = [logprobs(trainer.forward_backward(data, "cross_entropy"))]  # answered, and its gradient not stepped
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    stepped = [trainer.optim_step(params)]  # nobody listens
+    with in_process(state, port) as process:
+        stepped[0].result()
+        second, third = trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(params)
+        sampler = service.create_sampling_client(base_model=MODEL).result()
+        sampled = sampler.sample(types.ModelInput.from_ints(ROWS[0]), 2, types.SamplingParams(max_tokens=4, stop=[]))
+        until(lambda: in_log("optim_step") == 2 and in_log("sample") == 1)
+        process.send_signal(signal.SIGKILL)  # it has promised three futures
+        process.wait()
+    with in_process(state, port):
+        third.result()
+        found += [logprobs(second), logprobs(trainer.forward(data, "cross_entropy"))]
+        assert [len(one.tokens) for one in sampled.result().sequences] == [4, 4]
+        assert in_log("optim_step") == 2
+        alone = service.create_lora_training_client(MODEL, rank=2, seed=1).result()
+        wanted = []
+        for _ in range(2):
+            wanted.append(logprobs(alone.forward_backward(data, "cross_entropy")))
+            alone.optim_step(params).result()
+        wanted.append(logprobs(alone.forward(data, "cross_entropy")))
+        assert found == wanted
+        assert all(one != other for one, other in pairwise(found))
+        service.close("success").result()
