@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.completion import environment_ids
+
 
 def demos(
-    env: Annotated[str, typer.Argument(help="Environment id")],
+    env: Annotated[str, typer.Argument(autocompletion=environment_ids, help="Environment id")],
     out: Annotated[Path, typer.Option(help="The file, JSON lines for the data of agentrl sft")],
     n: Annotated[int, typer.Option(min=1, help="Demonstrations, one for each task")] = 500,
     mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share in which an oracle acts that errs")] = 0.0,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from agentrl.store.interfaces import Versions
 
 
-_RUN = Annotated[Path, typer.Argument(help="A run directory")]
+_RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run directory")]
 
 
 def fork(
@@ -152,7 +153,12 @@ def _store() -> None:
 
 @store.command("copy")
 def copy(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory; the run must not be under way")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", autocompletion=run_folders, help="The run's directory; the run must not be under way"
+        ),
+    ],
     to: Annotated[str, typer.Option("--to", help="postgresql://user@host/database, or sqlite: a file in the folder")],
 ) -> None:
     """Copy a run's store to PostgreSQL or back to a file; the run goes on with the copy, the old store is kept."""

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.completion import run_folders
 from agentrl.errors import AgentRLError, UsageError
 
 
 def health(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
 ) -> None:
     """Say what goes wrong in a run: the cause, the figures that show it, and what to type. Changes nothing. Exit code

@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
+from agentrl.cli.command_groups import arrange
+from agentrl.cli.completion import environment_ids, run_folders
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
 from agentrl.cli.health import health
@@ -26,6 +28,7 @@ from agentrl.cli.offline import chaos, export, retrain, sft, trace
 from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
+from agentrl.cli.runs import runs
 from agentrl.cli.steer import pause, resume
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train language-model agents with reinforcement learning.",
@@ -44,6 +46,7 @@ _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 add_commands(app)
 for command in (
+    runs,
     status,
     health,
     view,
@@ -117,7 +120,9 @@ def train(
     file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(autocompletion=run_folders, help="Continue the run in this directory")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
     alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
@@ -166,8 +171,13 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    what: Annotated[str | None, typer.Argument(help="A run directory, a model folder, a registered or hub id")] = None,
-    env: Annotated[str | None, typer.Option(help="Environment id; default: the run's own")] = None,
+    what: Annotated[
+        str | None,
+        typer.Argument(autocompletion=run_folders, help="A run directory, a model folder, a registered or hub id"),
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option(autocompletion=environment_ids, help="Environment id; default: the run's own")
+    ] = None,
     n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
@@ -273,7 +283,7 @@ def _evaluate_endpoint(
 
 @app.command()
 def audit(
-    path: Annotated[Path, typer.Argument(help="A run directory")],
+    path: Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run directory")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Check that a run kept the laws; exit code 1 if one is broken."""
@@ -297,7 +307,7 @@ def audit(
 
 @app.command()
 def play(
-    env: Annotated[str, typer.Argument(help="Environment id")],
+    env: Annotated[str, typer.Argument(autocompletion=environment_ids, help="Environment id")],
     seed: Annotated[int, typer.Option(min=0)] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
 ) -> None:
@@ -333,7 +343,7 @@ def new_env(
 
 @app.command()
 def validate(
-    env: Annotated[str, typer.Argument(help="Environment id")],
+    env: Annotated[str, typer.Argument(autocompletion=environment_ids, help="Environment id")],
     n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
@@ -598,3 +608,6 @@ def bench(
         raise UsageError(f"no benchmark {name!r}; known: {known}")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us
+
+
+arrange(app)

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from agentrl.cli import tables
+from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A folder of agentrl train or agentrl sft; it may go on meanwhile")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            autocompletion=run_folders, help="A folder of agentrl train or agentrl sft; it may go on meanwhile"
+        ),
+    ],
     hf: Annotated[Path, typer.Option(help="The folder to write, as Hugging Face lays it out; new or empty")],
     step: Annotated[int | None, typer.Option(min=1, help="Of which step; default: the newest checkpoint")] = None,
     role: Annotated[str | None, typer.Option(help="The model of this role, where it trained one of its own")] = None,
@@ -38,7 +44,9 @@ def export(
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory; it may go on meanwhile")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory; it may go on meanwhile")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="The file to write, compressed if it ends with .gz; default: RUN/trace.json.gz")
     ] = None,
@@ -150,7 +158,9 @@ def chaos(
 
 
 def retrain(
-    path: Annotated[Path, typer.Argument(help="A run directory; the run may go on meanwhile")],
+    path: Annotated[
+        Path, typer.Argument(autocompletion=run_folders, help="A run directory; the run may go on meanwhile")
+    ],
     step: Annotated[int, typer.Option(min=1, help="The optimizer step to train again")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Train this step otherwise: algo.clip_low=0.1, train.lr=1e-5")

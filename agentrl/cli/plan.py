@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from agentrl.cli import tables
+from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ def _table(found: Plan) -> Table:
 
 
 def advise(
-    run: Annotated[Path, typer.Argument(help="A run directory, of a finished run or one that goes on")],
+    run: Annotated[
+        Path, typer.Argument(autocompletion=run_folders, help="A run directory, of a finished run or one that goes on")
+    ],
     gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs too")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the lines")] = False,
 ) -> None:

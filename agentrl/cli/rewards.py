@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
+from agentrl.cli.completion import run_folders
 
-_RUN = Annotated[Path, typer.Argument(help="A run directory")]
+_RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run directory")]
 
 
 def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:

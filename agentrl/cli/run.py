@@ -11,13 +11,14 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.run.run_folder import RunDir
 
 
-_RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")]
+_RUN = Annotated[Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory")]
 _TAIL = 1 << 20  # bytes at a log's end that are searched for its last lines
 _POLL_S = 0.2
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}

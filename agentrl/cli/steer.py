@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-_RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory")]
+from agentrl.cli.completion import run_folders
+
+_RUN = Annotated[Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory")]
 
 
 def pause(

@@ -10,12 +10,16 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
 
 def view(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run directories, or folders of such; default: runs")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...", autocompletion=run_folders, help="Run directories, or folders of such; default: runs"
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8642,
@@ -54,7 +58,10 @@ def view(
 
 def metrics(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run directories, or folders of such; default: runs")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...", autocompletion=run_folders, help="Run directories, or folders of such; default: runs"
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 9464,

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, cast
 
 from agentrl import config as configuration
@@ -14,6 +14,7 @@ from agentrl.records import StopReason
 from agentrl.run.evaluation import held_out
 from agentrl.run.health.examine import examine
 from agentrl.run.health.run_facts import read_facts
+from agentrl.run.reporting import status
 from agentrl.store.metrics import Metric, finite
 from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
 from agentrl.view.notes import notes_of
@@ -22,7 +23,6 @@ from agentrl.view.opened_runs import OpenedRun, is_live
 Json = dict[str, Any]
 _SPARK = 60  # points of a curve in a line of the list
 _RECENT = 10  # steps in a mean
-_PACE = 20  # steps from which the next ones' time is told
 _FAULTS = 50  # marks of one kind
 
 
@@ -45,7 +45,7 @@ def line(opened: OpenedRun) -> Json:
         "phase": state["phase"],
         "step": state["step"],
         "steps": state["steps"],
-        "eta_s": _eta(rows, config.train.steps) if is_live(state) else None,
+        "eta_s": status.eta_s(rows, config.train.steps) if is_live(state) else None,
         "reward": _mean(values[-_RECENT:], "outcome_mean"),
         "success": state["success"],
         "held_out": [list(point) for point in state["held_out"].items()],
@@ -182,12 +182,6 @@ def _thinned(values: Sequence[float | None]) -> list[float | None]:
     edges = [len(values) * k // _SPARK for k in range(_SPARK + 1)]
     parts = ([value for value in values[a:b] if value is not None] for a, b in itertools.pairwise(edges))
     return [fmean(part) if part else None for part in parts]
-
-
-def _eta(rows: Sequence[Metric], steps: int) -> float | None:
-    """Seconds until the last step, by the median time of the last steps; None before there are two."""
-    gaps = [after.time_s - before.time_s for before, after in itertools.pairwise(rows[-_PACE:])]
-    return median(gaps) * max(0, steps - rows[-1].step) if gaps else None
 
 
 def _final(opened: OpenedRun) -> Json | None:

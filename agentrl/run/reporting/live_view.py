@@ -31,6 +31,7 @@ from agentrl.run.health.examine import HealthLines
 from agentrl.run.health.run_facts import read_facts
 from agentrl.run.reporting import report
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
+from agentrl.run.reporting.status import duration, eta_s
 from agentrl.run.supervisor import MEASURING, TRAINING, Supervisor
 from agentrl.store.run_values import LEARNER_WAITS
 
@@ -214,7 +215,7 @@ class LiveView:
         table.add_column(style="dim", justify="right")
         table.add_column()
         table.add_row("phase", supervisor.phase)
-        table.add_row("step", _bar(step, config.train.steps))
+        table.add_row("step", _bar(step, config.train.steps, eta_s(metrics, config.train.steps)))
         if recent:
             self._numbers(table, recent, [row.values for row in metrics])
         for alarm in recent[-1].get("alarms", ()) if recent else ():
@@ -252,9 +253,10 @@ def _age(supervisor: Supervisor) -> str:
     return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-def _bar(step: int, steps: int) -> RenderableType:
+def _bar(step: int, steps: int, left_s: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40))
+    left = f"{duration(left_s)} left" if left_s else ""
+    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40), Text(left))
     return grid
 
 

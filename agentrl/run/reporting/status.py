@@ -10,7 +10,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,11 +26,13 @@ from agentrl.run.reporting import report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
+from agentrl.store.metrics import Metric
 from agentrl.store.run_values import LEARNER_WAITS, PAUSED, PHASE, STOP_WANTED, STOPPED_EARLY, TAKES_NO_SIGNALS
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
 _RECENT = 10  # steps in a mean
+_PACE = 20  # steps from which the next ones' time is told
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
 _POLL_S = 0.1
@@ -106,6 +108,20 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
         "checkpoint": None if checkpoint is None else checkpoint.step,
     }
+
+
+def eta_s(rows: Sequence[Metric], steps: int) -> float | None:
+    """Seconds until optimizer step `steps`, by the median time of the last ones; None before there are two."""
+    gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_PACE:])]
+    return median(gaps) * max(0, steps - rows[-1].step) if gaps else None
+
+
+def duration(seconds: float) -> str:
+    """A time for a person, as `2 h 05 min`, `3 min 20 s` or `45 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
