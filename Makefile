@@ -105,6 +105,26 @@ test-remote: remote ## the tests marked remote, in .venv-remote
 	AGENTRL_REQUIRE=remote $(REMOTE)/bin/python -m pytest -n $(WORKERS) --durations=10 -m remote \
 	  $$(grep -rlF mark.remote tests --include='*.py') $(ARGS)
 
+# Agent programs run as commands, in a box that sees these folders.
+PROGRAMS := $(VENV)-programs
+PYTHON_312 ?= 3.12
+.PHONY: programs programs-all
+programs: $(PROGRAMS)/.ready ## agent programs for the tests marked programs: OpenAI Agents SDK, LangGraph, qwen-code
+
+$(PROGRAMS)/.ready: requirements/programs.txt requirements/npm.sh | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(PROGRAMS)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(PROGRAMS)/bin/python -r requirements/programs.txt
+	sh requirements/npm.sh $(PROGRAMS) @qwen-code/qwen-code@0.24.4
+	@touch $@
+
+programs-all: $(PROGRAMS)-all/.ready ## those of the tests marked programs_all too: Codex, OpenHands, Harbor; PYTHON_312=PATH of a Python 3.12
+
+$(PROGRAMS)-all/.ready: requirements/programs-all.txt $(PROGRAMS)/.ready
+	$(BIN)/uv venv --quiet --allow-existing --python $(PYTHON_312) $(PROGRAMS)-all
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(PROGRAMS)-all/bin/python -r requirements/programs-all.txt
+	sh requirements/npm.sh $(PROGRAMS)-all @openai/codex@0.171.0
+	@touch $@
+
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -145,7 +165,7 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm programs programs-all)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
@@ -156,6 +176,8 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	  -o requirements/remote.txt
 	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
+	$(COMPILE) requirements/programs.in -o requirements/programs.txt
+	$(COMPILE) --python-version 3.12 requirements/programs-all.in -o requirements/programs-all.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
 
@@ -166,4 +188,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) build/site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all build/site .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,15 @@ def _remote() -> str | None:
     return f"not installed: {', '.join(missing)} (make test-remote)" if missing else None
 
 
+def _programs(name: str = "programs") -> str | None:
+    ready = Path(__file__).parent.parent / f".venv-{name}" / ".ready"
+    return None if ready.is_file() else f"not installed: .venv-{name} (make {name})"
+
+
+def _programs_all() -> str | None:
+    return _programs("programs-all")
+
+
 def _smollm2() -> str | None:
     from agentrl.models.smollm2 import absent
 
@@ -147,6 +157,8 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "adapters": _adapters,
     "tinker": _tinker,
     "remote": _remote,
+    "programs": _programs,
+    "programs_all": _programs_all,
     "smollm2": _smollm2,
     "templates": _templates,
     "ray": _ray,
