@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from agentrl.errors import ToolError
 from agentrl.records import StopReason
 from agentrl.run.health.examine import HealthLines, examine
 from agentrl.run.health.run_facts import EpisodeFacts, HostFacts, RunFacts, read_facts
+from agentrl.run.reporting.live_view import Warnings
+from agentrl.run.run_folder import RunDir
+from agentrl.run.supervisor import TRAINING
 from agentrl.store import RunStore
 
 CONFIG = parse({"model": "m", "env": {"id": "test/Env-v0"}})
@@ -134,3 +138,19 @@ async def test_an_environment_writes_down_which_of_its_tools_failed() -> None:
     await env.aclose()
     assert [info.get("tool_errors") for info in infos] == [None, {"buy": 2}, None]
     assert infos[2]["parse_failure"] == "content", "wrong arguments are the model's fault, not the tool's"
+
+
+def test_who_watches_a_run_hears_of_its_health(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    with RunStore.open(run.store_path) as store:
+        watched: Any = SimpleNamespace(phase=TRAINING, store=store, config=CONFIG, run=run, started_s=0.0)
+        for step in (1, 2, 3):
+            store.confirm_version(store.mint_version(step))
+            store.record("step", step, {"updated": True, "grad_norm": 1.0, "turns_cut": 0.5})
+        with caplog.at_level(logging.WARNING), Warnings() as view:
+            view.tick(watched)
+            view.tick(watched)
+    figures = "50%, 50%, 50% of the turns; at most 64 tokens"
+    assert [record.message for record in caplog.records] == [
+        f"health: most turns are cut before the model has ended them ({figures}): agentrl health {run.path}"
+    ]
