@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.cli.main import main
 from agentrl.config import parse
 from agentrl.env import ToolEnv, tool
 from agentrl.errors import ToolError
@@ -154,3 +155,16 @@ def test_who_watches_a_run_hears_of_its_health(tmp_path: Path, caplog: pytest.Lo
     assert [record.message for record in caplog.records] == [
         f"health: most turns are cut before the model has ended them ({figures}): agentrl health {run.path}"
     ]
+
+
+@pytest.mark.parametrize("broken", ["absent", "garbage"])
+def test_a_run_that_cannot_be_read_is_exit_code_2(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if broken == "garbage":
+        RunDir.create(tmp_path / "run", CONFIG).store_path.write_bytes(b"nothing of a store" * 1000)
+    monkeypatch.setattr("sys.argv", ["agentrl", "health", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err

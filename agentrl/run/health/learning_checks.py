@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.run.health.advice import Advice, mean, middle
@@ -92,8 +92,8 @@ def entropy_collapse(facts: RunFacts) -> Advice | None:
     )
 
 
-def _success(rows: tuple[Mapping[str, Any], ...] | Any) -> float:
-    """Of some steps: success, else the outcome reward."""
+def _success(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The success of some steps, else their outcome reward."""
     found = [value for row in rows if (value := number(row, "success_mean")) is not None]
     return mean(found or [value for row in rows if (value := number(row, "outcome_mean")) is not None])
 

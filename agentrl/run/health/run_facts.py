@@ -26,7 +26,7 @@ from agentrl.run.evaluation import held_out
 from agentrl.run.reporting.status import STEPS_COME, holder
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
-from agentrl.store import EpisodeFilter, EpisodeRow
+from agentrl.store import EpisodeFilter, EpisodeRow, RunStore
 from agentrl.store.interfaces import ReadStore
 from agentrl.store.run_values import PHASE
 
@@ -182,8 +182,6 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 def facts_of(run: RunDir) -> RunFacts:
     """The facts of a run in a folder, whoever holds it. Raises as `RunDir.config` and `RunStore.read` do."""
-    from agentrl.store import RunStore
-
     with RunStore.read(run.store_path) as store:
         return read_facts(store, run.config(), run.path, live=holder(run).kind != "nobody")
 
