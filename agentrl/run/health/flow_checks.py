@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agentrl.run.health.advice import Advice, mean, percent, share
 from agentrl.run.health.run_facts import RECENT, RunFacts
 
-_IDLE = 0.9  # of the learner's time, in each step
+_IDLE = 0.95  # of the learner's time, in each step: on shared cores, engines use what it leaves
 _EMPTY = 0.9  # of the time without any episode
 _STALE = 0.2  # of the tokens
 _LOST = 0.15  # of the episodes
@@ -21,6 +21,8 @@ _LATE, _LATE_S = 10.0, 60.0  # times a step's usual time, and at least so many s
 def learner_starves(facts: RunFacts) -> Advice | None:
     """The learner waits for episodes nearly all the time."""
     idle, busy = facts.values("idle_s"), facts.values("busy_s")
+    if facts.config.engine.colocated:  # they take turns on one GPU
+        return None
     if (
         len(idle) < RECENT
         or not facts.span_s > 0
