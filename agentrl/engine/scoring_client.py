@@ -19,6 +19,7 @@ from trio.lowlevel import RunVar
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import parse_json, prompt_logprobs, score_json
+from agentrl.env.image_parts import with_parts
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, ScoreError
 from agentrl.host.clocks import granted
 from agentrl.records import EngineKey, Json, Message
@@ -101,7 +102,7 @@ class ScoringClient:
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
     ) -> tuple[Mapping[str, Json], int | None]:
         """The same, and how many tokens the model wrote, if the server counts them."""
-        asked: dict[str, Json] = {**self._model, "messages": list(messages), **options}
+        asked: dict[str, Json] = {**self._model, "messages": [with_parts(message) for message in messages], **options}
         answer = await self._post("/v1/chat/completions", asked, deadline_s)
         try:
             message = dict(answer["choices"][0]["message"])

@@ -74,6 +74,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         "sampling_params": params,
         "stream": stream,
     }
+    if request.images:
+        body["images"] = [image.url for image in request.images]
     return body if request.model is None else body | {"model": request.model}
 
 

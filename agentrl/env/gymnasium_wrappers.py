@@ -6,14 +6,16 @@ episode at most, and know neither model nor tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import RecordConstructorArgs
 
 from agentrl.env.core import Env, ResetResult, StepResult, as_messages
+from agentrl.env.image_parts import with_images
 from agentrl.records import Message, StopReason
+from agentrl.tokens import images
 
 Wrapper = gymnasium.Wrapper[Any, str, Any, str]
 
@@ -69,8 +71,10 @@ class Rendered(Wrapper):
 
 
 def shown(message: Message) -> str:
-    """The speaker, and the text below, as a terminal may show them."""
-    return "\n".join([f"[{message['role']}]", *map(printable, message["content"].splitlines())])
+    """The speaker, and the text below, as a terminal may show them; of images, their sizes."""
+    read = cast("Message", with_images(message))
+    sizes = [f"[image of {image.width} x {image.height} pixels]" for image in images.of_messages([read])]
+    return "\n".join([f"[{read['role']}]", *map(printable, read["content"].splitlines()), *sizes])
 
 
 def printable(text: str) -> str:

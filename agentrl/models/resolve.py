@@ -88,7 +88,12 @@ def slot_dir(config: RunConfig, name: str) -> Path:
 def renderer_of(config: RunConfig) -> Renderer:
     """What turns the run's messages into tokens, the same in every process that plays or measures. Raises ModelError,
     also for an argument that the model's chat template does not read."""
-    return Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
+    renderer = Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
+    if config.engine.kind != "embedded" and not renderer.no_images:
+        renderer.no_images = (
+            f'engine.kind = {config.engine.kind!r} is sent no images so far (give "embedded", or no images)'
+        )
+    return renderer
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:

@@ -35,7 +35,7 @@ from agentrl.store import TRAIN, EnvSnapshot, EpisodeRow, MovedGroup, MovedMembe
 from agentrl.store.codec import pack_answer, pack_identity, pack_messages, pack_task, unpack_answer, unpack_task
 from agentrl.store.episodes.endings import Ending
 from agentrl.store.interfaces import MovingStore, ReadStore
-from agentrl.tokens import staleness
+from agentrl.tokens import images, staleness
 
 FORMAT: Final = "agentrl episodes 1"
 _LEVEL: Final = 3
@@ -372,7 +372,8 @@ class _Naming:
 def _member(said: MemberLine, tokens: int | None, *, snapshots: bool) -> MovedMember:
     part, kept, ending = said.partial, said.snapshot, said.ending
     for line in (*said.turns, *([part] if part is not None else ())):
-        if tokens is not None and max((*line.prompt_ids, *line.token_ids), default=0) >= tokens:
+        ids = (*(id for id in line.prompt_ids if id < images.FIRST), *line.token_ids)
+        if tokens is not None and max(ids, default=0) >= tokens:
             raise ValueError(f"a token beyond the model's {tokens}")
     snapshot = None
     if kept is not None and snapshots:
@@ -468,7 +469,7 @@ def _checked(text: str, kind: type, *, loads: bool = False) -> Any:
 
 def _messages(text: str) -> tuple[Any, ...]:
     messages = tuple(_checked(text, list, loads=True))
-    if reason := Messages(max_messages=100_000, max_length=_LINE).why_not(messages):
+    if reason := Messages(max_messages=100_000, max_length=_LINE, max_images=_LINE).why_not(messages):
         raise ValueError(reason)
     return messages
 

@@ -39,7 +39,7 @@ NO_SHORTER: Final = "no_shorter"
 _NOTES: Final = "Your notes on what has happened so far:"
 _LEFT_OUT: Final = "(left out)"
 _AROUND: Final = 64  # tokens that a template may write around a message
-_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)
+_MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize, max_images=spaces.MOST_IMAGES)
 
 
 def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
@@ -98,7 +98,9 @@ def as_before(step: Step, before: Step) -> Step:
 
 
 def most_tokens(messages: Messages) -> int:
-    """At least as many as the messages have tokens: a token stands for a byte or more."""
+    """At least as many as the messages have tokens: a token stands for a byte or more, and an image for any number."""
+    if any("images" in message for message in messages):
+        return sys.maxsize
     return sum(len(message["content"].encode(errors="replace")) + _AROUND for message in messages)
 
 

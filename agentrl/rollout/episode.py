@@ -54,6 +54,7 @@ from agentrl.rollout.resume_modes import resumed
 from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
 from agentrl.store.interfaces import EpisodeStore
+from agentrl.tokens import images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,6 +425,7 @@ class _Episode:
             version=await context.opponents.version(context.store, claim, prompt.role, self._turns, self._begun),
             experts_from=untold(self._turns, prompt.parent) if context.experts and learns else None,
             kept=trains and learns and sampling.cuts,
+            images=self._shown(prompt.context),
         )
         begun = self._begun or Partial(
             index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()
@@ -463,6 +465,13 @@ class _Episode:
             started_s=begun.started_s,
             ended_s=time.time(),
         )
+
+    def _shown(self, context: Sequence[int]) -> tuple[images.Image, ...]:
+        """The images of a context, which messages of the episode hold."""
+        if max(context, default=0) < images.FIRST:
+            return ()
+        with boundary(EnvError, f"{self._claim.task.env}:"):
+            return images.shown(context, images.of_steps(self._start, (turn.step for turn in self._turns)))
 
     async def _act(self, turn: Turn) -> Step:
         """The environment's answer to a turn; a turn of notes never reaches it. Raises TimeUp, PolicyFault."""

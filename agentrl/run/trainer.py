@@ -318,7 +318,14 @@ def _check_environments(config: RunConfig) -> None:
                 env = make(task.env, **task.kwargs)
                 env.close()
             _warn_of_deadlines(config, task.env, env)
+            _check_images(config, env)
             _check_dialect(config, task.env, env.unwrapped)
+
+
+def _check_images(config: RunConfig, env: Any) -> None:
+    """Check that a model reads the images that an environment declares. Raises ConfigError."""
+    if getattr(env.observation_space, "max_images", 0) and (why := renderer_of(config).no_images):
+        raise ConfigError("model", config.model, f"{env.unwrapped} shows images: {why}")
 
 
 def _check_dialect(config: RunConfig, id: str, env: Any) -> None:

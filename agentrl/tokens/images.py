@@ -128,12 +128,8 @@ def of_messages(messages: Iterable[Message]) -> list[Image]:
 
 def of_steps(start: Sequence[Message], steps: Iterable[Step | None]) -> dict[int, Image]:
     """The images that an episode has shown, by their token. Raises ValueError for two that differ and have the same."""
-    found = dict[int, Image]()
-    for messages in (start, *(messages for step in steps if step for messages in (step.observation, step.history))):
-        for image in of_messages(messages or ()):
-            if found.setdefault(image.token, image).digest != image.digest:
-                raise ValueError(f"two images have the token {image.token}: change a pixel of one")
-    return found
+    said = (start, *(messages for step in steps if step for messages in (step.observation, step.history)))
+    return joined({image.token: image} for messages in said for image in of_messages(messages or ()))
 
 
 def runs(token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -150,6 +146,16 @@ def runs(token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def placed(token_ids: Sequence[int], placeholder: int) -> list[int]:
     """A context with a model's own placeholder in the place of images."""
     return [placeholder if token >= FIRST else token for token in token_ids]
+
+
+def joined(parts: Iterable[Mapping[int, Image]]) -> dict[int, Image]:
+    """All images of several, by their token. Raises ValueError for two that differ and have the same."""
+    found = dict[int, Image]()
+    for part in parts:
+        for token, image in part.items():
+            if found.setdefault(token, image).digest != image.digest:
+                raise ValueError(f"two images have the token {token}: change a pixel of one")
+    return found
 
 
 def shown(token_ids: Sequence[int], known: Mapping[int, Image]) -> tuple[Image, ...]:

@@ -104,7 +104,8 @@ async def test_a_model_that_reads_no_images_ends_the_episode_and_the_policy_is_n
         context(ScriptedEnv([answer], start=shown[0]["content"] if at == "start" else "go"), max_context=100_000),
     )
     assert ending.stop_reason is StopReason.ENV_FAILED
-    assert "reads no images, and a message has one" in ending.detail and "give a model that reads them" in ending.detail
+    assert "reads no images that are known here (give one of" in ending.detail
+    assert "and a message has one" in ending.detail
 
 
 def test_plain_messages_keep_the_order_of_roles_and_nothing_that_a_policy_writes() -> None:

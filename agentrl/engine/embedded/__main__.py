@@ -71,6 +71,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     from agentrl.engine.embedded.batching import Batcher
     from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
     from agentrl.engine.embedded.server import EngineServer
+    from agentrl.engine.embedded.vision_tower import VisionTower
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
     torch.set_num_threads(arguments.threads)
@@ -83,7 +84,9 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
     # More slots than twice the running requests would only hold prefixes that nobody comes back for.
     slots = min(slots, 2 * arguments.max_batch)
-    model = EmbeddedModel(architecture, read_weights(arguments.weights or arguments.model), length=length)
+    weights = read_weights(arguments.weights or arguments.model)
+    tower = VisionTower(arguments.model) if architecture.vision else None
+    model = EmbeddedModel(architecture, weights, length=length, tower=tower)
     batcher = Batcher(
         model,
         KVStore(architecture, slots, length),

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.errors import ModelError
+from agentrl.tokens.vision import FAMILIES, Vision, read_vision
 
-_FAMILIES = {"qwen3": (True, False), "qwen2": (False, True), "llama": (False, False)}  # (q/k norm, q/k/v bias)
-_ROPES = ("default", "linear", "llama3")
+_FAMILIES = {  # (q/k norm, q/k/v bias)
+    "qwen3": (True, False),
+    "qwen2": (False, True),
+    "llama": (False, False),
+    **dict.fromkeys(FAMILIES, (False, True)),
+}
+_ROPES = ("default", "linear", "llama3", "mrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,8 @@ class Architecture:
     tied: bool
     inverse_frequencies: tuple[float, ...]  # of the rotary embedding, [head_dim / 2]
     eos_token_ids: tuple[int, ...]
+    vision: Vision | None = None  # how it reads images; None: it reads none
+    sections: tuple[int, ...] = ()  # of these frequencies, those that turn by a token's time, row, and column
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The name and shape of every weight, under the names that transformers gives them."""
@@ -78,7 +86,9 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    family = config.get("model_type")
+    family, vision = config.get("model_type"), None
+    if family in FAMILIES:
+        vision, config = read_vision(folder), {**config, **config.get("text_config", {})}
     if family not in _FAMILIES:
         raise ModelError(
             f"{path}: the embedded engine serves {', '.join(_FAMILIES)} models, not {family!r}; "
@@ -112,14 +122,20 @@ def read_architecture(folder: Path) -> Architecture:
             tied=bool(config.get("tie_word_embeddings", False)),
             inverse_frequencies=_inverse_frequencies(path, config, head_dim),
             eos_token_ids=tuple(cast("list[int]", eos)) if isinstance(eos, list) else () if eos is None else (eos,),
+            vision=vision,
+            sections=tuple(_rope(config)["mrope_section"]) if vision else (),
         )
     except KeyError as error:
         raise ModelError(f"{path} lacks {error.args[0]!r}") from None
 
 
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
 def _inverse_frequencies(path: Path, config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
     """Rotary frequencies, [head_dim / 2]. Llama 3's stretching of low ones: arXiv 2407.21783, section 3.2."""
-    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
@@ -130,7 +146,7 @@ def _inverse_frequencies(path: Path, config: Mapping[str, Any], head_dim: int) -
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if kind == "linear":
         return tuple(f / rope["factor"] for f in frequencies)
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return tuple(frequencies)
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]

@@ -11,9 +11,9 @@ computing waits for it and copies the shared part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -21,6 +21,12 @@ from agentrl.engine.embedded.cache_slots import CacheSlots, share
 from agentrl.engine.embedded.lora import Adapter, adapted
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows, TokenRun
 from agentrl.records import Finish, SamplingParams, VersionSpan
+from agentrl.tokens import images
+from agentrl.tokens.images import Image
+from agentrl.tokens.vision import Vision
+
+if TYPE_CHECKING:  # it loads transformers
+    from agentrl.engine.embedded.vision_tower import VisionTower
 
 # pyright: reportUnknownMemberType=false
 # (torch leaves parts of its signatures untyped)
@@ -96,15 +102,40 @@ class Emission:
     kept: list[list[int]] = field(default_factory=list[list[int]])
 
 
+class ShownImages:
+    """The images of a prompt: where their tokens lie, and where every token of the request stands."""
+
+    def __init__(self, token_ids: Sequence[int], known: Mapping[int, Image], vision: Vision) -> None:
+        positions = vision.positions(token_ids, known)
+        self._positions_T3 = torch.tensor(positions)
+        self._ahead = int(self._positions_T3.max()) + 1 - len(positions)  # of a sampled token, before its place
+        self._spans = [(start, stop, known[token]) for token, start, stop in images.runs(token_ids)]
+
+    def turned(self, start: int, count: int) -> torch.Tensor:
+        """Time, row and column [count, 3] of so many tokens from `start` on."""
+        prompt_T3 = self._positions_T3[start : start + count]
+        after_T = torch.arange(start + len(prompt_T3), start + count) + self._ahead
+        return torch.cat([prompt_T3, after_T.unsqueeze(1).expand(-1, 3)])
+
+    def within(self, start: int, count: int, tower: VisionTower) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tokens of images among these: the first one's number, from `start` on, and what they are."""
+        for first, stop, image in self._spans:
+            low, high = max(first, start), min(stop, start + count)
+            if low < high:
+                yield low - start, tower(image)[low - first : high - first]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchRequest:
-    """One generation. `tokens` holds the prompt and, behind it, the sampled tokens."""
+    """One generation. `tokens` holds the prompt and, behind it, the sampled tokens; those of images are negative, so
+    that an array of int32 holds them."""
 
     id: str
     tokens: list[int]
     sampling: SamplingParams
     sink: Callable[[Emission], None]
     adapter: Adapter | None = None  # over the weights, for all its tokens
+    shown: ShownImages | None = None  # the images of its prompt
     prompt_length: int = 0
     logprobs: list[float] = field(default_factory=list[float])
     kept: list[list[int]] = field(default_factory=list[list[int]])
@@ -343,9 +374,14 @@ class Batcher:
             if start + count == len(request.tokens):
                 wanted.append(len(tokens) - 1)
                 sampling.append(request)
+        parts = [*((request, len(request.tokens) - 1, 1) for request in singles)]
+        parts += [(request, int(slots.computed[request.slot]), count) for request, count in runs]
+        turned_N3, shown = self._shown(parts)
         rows = PassRows(
             tokens_N=torch.tensor(tokens),
             positions_N=torch.tensor(positions),
+            turned_N3=turned_N3,
+            shown=shown,
             single_slots_N=torch.tensor(single_slots, dtype=torch.long),
             lengths_S=torch.tensor(lengths, dtype=torch.long),
             longest=max(lengths, default=0),
@@ -356,6 +392,25 @@ class Batcher:
             adapted=adapted(adapters, wanted),
         )
         return rows, sampling
+
+    def _shown(
+        self, parts: Sequence[tuple[BatchRequest, int, int]]
+    ) -> tuple[torch.Tensor | None, tuple[tuple[slice, torch.Tensor], ...]]:
+        """Of the rows of a pass, so many of each request from a token on: where they stand, if images are among what
+        came before, and which are tokens of images."""
+        if all(request.shown is None for request, _, _ in parts):
+            return None, ()
+        turned, found, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
+        for request, start, count in parts:
+            if request.shown is None:
+                turned.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
+            else:
+                assert self.model.tower is not None, "a model without one takes no images"
+                turned.append(request.shown.turned(start, count))
+                for at, tokens_NH in request.shown.within(start, count, self.model.tower):
+                    found.append((slice(row + at, row + at + len(tokens_NH)), tokens_NH))
+            row += count
+        return torch.cat(turned), tuple(found)
 
     def _sample(self, logits_BV: torch.Tensor, requests: list[BatchRequest]) -> None:
         tokens_B, logprobs_B, kept = sample(logits_BV, [request.sampling for request in requests], self._generator)

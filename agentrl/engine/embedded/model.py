@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,10 @@ from agentrl.engine.embedded.architecture import Architecture
 from agentrl.engine.embedded.lora import Adapted, rotary
 from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ModelError
+from agentrl.tokens.vision import TOWER_PREFIX
+
+if TYPE_CHECKING:  # it loads transformers, which most models can do without
+    from agentrl.engine.embedded.vision_tower import VisionTower
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -88,6 +93,8 @@ class PassRows:
     wanted_N: torch.Tensor  # rows whose logits are asked for
     shared: Shared | None = None  # what single rows have in common; None: each reads its own
     adapted: tuple[Adapted, ...] = ()  # the rows that run with an adapter
+    turned_N3: torch.Tensor | None = None  # time, row and column of each token, where some differ; None: `positions_N`
+    shown: tuple[tuple[slice, torch.Tensor], ...] = ()  # rows that are tokens of images, and these: [rows, hidden]
 
     def adapt(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool = False) -> torch.Tensor:
         """`out`, a product of `x`, with what the rows' adapters add to it."""
@@ -165,10 +172,20 @@ class KVStore:
 
 
 class EmbeddedModel:
-    """A decoder with replaceable weights. `load` swaps all of them at once; call it only between two passes."""
+    """A decoder with replaceable weights. `load` swaps all of them at once; call it only between two passes. A model
+    that reads images has a `tower` for them."""
 
-    def __init__(self, architecture: Architecture, weights: Mapping[str, torch.Tensor], *, length: int) -> None:
-        self.architecture = architecture
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        length: int,
+        tower: VisionTower | None = None,
+    ) -> None:
+        self.architecture, self.tower = architecture, tower
+        axes = [axis for axis, count in enumerate(architecture.sections) for _ in range(count)]
+        self._axes = torch.tensor(axes, dtype=torch.long)  # of each frequency: the coordinate that it turns by
         angles = torch.outer(
             torch.arange(length, dtype=torch.float64),
             torch.tensor(architecture.inverse_frequencies, dtype=torch.float64),
@@ -178,7 +195,15 @@ class EmbeddedModel:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Check and pack weights named as transformers names them. Raises ModelError and changes nothing if wrong."""
-        check_weights(self.architecture, weights)
+        if self.tower is not None:
+            visual = {name: tensor for name, tensor in weights.items() if name.startswith(TOWER_PREFIX)}
+            weights = {name: tensor for name, tensor in weights.items() if name not in visual}
+            visual = {name.removeprefix(TOWER_PREFIX): tensor for name, tensor in visual.items()}
+            self.tower.check(visual)
+            check_weights(self.architecture, weights)
+            self.tower.load(visual)
+        else:
+            check_weights(self.architecture, weights)
         layers = [_pack(self.architecture, weights, layer) for layer in range(self.architecture.layers)]
         embedding = weights["model.embed_tokens.weight"].contiguous()
         head = embedding if self.architecture.tied else weights["lm_head.weight"].contiguous()
@@ -197,8 +222,10 @@ class EmbeddedModel:
     def forward(self, rows: PassRows, kv: KVStore) -> torch.Tensor:
         """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""
         a = self.architecture
-        x = F.embedding(rows.tokens_N, self._embedding)
-        rotations = self._rotations[rows.positions_N].unsqueeze(1)
+        x = F.embedding(rows.tokens_N.clamp(min=0), self._embedding)  # tokens of images are negative
+        for places, tokens_NH in rows.shown:
+            x[places] = tokens_NH
+        rotations = self._rotations_of(rows).unsqueeze(1)
         masks = _Masks(rows, a)
         for at, layer in enumerate(self._layers):
             h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
@@ -217,6 +244,13 @@ class EmbeddedModel:
             if layer.down_bias is not None:
                 x += layer.down_bias
         return F.linear(F.rms_norm(x, (a.hidden,), self._norm, a.eps), self._head)
+
+    def _rotations_of(self, rows: PassRows) -> torch.Tensor:
+        """The rotation of each row's pairs [N, D / 2]."""
+        if rows.turned_N3 is None:
+            return self._rotations[rows.positions_N]
+        pairs = torch.arange(len(self._axes))
+        return self._rotations[rows.turned_N3[:, self._axes], pairs]
 
     def _attend(
         self,

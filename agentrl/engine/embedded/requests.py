@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentrl.engine.embedded.batching import Emission
 from agentrl.records import SamplingParams
+from agentrl.tokens import images
+from agentrl.tokens.images import Image
+from agentrl.tokens.vision import Vision
 
 _ALL = 1 << 30  # as top_k: nothing is cut
+_IMAGES = 256  # that a request may show
 _STOPS = 64  # stop token ids, or stop texts, that a request may name
 
 
@@ -31,10 +35,14 @@ class SamplingRequest:
     stream: bool
     score: bool  # the prompt's log-probs are asked for too
     model: str | None = None  # the name of an adapter, or the engine's own
+    images: dict[int, Image] = field(default_factory=dict[int, Image])  # by their token
 
 
-def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> SamplingRequest:
-    """Check a request's body. `length` is the most tokens that prompt and generation may have together.
+def parse_generate(
+    body: bytes, *, vocab: int, length: int, default_id: str, vision: Vision | None = None
+) -> SamplingRequest:
+    """Check a request's body. `length` is the most tokens that prompt and generation may have together; `vision` is how
+    the model reads images, if it does.
 
     Raises BadRequest naming the field."""
     document = parse_object(body)
@@ -44,7 +52,8 @@ def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> 
     ids = cast("list[Any]", token_ids)
     if len(ids) >= length:
         raise BadRequest(f"token_ids: {len(ids)} tokens leave no room to generate; the context holds {length}")
-    if not all(type(id) is int for id in ids) or min(ids) < 0 or max(ids) >= vocab:
+    shown = _images(document.get("images", []), vision)
+    if not all(type(id) is int and (0 <= id < vocab or id in shown) for id in ids):
         raise BadRequest(f"token_ids: every id must be an integer from 0 to {vocab - 1}")
     given = document.get("sampling_params", {})
     if not isinstance(given, dict):
@@ -56,13 +65,39 @@ def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> 
     stream, score = document.get("stream", False) is True, params.get("prompt_logprobs") is not None
     if score and (stream or params["prompt_logprobs"] != 0):
         raise BadRequest("sampling_params.prompt_logprobs: must be 0, in a request that is not streamed")
+    if score and shown:
+        raise BadRequest("sampling_params.prompt_logprobs: a prompt with images is not scored")
+    try:
+        if vision is not None and shown:
+            vision.positions(ids, shown)
+    except ValueError as error:
+        raise BadRequest(f"token_ids: {error}") from None
     sampling = _sampling(params, vocab)
     model = document.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model: must be a name")
     return SamplingRequest(
-        request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score, model=model
+        request_id=request_id,
+        token_ids=ids,
+        sampling=sampling,
+        stream=stream,
+        score=score,
+        model=model,
+        images=shown,
     )
+
+
+def _images(given: Any, vision: Vision | None) -> dict[int, Image]:
+    if not given:
+        return {}
+    if vision is None:
+        raise BadRequest("images: this model reads none")
+    if not isinstance(given, list) or len(cast("list[Any]", given)) > _IMAGES:
+        raise BadRequest(f"images: must be a list of at most {_IMAGES} data: URLs")
+    try:
+        return {image.token: image for image in map(images.from_url, map(str, cast("list[Any]", given)))}
+    except ValueError as error:
+        raise BadRequest(f"images: {error}") from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

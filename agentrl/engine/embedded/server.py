@@ -25,13 +25,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
+from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, ShownImages
 from agentrl.engine.embedded.chat import Chat, ChatRequest, fresh
 from agentrl.engine.embedded.lora import Adapter, read
 from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer_json, parse_generate, parse_object
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
+from agentrl.tokens import images
 
 _BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -180,6 +181,7 @@ class EngineServer:
             vocab=batcher.model.architecture.vocab,
             length=batcher.slots.length,
             default_id=f"unnamed-{self._serial}",
+            vision=batcher.model.architecture.vision,
         )
         if batcher.knows(_PREFIX + asked.request_id):
             raise BadRequest(f"request_id: {asked.request_id!r} is already running")
@@ -188,12 +190,25 @@ class EngineServer:
         adapter, emissions = self._adapter_of(asked), asyncio.Queue[Emission]()
         request = BatchRequest(
             id=_PREFIX + asked.request_id,
-            tokens=asked.token_ids,
+            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
             sampling=asked.sampling,
             sink=emissions.put_nowait,
             adapter=adapter,
+            shown=self._shown(asked),
         )
         return asked, request, emissions
+
+    def _shown(self, asked: SamplingRequest) -> ShownImages | None:
+        """The images of a request. Raises BadRequest for one that cannot be decoded."""
+        model = self._batcher.model
+        if not asked.images or model.architecture.vision is None or model.tower is None:
+            return None
+        for image in asked.images.values():
+            try:
+                model.tower.try_decoding(image)
+            except ValueError as error:
+                raise BadRequest(f"images: {error}") from None
+        return ShownImages(asked.token_ids, asked.images, model.architecture.vision)
 
     @contextmanager
     def _running(self, request: BatchRequest, receive: Receive) -> Generator[None]:

@@ -70,6 +70,11 @@ class Style:
         shaped, calls = dict(message), cast("list[dict[str, Any]] | None", message.get("tool_calls"))
         if calls and self.null and not shaped["content"]:
             shaped["content"] = None
+        elif shown := shaped.pop("images", None):
+            ends = [0, *(image["at"] for image in shown), len(shaped["content"])]
+            texts = [shaped["content"][start:end] for start, end in itertools.pairwise(ends)]
+            parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
+            shaped["content"] = [part for part in parts if part.get("text") != ""]
         elif self.parts:
             shaped["content"] = [{"type": "text", "text": shaped["content"]}]
         if calls and self.argument_text:

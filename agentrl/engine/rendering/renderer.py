@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -33,11 +34,18 @@ from agentrl.env.tools.parsers import FALLBACK, get_format, spoken_by
 from agentrl.env.tools.tool_format import ToolFormat
 from agentrl.errors import ModelError
 from agentrl.records import Json, Message
+from agentrl.tokens import images
+from agentrl.tokens.vision import FAMILIES, read_vision
 
 _SENTINEL: Final = "zqTURNqz"
 _PRIVATE_USE: Final = 0xF0000  # first of the code points that stand for special tokens written out in messages
 _ASKED: Final[Message] = {"role": "user", "content": "."}
 _ANSWER: Final[Message] = {"role": "tool", "content": "."}
+
+_READS_NONE: Final = (
+    "the model in {!r} reads no images that are known here (give one of the families {}, such as"
+    " Qwen/Qwen2.5-VL-3B-Instruct, or an environment without images)"
+)
 
 Tools = Sequence[Mapping[str, Json]]
 
@@ -46,8 +54,9 @@ class Renderer:
     """Tokenizer and chat templates of a model folder. `template_kwargs` are passed on to the template
     (`enable_thinking=False`, …).
 
-    `stop_token_ids` end a turn. Raises ModelError in one line for a folder without tokenizer or chat template, and for
-    an argument that the template does not read."""
+    `stop_token_ids` end a turn. `no_images` says why messages may hold no images; it is empty if they may. Raises
+    ModelError in one line for a folder without tokenizer or chat template, for one whose images are not known here, and
+    for an argument that the template does not read."""
 
     def __init__(self, model_dir: str | Path, *, template_kwargs: Mapping[str, Json] | None = None) -> None:
         self._folder = Path(model_dir)
@@ -67,6 +76,8 @@ class Renderer:
         )
         self._literal = self._literals()
         self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{chr(_PRIVATE_USE + max(len(self._special), 1) - 1)}])")
+        self._vision = read_vision(self._folder)
+        self.no_images = "" if self._vision else _READS_NONE.format(str(self._folder), ", ".join(FAMILIES))
         self._ends: set[int] = set()
         self._ends, self.stop_token_ids = self._find_stops(tokens["eos_token"])
 
@@ -97,12 +108,15 @@ class Renderer:
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The prompt of a fresh conversation (or a fork), up to where the assistant speaks."""
         plain, template = self._plain(messages), self._template(tools=bool(tools))
-        return self._encode(self._whole(plain if template.writes_several else one_by_one(plain), tools))
+        ids = self._encode(self._whole(plain if template.writes_several else one_by_one(plain), tools))
+        return self._with_images(ids, messages)
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
         itself, the new messages, and the opening of the next turn. `tools` are those of the conversation."""
-        news = self._plain(messages)
+        return self._with_images(self._extended(sampled, self._plain(messages), tools), messages)
+
+    def _extended(self, sampled: Sequence[int], news: list[Message], tools: Tools) -> tuple[int, ...]:
         template = self._template(tools=bool(tools))
         behind, alone, called = self._continued(template, self._readable(template, news), tools)
         end, closed = self._end_of_turn(behind, alone)
@@ -119,6 +133,8 @@ class Renderer:
         """For each message of the assistant, the tokens before it and its own, with the one that ends its turn: what
         the policy would see and should say. Tool calls are as the template writes them. Raises ModelError if it writes
         a message otherwise than where the assistant speaks, or leaves out a part of it."""
+        if any(message.get("images") for message in messages):
+            raise ModelError("demonstrations with images are not learned from: leave the images out")
         plain = self._plain(messages)
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for at in (at for at, message in enumerate(plain) if message["role"] == "assistant"):
@@ -183,6 +199,9 @@ class Renderer:
             if calls and not template.writes_calls:
                 found.append(_with_calls_as_text(message, self._text_format))
             elif message["role"] == "tool" and not self._keeps_results:
+                if message.get("images"):
+                    hint = "show them in a user message behind it"
+                    raise ModelError(f"the chat template of {template.where!r} writes no answers to tool calls: {hint}")
                 (answer,) = self._text_format.answer_as_user((message,))
                 found.append(_joined(found.pop(), answer) if before == "tool" else answer)
             else:
@@ -301,15 +320,45 @@ class Renderer:
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in one shape, in which no text can pass for a control token: an environment's output is not the
         template's."""
-        if any(message.get("images") for message in messages):
-            raise ModelError(
-                f"the model in {str(self._folder)!r} reads no images, and a message has one: leave images out, in the"
-                " environment's settings, or give a model that reads them"
-            )
+        if self.no_images and any(message.get("images") for message in messages):
+            raise ModelError(f"{self.no_images}, and a message has one")
         try:
-            return [cast("Message", self._guard_value(cast("Json", plain_message(message)))) for message in messages]
+            return [self._guarded(plain_message(message)) for message in messages]
         except TypeError as error:
             raise ModelError(f"the messages are of another shape: {error}") from error
+
+    def _guarded(self, message: Message) -> Message:
+        """A message in whose texts nothing is a control token; its images stay where they were."""
+        shown = message.get("images", [])
+        bare = cast("Json", {name: value for name, value in message.items() if name != "images"})
+        guarded = cast("Message", self._guard_value(bare))
+        if shown:
+            ends = [0, *(image["at"] for image in shown), len(message["content"])]
+            texts = [str(self._guard_value(message["content"][start:end])) for start, end in pairwise(ends)]
+            ats = list(accumulate(map(len, texts)))
+            guarded["content"] = "".join(texts)
+            guarded["images"] = [{**image, "at": at} for image, at in zip(shown, ats, strict=False)]
+        return guarded
+
+    def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a prompt with those of its images, for each of which the template wrote a placeholder. Raises
+        ModelError if it wrote other than one for each."""
+        if self._vision is None:
+            return tuple(ids)
+        try:
+            shown = images.of_messages(messages)
+            counts = [self._vision.tokens(image) for image in shown]
+        except ValueError as error:
+            raise ModelError(f"{error}: scale or crop it") from error
+        places = [at for at, token in enumerate(ids) if token == self._vision.placeholder]
+        if len(places) != len(shown) or any(after == at + 1 for at, after in pairwise(places)):
+            where = f"{len(places)} placeholders for {len(shown)} images, or none between two"
+            raise ModelError(f"the chat template of {str(self._folder)!r} writes {where}")
+        found, last = list[int](), 0
+        for at, image, count in zip(places, shown, counts, strict=True):
+            found += [*ids[last:at], *[image.token] * count]
+            last = at + 1
+        return (*found, *ids[last:])
 
     def _guard_value(self, value: Json) -> Json:
         if isinstance(value, str):

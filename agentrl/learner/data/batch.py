@@ -34,8 +34,9 @@ from agentrl.algos.losses import Normalise, token_weights
 from agentrl.learner.data.ragged import Ragged
 from agentrl.learner.moe import expert_records
 from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, StopReason, Trajectory, Turn, VersionSpan
-from agentrl.tokens import staleness
+from agentrl.tokens import images, staleness
 from agentrl.tokens.columns import KEPT, Column, column, filled, known
+from agentrl.tokens.images import Image
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
@@ -88,6 +89,7 @@ class Row:
     )  # the ragged ones of `agentrl.tokens.columns`
     chosen: Tensor | None = None  # [T, L, K], the experts of each token if a turn told them, see `routes.told`
     observed_O: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    images: Mapping[int, Image] = field(default_factory=dict[int, Image])  # those of its tokens, by token
     observed_weight: float = 1.0  # share of the loss on observations that each of them has
 
     def having(self, **columns: Tensor) -> Row:
@@ -380,6 +382,7 @@ def _rows(
     turns, named = trajectory.turns, {**known(), KEPT: column(KEPT)}
     continued = {turn.parent for turn in turns}
     ragged = {name for name, of in named.items() if of.ragged}
+    known_images = images.of_steps(trajectory.start, (turn.step for turn in turns))
     seen: set[int] = set()
     rows: list[Row] = []
     for leaf in (turn for turn in turns if turn.index not in continued):
@@ -399,7 +402,7 @@ def _rows(
             seen.add(turn.index)
             place += range(start, len(token_ids))
             if algo.observes and turn.parent is not None:
-                observed += range(start - len(turn.prompt_ids), start)
+                observed += (at for at in range(start - len(turn.prompt_ids), start) if token_ids[at] < images.FIRST)
             n = len(turn.token_ids)
             values["behaviour"] += turn.logprobs
             for span in turn.spans:
@@ -428,6 +431,7 @@ def _rows(
                     ragged={name: Ragged.of(values[name]) for name in ragged},
                     chosen=expert_records.told((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),
                     observed_O=torch.tensor(observed, dtype=torch.int64),
+                    images={image.token: image for image in images.shown(token_ids, known_images)},
                 )
             )
     return rows

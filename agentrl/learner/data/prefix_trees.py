@@ -36,6 +36,8 @@ from agentrl.learner.data.batch import Row
 from agentrl.learner.data.ragged import Ragged
 from agentrl.learner.moe import expert_records as routes
 from agentrl.learner.moe.expert_records import Routes
+from agentrl.tokens import images
+from agentrl.tokens.images import Image
 
 _SAVED = 0.05  # of a divided group's nodes, so many must be: a stem is a pass more
 
@@ -95,6 +97,7 @@ class Pack:
     observed_O: Tensor  # token ids
     observed_weight_O: Tensor  # shares of the loss on observations
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
+    images: Mapping[int, Image] = field(default_factory=dict[int, Image])  # those of its nodes, by token
     routes: Routes | None = None  # which experts compute the nodes of a mixture; None: its routers choose
     stem: Stem | None = None  # its first nodes, if these are computed once for several passes
 
@@ -285,6 +288,7 @@ def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Ten
         algo=rows[0].algo,
         policy=rows[0].policy,
         row_tokens=sum(len(row.token_ids) for row in rows),
+        images=images.joined(row.images for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
         routes=routes.joined(routed, len(token_ids), stem_SLK).to(device),
         observer_O=predictor_KO[scored:].to(device),

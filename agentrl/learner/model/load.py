@@ -22,11 +22,12 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from agentrl.errors import ConfigError, ModelError
 from agentrl.learner.parallel.ranks import Ranks
+from agentrl.tokens.vision import read_vision
 
 
 def load(folder: Path, ranks: Ranks, attention: str) -> Any:
@@ -44,10 +45,10 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
 
     def loaded(attention: str) -> tuple[Any, dict[str, Any]]:
         with _spread(ranks) as asked:
-            return cast(Any, AutoModelForCausalLM).from_pretrained(
+            return _kind(folder).from_pretrained(
                 folder,
                 dtype=torch.float32,
-                attn_implementation=attention,
+                attn_implementation=_attending(folder, attention),
                 local_files_only=True,
                 output_loading_info=True,
                 **asked,
@@ -77,10 +78,21 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
     return module
 
 
+def _kind(folder: Path) -> Any:
+    """transformers' class for the model: with a head for text, after images if it reads them."""
+    return AutoModelForCausalLM if read_vision(folder) is None else AutoModelForImageTextToText
+
+
+def _attending(folder: Path, attention: str) -> str | dict[str, str]:
+    """Which parts of a model attend by a function of this name: the decoder."""
+    return attention if read_vision(folder) is None else {"text_config": attention, "vision_config": "sdpa"}
+
+
 def _check_tied(module: Any, folder: Path) -> None:
     """Raises ModelError if a file holds numbers of its own for a tensor that config.json ties to another: engines drop
     them."""
-    if not module.config.get_text_config().tie_word_embeddings:
+    config = module.config.get_text_config()
+    if not getattr(config, "tie_word_embeddings", module.config.tie_word_embeddings):
         return
     tied = getattr(module, "_tied_weights_keys", None)  # transformers unties a model whose file has both
     tied = cast("dict[str, str]", tied) if isinstance(tied, dict) else {}
@@ -148,7 +160,8 @@ def _hollow(folder: Path, attention: str) -> Any:
     """The model of a config.json, of tensors that have no numbers."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation=attention)
+        attends = _attending(folder, attention)
+        return _kind(folder).from_config(config, dtype=torch.float32, attn_implementation=attends)
     except Exception as error:  # of many kinds; the user must mend each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error

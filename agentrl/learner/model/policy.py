@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from agentrl.learner.model.attention import (
     refuse_unknown,
     tree_attention,
 )
+from agentrl.learner.model.image_inputs import ImageInputs
 from agentrl.learner.model.load import load
 from agentrl.learner.model.logprobs import OutputHead, Places, TokenQuery, head_of, overheard, room, statistics
 from agentrl.learner.moe.expert_records import Routes
@@ -55,6 +56,7 @@ from agentrl.learner.parallel.fsdp import exactly, local, reshard, settled
 from agentrl.learner.parallel.pass_shards import Portion
 from agentrl.learner.parallel.ranks import ALONE, Ranks
 from agentrl.tokens.columns import KEPT
+from agentrl.tokens.vision import read_vision
 
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
@@ -118,6 +120,7 @@ class PolicyModel:
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self._offloading, self._ranks, self._logits_bytes = offloading, ranks, logits_mb << 20
+        self._images = _images_of(folder, ranks, adapter)
         self.module = load(folder, ranks, ATTENTION)
         wide = held if held is not None and held.weights == "bfloat16" else None
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
@@ -141,8 +144,11 @@ class PolicyModel:
             self.obstacle = _obstacle(self.module, layers := Names())
             self._head, self.routers = _check(self.module, folder, self.obstacle)
         # Compiled layers were never tried.
-        self.has_stems = not compiled and not self.obstacle and can_be_lent(self.module, layers.heard)
+        plain = not compiled and not self.obstacle and self._images is None
+        self.has_stems = plain and can_be_lent(self.module, layers.heard)
         reshard(self.module)
+        if self.obstacle and self._images is not None:
+            raise ModelError(f"{type(self.module).__name__} in {str(folder)!r} cannot be trained: {self.obstacle}")
         if self.obstacle and ranks.team > ranks.tensor:
             hint = f"the model is computed row by row ({self.obstacle}): give 1"
             raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, hint)
@@ -283,7 +289,8 @@ class PolicyModel:
         if self.obstacle:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
         layout, gather = self.layout(portion.branches), portion.gather(gather)
-        found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes)
+        seen = {} if self._images is None else self._images.of(self.module, pack)
+        found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes, seen)
         if self.routers is not None and portion.meshes is not None:
             self.routers.join(portion.meshes.context)
         return found
@@ -345,6 +352,18 @@ class PolicyModel:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
+def _images_of(folder: Path, ranks: Ranks, adapter: Train | None) -> ImageInputs | None:
+    """What reads the images of a model's passes, if it reads any. Raises ConfigError for what was never tried of such a
+    model."""
+    if (vision := read_vision(folder)) is None:
+        return None
+    if ranks.size > 1:
+        raise ConfigError("train.parallel.ranks", ranks.size, "a model that reads images is trained by one: give 1")
+    if adapter is not None:
+        raise ConfigError("train.lora_rank", adapter.lora_rank, "a model that reads images is trained whole: give 0")
+    return ImageInputs(folder, vision)
+
+
 def _joined(heard: Sequence[Tensor]) -> Tensor:
     """The recorded hidden states of one pack's passes, joined [P, H]."""
     return heard[0][0] if len(heard) == 1 else torch.cat([one_1PH[0] for one_1PH in heard])
@@ -396,10 +415,11 @@ def _logits(
     keep_P: Tensor,
     gather: Gather | None = None,
     routes: Routes | None = None,
+    seen: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
+    """`seen` is given in the place of ids and depths, if images are among the nodes."""
     output = module(
-        input_ids=token_ids_N[None],
-        position_ids=depth_N[None],
+        **(seen or {"input_ids": token_ids_N[None], "position_ids": depth_N[None]}),
         use_cache=False,
         logits_to_keep=keep_P,
         layout=layout,
@@ -501,6 +521,10 @@ def _obstacle(module: Any, layers: Names) -> str | None:
 
 def _attend(module: Any, name: str) -> None:
     """Have the model attend by the function of this name; one of an old kind only takes its masks from there."""
+    if (config := module.config.get_text_config()) is not module.config:  # other parts go on as they do
+        module.set_attn_implementation({"text_config": name})
+        config._attn_implementation = name
+        return
     module.set_attn_implementation(name)
     module.config._attn_implementation = name
 
@@ -578,7 +602,7 @@ def _without_noise(module: Any, folder: Path) -> None:
     if detect_fake_mode() is None:
         tokens_T, found = _tokens(module, 4 * _SHORT), list[Tensor]()
         tree = {"layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])}
-        given = tree if module.config._attn_implementation == ATTENTION else {}
+        given = tree if module.config.get_text_config()._attn_implementation == ATTENTION else {}
         for training in (False, True):
             module.train(training)
             with _rounded(module, torch.float32), warnings.catch_warnings():

@@ -345,6 +345,8 @@ def _as_api(messages: Sequence[Message]) -> list[Message]:
     asked: list[str] = []
     for message in messages:
         said = Message(role=message["role"], content=message["content"])
+        if "images" in message:
+            said["images"] = message["images"]
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
             asked = [str(call.get("id") or "") for call in calls]

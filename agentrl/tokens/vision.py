@@ -1,0 +1,116 @@
+"""How a vision-language model lays out images among its tokens: how many tokens each takes, and where they stand.
+
+Read from a model folder's config.json and the settings of its image processor, without torch, so that renderer, engine
+and learner agree to the token. Knows the layout of Qwen2-VL and Qwen2.5-VL: an image becomes patches of `patch` pixels
+a side, of which `merge` by `merge` are a token; its size is first brought to whole tokens. Positions have three
+coordinates: time, row, column (Wang et al. 2024, "Qwen2-VL", section 2.1): those of a text's tokens are equal, an image
+is a plane in them, and what follows it goes on after its longer side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from agentrl.errors import ModelError
+from agentrl.tokens import images
+from agentrl.tokens.images import Image
+
+FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl")
+"""The values of `model_type` in config.json whose images are known here."""
+
+TOWER_PREFIX: Final = "visual."
+"""What the names of the vision tower's weights begin with in a checkpoint."""
+
+_LONGEST: Final = 200  # times its shorter side: beyond, their processor refuses an image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """`placeholder` is the id that a template writes for an image. An image is scaled to at least `least` and at most
+    `most` pixels."""
+
+    placeholder: int
+    patch: int
+    merge: int
+    least: int
+    most: int
+
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Rows and columns of an image's tokens. Raises ValueError for one that is too long and narrow."""
+        height, width, side = image.height, image.width, self.patch * self.merge
+        if max(height, width) > _LONGEST * min(height, width):
+            raise ValueError(f"an image of {width} x {height} pixels: no side may be {_LONGEST} times the other")
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side**2 > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            rows = max(1, math.floor(height / shrink / side))
+            columns = max(1, math.floor(width / shrink / side))
+        elif rows * columns * side**2 < self.least:
+            stretch = math.sqrt(self.least / (height * width))
+            rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
+        return rows, columns
+
+    def tokens(self, image: Image) -> int:
+        """How many tokens an image takes. Raises ValueError as `grid`."""
+        rows, columns = self.grid(image)
+        return rows * columns
+
+    def positions(self, context: Sequence[int], known: Mapping[int, Image]) -> list[tuple[int, int, int]]:
+        """Time, row and column of each token of a context. Raises ValueError if an image is not `known`, or is not
+        there with all its tokens, once in a row."""
+        found, at, next_ = list[tuple[int, int, int]](), 0, 0
+        for token, start, stop in (*images.runs(context), (0, len(context), 0)):
+            found += ((place, place, place) for place in range(next_, next_ + start - at))
+            next_, at = next_ + start - at, stop
+            if not token:
+                break
+            if token not in known:
+                raise ValueError(f"no image is given for token {token}")
+            rows, columns = self.grid(known[token])
+            if stop - start != rows * columns:
+                raise ValueError(f"the image at token {start} has {stop - start} tokens, not {rows} x {columns}")
+            found += ((next_, next_ + row, next_ + column) for row in range(rows) for column in range(columns))
+            next_ += max(rows, columns)
+        return found
+
+
+def read_vision(folder: Path) -> Vision | None:
+    """How the model of a folder reads images; None if it reads none, or in a way that is not known here. Raises
+    ModelError for settings that are missing or contradict each other."""
+    config = _read(folder / "config.json")
+    if "vision_config" not in config or config.get("model_type") not in FAMILIES:
+        return None
+    own: dict[str, Any] = config["vision_config"]
+    given = _read(folder / "preprocessor_config.json") or _read(folder / "processor_config.json").get("image_processor")
+    if not given:
+        hint = "save its processor there with save_pretrained"
+        raise ModelError(f"model folder {str(folder)!r} has no preprocessor_config.json: {hint}")
+    size: dict[str, Any] = given.get("size") or {}
+    found = Vision(
+        placeholder=int(config["image_token_id"]),
+        patch=int(given.get("patch_size", 14)),
+        merge=int(given.get("merge_size", 2)),
+        least=int(given.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+        most=int(given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
+    )
+    computed = int(own.get("patch_size", 14)), int(own.get("spatial_merge_size", 2))
+    if computed != (found.patch, found.merge):
+        raise ModelError(
+            f"{str(folder)!r}: the image processor has patch_size and merge_size {found.patch}, {found.merge}, and "
+            f"config.json {computed[0]}, {computed[1]}: they must be the same"
+        )
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
