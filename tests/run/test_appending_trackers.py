@@ -231,6 +231,30 @@ def test_what_a_full_disk_refused_is_sent_with_the_next_step(
     assert any("OSError: [Errno 28] No space left on device" in line for line in warnings)
 
 
+def test_wandb_is_tried_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    begin, calls = wandb.init, list[str]()
+
+    def late(**how: Any) -> Any:
+        begun = begin(**how)  # W&B's process has the run, and the answer is lost
+        calls.append(how["id"])
+        if len(calls) == 1:
+            raise TimeoutError("no answer")
+        return begun
+
+    run = run_in(tmp_path, {"wandb": SETTINGS["wandb"]})
+    (tracker,) = made(run.config().trackers)
+    monkeypatch.setattr(wandb, "init", late)
+    with RunStore.open(run.store_path) as store:
+        serve(store, 0)
+        step(store, 1)
+        tell(run, tracker)
+    assert len(calls) == 2
+    (found,) = read("wandb", run)
+    assert found.points("loss") == [(1, 1.0)]
+
+
 def test_wandb_without_a_key_and_settings_that_are_wrong_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,19 +42,23 @@ class WandbTracker(AppendingTracker):
         folder.mkdir(parents=True, exist_ok=True)
         off = ("disable_git", "x_disable_meta", "x_disable_stats", "silent")  # nothing of this machine goes along
         settings = {**dict.fromkeys(off, True), "console": "off", "save_code": False, "x_save_requirements": False}
-        self._logged = self._wandb.init(
-            project=self._project,
-            entity=self._entity,
-            mode=self._mode,
-            dir=str(folder),
-            id=run.id,
-            name=run.name,
-            group=run.group,
-            config=dict(run.config),
-            resume="allow",
-            reinit="create_new",
-            settings=self._wandb.Settings(**settings, init_timeout=self.deadline_s, finish_timeout=self.deadline_s),
-        )
+        try:
+            self._logged = self._wandb.init(
+                project=self._project,
+                entity=self._entity,
+                mode=self._mode,
+                dir=str(folder),
+                id=run.id,
+                name=run.name,
+                group=run.group,
+                config=dict(run.config),
+                resume="allow",
+                reinit="create_new",
+                settings=self._wandb.Settings(**settings, init_timeout=self.deadline_s, finish_timeout=self.deadline_s),
+            )
+        except BaseException:
+            self._wandb.teardown(exit_code=1)  # else W&B's process holds the id, and no later try gets it
+            raise
         self._logged.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
