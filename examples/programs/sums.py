@@ -52,7 +52,8 @@ class Sums(ProgramEnv):
         words = [f"{name}={value}" for name, value in SETTINGS.items()]
         read = "ISSUE=$(python3 -c \"import json, os; print(json.loads(os.environ['AGENTRL_TASK'])['issue'])\")"
         start = ["sh", "-c", f'export {read}; exec "$@"', "sh"]
-        super().__init__(["env", *words, *start, *COMMANDS[agent]], **{"sandbox": "bubblewrap", **settings}, box=box)
+        chosen = {"sandbox": "bubblewrap", "replayable": agent in REPLAYABLE, **settings}
+        super().__init__(["env", *words, *start, *COMMANDS[agent]], **chosen, box=box)
 
     def make_task(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         a, b = (int(number) for number in self.np_random.integers(100, 1000, 2))
