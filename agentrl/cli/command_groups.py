@@ -33,6 +33,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "scale": ("scale runs/mine --workers 2", "scale runs/mine --engines 3 --workers 4"),
         "pause": ("pause runs/mine", "pause runs/mine --now"),
         "resume": ("resume runs/mine", "resume runs/other"),
+        "set": ("set runs/mine train.lr=1e-6", "set runs/mine buffer.max_lag=2 rollout.max_running=64"),
         "stop": ("stop runs/mine", "stop runs/mine --deadline-s 600"),
     },
     "Look into a run": {

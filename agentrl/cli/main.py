@@ -29,7 +29,7 @@ from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
 from agentrl.cli.runs import runs
-from agentrl.cli.steer import pause, resume
+from agentrl.cli.steer import pause, resume, set_
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 
@@ -72,6 +72,7 @@ for command in (
     fleet,
 ):
     app.command()(command)
+app.command("set")(set_)
 app.add_typer(store, name="store")
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

@@ -1,4 +1,4 @@
-"""The commands that steer a run under way: `agentrl pause` and `resume`. Imports nothing heavy."""
+"""The commands that steer a run under way: `agentrl pause`, `resume` and `set`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def resume(path: _RUN) -> None:
     from agentrl.run.run_folder import RunDir
 
     print(steering.resume(RunDir.open(path)))
+
+
+def set_(
+    path: _RUN,
+    settings: Annotated[list[str], typer.Argument(metavar="KEY=VALUE…", help="train.lr=1e-6 buffer.max_lag=2 …")],
+) -> None:
+    """Give a run other settings from its next step on; one that is not under way from when it goes on. Which settings
+    held in which step is recorded."""
+    from agentrl.run import steering
+    from agentrl.run.run_folder import RunDir
+
+    print(steering.change(RunDir.open(path), settings))

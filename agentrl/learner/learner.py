@@ -196,6 +196,11 @@ class Learner:
         groups = [group for one in parts for group in one.groups]
         return self._ended_step(groups, ready, [pack for one in parts for pack in one.packs], tally)
 
+    def retune(self, settings: LearnerSettings) -> None:
+        """Go on with the rates and bounds of `settings`, from the next step on. Models, algorithms and batches must be
+        those of before: see `agentrl.config.changes.IN_FLIGHT`."""
+        self._on_every_rank(self.take_settings, settings)
+
     def _rows(
         self,
         groups: Sequence[Group],
@@ -442,6 +447,11 @@ class Learner:
         self._watch.lap("optimizer")
         self._progress()
         return norm
+
+    def take_settings(self, settings: LearnerSettings) -> None:
+        """See `retune`."""
+        self.settings = settings
+        self.models.retune(settings)
 
     def end_step(self, _: None) -> None:
         """Count the step and let moving models follow."""

@@ -35,6 +35,7 @@ from agentrl.learner.optimizers import master_weights
 from agentrl.learner.weight_export import circumstances
 from agentrl.models.resolve import model_dir, slot_dir
 from agentrl.records import Group
+from agentrl.run import live_settings
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.interfaces import ReadStore
@@ -170,7 +171,7 @@ def retrain(
     Raises UsageError if the step cannot be trained again, or a folder or file cannot be written; ConfigError for a
     setting."""
     config = run.config()
-    other = _otherwise(config, settings)
+    _otherwise(config, settings)  # a bad setting is told at once
     if out is not None and out.resolve().is_relative_to(run.path.resolve()):
         raise UsageError(f"--out {str(out)!r} is inside the run, which must not change: give another folder")
     if out is not None and out.exists():
@@ -183,7 +184,7 @@ def retrain(
         for at in range(first + 1, step):
             told(f"step {at}, on the way to {step}")
             replay.train(at)
-        if other is not None:
+        if (other := _otherwise(replay.config_of(step), settings)) is not None:
             replay.go_on_with(other)
         if file is not None:
             replay.learner.on_pass = TokenDump(file, step - 1)
@@ -211,7 +212,8 @@ class _Replay:
     """A learner that goes over the steps of a run once more."""
 
     def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
-        self._config, self._store, self._as_it_was = config, store, True
+        self._run_config = self._config = config
+        self._store, self._as_it_was = store, True
         self.learner = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
         if begun is not None:
             try:
@@ -224,6 +226,10 @@ class _Replay:
         self.compared: list[int] = []
         self.difference: Difference | None = None
         self.notes: list[str] = []
+
+    def config_of(self, step: int) -> RunConfig:
+        """The configuration with which the run trained a step."""
+        return live_settings.held_at(self._store, self._run_config, self._metrics.get(step), step)
 
     def go_on_with(self, config: RunConfig) -> None:
         """Train the next step with other settings, from the same weights and optimizers. A model that only these need
@@ -258,6 +264,9 @@ class _Replay:
     def train(self, step: int) -> tuple[list[Group], dict[str, Any], Mapping[str, Any] | None]:
         """One step: its groups, its metrics now, and those of the run."""
         metrics, marks = self._metrics.get(step), self._recorded.get(step)
+        if self._as_it_was and (held := self.config_of(step)) != self._config:
+            self._config = held
+            self.learner.retune(held.learner)
         groups = self._groups(step, metrics)
         made = circumstances(self._config.train) | {"ranks": 1}
         if marks is not None and self._as_it_was:

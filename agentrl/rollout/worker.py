@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
+from agentrl.config import Rollout
 from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
 from agentrl.host.disk_space import wait_for_space
@@ -64,6 +65,11 @@ class Worker:
         """Begin neither an episode nor a turn until `go_on`; with `now` turns under way stop, too, and keep their
         tokens. Leases are kept."""
         self.context.gate.pause(now=now)
+
+    def retune(self, settings: Rollout, ahead: int | None) -> None:
+        """Episodes that begin from now on have these settings; more or fewer at once than before."""
+        self.context, self.ahead = replace(self.context, settings=settings), ahead
+        self._idle.cancel()
 
     @property
     def paused(self) -> bool:

@@ -83,6 +83,12 @@ class LagBound:
     now: int
     calm: int = 0
 
+    def resize(self, full: int, calm_steps: int) -> int:
+        """Another bound, and patience, of the settings; returns the bound in force, which may be a lowered one."""
+        self.now = full if self.now == self.full else min(self.now, full)
+        self.full, self.calm_steps = full, calm_steps
+        return self.now
+
     def after(self, alarms: Sequence[Raised]) -> int:
         """The bound for the next step, after a step with these alarms."""
         if any(alarm.action == "lower_lag" for alarm in alarms):

@@ -1,69 +1,24 @@
-"""Settings that a resumed run may change: how long it trains and which resources it uses, never what it learns from.
+"""A run that is not under way gets other settings, and more steps.
 
-Owns their list. If a finished run gets more steps, or one that was stopped early goes on, its last evaluation becomes
-one of those during training.
+`agentrl.config.changes` says which may change. If a finished run gets more steps, or one that was stopped early goes
+on, its last evaluation becomes one of those during training.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, cast
 
 from agentrl import config as configuration
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, changes
 from agentrl.errors import ConfigError
+from agentrl.run import live_settings
 from agentrl.run.cluster import scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
-from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store.interfaces import ControlStore
 from agentrl.store.run_values import STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
-
-_MAY_CHANGE = (
-    "train.steps",
-    "scratch_dir",
-    "train.checkpoint_every",
-    "train.checkpoint_every_s",
-    "train.keep_checkpoints",
-    "train.hash_every",
-    "train.threads",
-    "train.compile",
-    "train.gradient_checkpointing",
-    "train.logits_mb",
-    "train.offload_activations",
-    "train.offload_optimizer",
-    "train.max_skipped",
-    "train.routing_replay",
-    "*.*_deadline_s",
-    "train.parallel.deadline_s",
-    "rollout.failure_budget",
-    "rollout.skip_tasks",
-    "rollout.max_running",
-    "rollout.workers",
-    "engine.urls",
-    "engine.replicas",
-    "engine.threads",
-    "engine.gpus",
-    "engine.canary_tolerance",
-    "engine.max_batch",
-    "engine.kv_cache_mb",
-    "buffer.keep_*",
-    "cluster.address",
-    "cluster.head_away_s",
-    "cluster.lease_s",
-    "alarms.*",
-    "trackers.*",
-    "eval.every",
-    "eval.n_during",
-)
-
-
-def may_change(key: str) -> bool:
-    """Whether a run that goes on may change the setting `key`, as in `train.steps`."""
-    return any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE)
 
 
 def change(run: RunDir, overrides: list[str]) -> None:
@@ -78,24 +33,17 @@ def change(run: RunDir, overrides: list[str]) -> None:
         for override in overrides:
             configuration.apply_override(document, override)
         config = configuration.parse(document)
-        _check(before, config, store)
+        found, done = changes.changed(before, config), store.current_version().step
+        if config.train.steps < done:
+            raise ConfigError("train.steps", config.train.steps, f"the run has done {done}: give as many or more")
         if config.train.steps > before.train.steps:
             _reopen(run, before, store)
-        run.write_config(config, store)
         said = [override.partition("=")[0].strip() for override in overrides]
+        live_settings.note(store, found, done + 1)
+        live_settings.forget(store, said)
+        run.write_config(config, store)
         engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))
         scaling.forget(store, engines=engines, workers="rollout.workers" in said)
-
-
-def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
-    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
-    for key in old.keys() | new.keys():
-        if old.get(key) != new.get(key) and not may_change(key):
-            hint = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
-            raise ConfigError(key, new.get(key), hint)
-    done = store.current_version().step
-    if after.train.steps < done:
-        raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")
 
 
 def reopen_stopped(run: RunDir) -> None:
@@ -122,11 +70,3 @@ def _reopen(run: RunDir, before: RunConfig, store: ControlStore) -> None:
         run.summary.replace(run.path / f"summary-{done}.json")
     if stopped:
         STOPPED_EARLY.set(store, None)  # last: a crash before it does all of this again
-
-
-def _leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -42,6 +42,7 @@ from agentrl.host.janitor import Janitor, is_dead, label
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.databases.open_store import ADDRESS, STORE
+from agentrl.store.interfaces import StartStore
 from agentrl.store.run_values import CONFIG, CREATED_S
 
 _PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
@@ -176,7 +177,7 @@ class RunDir:
             hint = "fix it, or remove it: the run store has a copy"
             raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
 
-    def write_config(self, config: RunConfig, store: RunStore) -> None:
+    def write_config(self, config: RunConfig, store: StartStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
         CONFIG.set(store, text)

@@ -1,6 +1,7 @@
 """How people steer a run that is under way: all through its store, where its processes look once a second.
 
     agentrl pause, resume ─► PAUSED ─► supervisor (deadlines), workers (turns), learner (steps)
+    agentrl set ─► see `live_settings`
 
 It works from any machine that reaches the store, and what was asked for outlives every process. Owns what may be asked
 of which run, and what to tell; never a process.
@@ -9,8 +10,10 @@ of which run, and what to tell; never a process.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from agentrl.errors import UsageError
+from agentrl.run import live_settings, resume_overrides
 from agentrl.run.reporting.status import holder, resume_command
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -44,6 +47,22 @@ def resume(run: RunDir) -> str:
     if not paused:
         return f"{run.path} is under way, and was not paused"
     return f"{run.path} goes on; it was paused for {max(0.0, time.time() - paused['since_s']):.0f} s"
+
+
+def change(run: RunDir, overrides: Sequence[str]) -> str:
+    """Give a run other settings (`section.key=value`): one under way from its next step on, another from the step with
+    which it goes on. Returns what to tell. Raises as `live_settings.ask` and `resume_overrides.change`."""
+    if not overrides:
+        raise UsageError(f"say what: agentrl set {run.path} train.lr=1e-6")
+    if not under_way(run):
+        resume_overrides.change(run, list(overrides))
+        return f"{run.path} is not under way: it has these settings when it goes on, {resume_command(run)}"
+    with RunStore.open(run.store_path) as store:
+        found = live_settings.ask(run, store, overrides)
+    if not found:
+        return f"{run.path} has these settings already"
+    said = ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in found.items())
+    return f"{run.path} has from its next step on: {said}"
 
 
 def under_way(run: RunDir) -> bool:

@@ -31,6 +31,7 @@ from typing import TypeVar
 
 import trio
 
+from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.config.cluster import ControllerSettings as ControllerSettings
 from agentrl.config.gpu_placement import starts_apart
@@ -65,6 +66,8 @@ from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.databases import open_store
 from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.run_values import (
+    CHANGES,
+    CONFIG,
     ENGINE_URLS,
     MAX_LAG,
     PAUSED,
@@ -115,7 +118,9 @@ class Supervisor:
     started_s: float = field(default_factory=time.time)
     _clocks: tuple[float, float] | None = None  # the store's and our own, at the last look
     _paused_at: float | None = None  # by our own clock, if the run is paused
+    _changes: int = 0  # how often settings changed, as far as `config` has them
     _went_on_s: float = -math.inf  # by the store's clock, after the last pause
+    _admitter: Admitter | None = None
     _looks: Looks[ReadStore] = field(init=False)
     _more: str = field(init=False)  # what to type after a failure
 
@@ -165,6 +170,7 @@ class Supervisor:
                     partial(skips, skipped=self.config.rollout.skip_tasks),
                 )
             )
+            self._admitter = admitter
             admission.start_soon(admitter.run, self.writes)
             if self.config.cluster.controller is not None:
                 admission.start_soon(self._controller(self.config.cluster.controller).keep_looking)
@@ -282,8 +288,20 @@ class Supervisor:
         if started is not None and ended is None:
             TRAIN_STARTED_S.set(store, started + stood_s)
 
+    async def _follow_settings(self) -> None:
+        """Take the settings that the learner has taken up."""
+        changes, text = await self.writes(lambda store: (len(CHANGES.of(store.meta)), CONFIG.of(store.meta)))
+        if changes != self._changes and text is not None:
+            self._changes = changes
+            found = configuration.from_json(text)
+            self.config = found.model_copy(update={"engine": self.config.engine})  # which has the run's key
+            if self._admitter is not None:
+                self._admitter.bounds = bounds_of(found)
+                self._admitter.skips = partial(skips, skipped=found.rollout.skip_tasks)
+
     async def _tick(self, progress: _Progress) -> None:
         await self._follow_the_clock()
+        await self._follow_settings()
         await self._look_at_pause()
         excused = self._paused_at is not None or self.processes.engines_start
         progress.saw(await self.writes(_progress), excused=excused, processes=self.processes)

@@ -267,3 +267,13 @@ class RunStore(
         with self._db.write():
             check_lead(self._db)
             self._db.execute(SET_META, (key, value))
+
+    def swap_meta(self, key: str, before: str, value: str) -> bool:
+        """Set a value that is `before` now ("": nobody set it, or set it to nothing); returns whether it was."""
+        with self._db.write():
+            check_lead(self._db)
+            row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
+            if ("" if row is None else row[0]) != before:
+                return False
+            self._db.execute(SET_META, (key, value))
+        return True

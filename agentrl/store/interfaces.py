@@ -202,6 +202,7 @@ class StartStore(Versions, Protocol):
     rollback = RunStore.rollback
     metrics = RunStore.metrics
     set_meta = RunStore.set_meta
+    swap_meta = RunStore.swap_meta
     mint_version = RunStore.mint_version
     confirm_version = RunStore.confirm_version
 

@@ -22,6 +22,10 @@ class _Writes(Protocol):
     def set_meta(self, key: str, value: str) -> None: ...
 
 
+class _Swaps(Protocol):
+    def swap_meta(self, key: str, before: str, value: str) -> bool: ...
+
+
 class Value(Generic[_T]):
     """A value under one key. `unset` is what it is if nobody set it, or set it to nothing."""
 
@@ -45,6 +49,11 @@ class Value(Generic[_T]):
     def set(self, store: _Writes, value: _T) -> None:
         """Set it for every process of the run."""
         store.set_meta(self.key, self.text(value))
+
+    def swap(self, store: _Swaps, before: _T, value: _T) -> bool:
+        """Set it if it still is `before`; returns whether it was."""
+        texts = ("" if one == self.unset else self.text(one) for one in (before, value))
+        return store.swap_meta(self.key, *texts)
 
     def text(self, value: _T) -> str:
         """A value as its row has it."""
@@ -81,6 +90,10 @@ WENT_BACK: Final = _text("went_back")
 """What the last return to a checkpoint cost, in words."""
 STOP_WANTED: Final = _text("stop_wanted")
 """The run's lock, as it stands there, of the supervisor that shall end."""
+WANTED_SETTINGS: Final = _json("wanted_settings", cast("list[dict[str, Any]]", []))
+"""What was asked for, and no step has yet: `settings` by their keys, `asked_s`; see `agentrl.run.live_settings`."""
+CHANGES: Final = _json("changes", cast("list[dict[str, Any]]", []))
+"""The settings that changed since the run began: from which `step` on, `was` and `settings` by their keys, `time_s`."""
 PAUSED: Final = _json("paused", cast("dict[str, Any]", {}))
 """Of a run that stands still: `since_s`, and whether turns stop amid their tokens (`now`). Empty if it goes on."""
 TAKES_NO_SIGNALS: Final = _text("takes_no_signals")

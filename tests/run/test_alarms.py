@@ -73,7 +73,7 @@ class Run:
             _bound=LagBound(full=4, calm_steps=self.config.alarms.calm_steps, now=4),
             _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(
-                meta=lambda key: '["http://engine"]',
+                meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
                 still_leads=lambda: None,
                 current_version=lambda: WeightVersion(version=1, step=0),
                 step_of=lambda _: self.learner.step_index,

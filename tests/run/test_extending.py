@@ -44,7 +44,11 @@ def test_more_steps_keep_the_last_evaluation_as_one_of_those_during(run: RunDir)
     ("setting", "says"),
     [
         ("env.id=other", r"env\.id = 'other': a run that goes on keeps it \('e'\)"),
-        ("train.lr=1", r"train\.lr = 1\.0: a run that goes on keeps it"),
+        ("rollout.group_size=4", r"rollout\.group_size = 4: a run that goes on keeps it \(8\)"),
+        (
+            "buffer.max_lag=0",
+            r"buffer\.max_lag = 0: groups close with 6 scored members at buffer.max_lag = 4, and",
+        ),
         ("env.kwargs.level=3", r"env\.kwargs\S* = .*: a run that goes on keeps it"),
         ("train.steps=1", r"train\.steps = 1: the run has done 2: give as many or more"),
         ("train.stepz=3", "did you mean 'steps'"),

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import trio
 
-from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train
+from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train, changes
 from agentrl.config.sections import BufferSettings
 from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.errors import LeaseLost, RunFailed
 from agentrl.learner.learner import Diverged
 from agentrl.records import WeightVersion
-from agentrl.run import resume_overrides
 from agentrl.run.alarms import LagBound
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
@@ -58,7 +57,7 @@ class Scene:
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _held=Patience(math.inf),
             _store=SimpleNamespace(
-                meta=lambda key: '["http://engine"]',
+                meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
                 still_leads=lambda: None,
                 set_meta=lambda key, value: None,
                 current_version=lambda: WeightVersion(version=6, step=0),
@@ -226,9 +225,7 @@ def test_a_run_that_skips_too_many_updates_is_saved_and_says_how_to_go_on(scene:
         scene.run(max_skipped=3)
     assert scene.saved == [8]
     typed = str(failed.value).split("--set ")[1]
-    assert typed == "train.max_skipped=6" and any(
-        fnmatchcase(typed.split("=")[0], one) for one in resume_overrides._MAY_CHANGE
-    )
+    assert typed == "train.max_skipped=6" and any(fnmatchcase(typed.split("=")[0], one) for one in changes.IN_FLIGHT)
 
 
 def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene: Scene) -> None:
@@ -322,6 +319,7 @@ class Waiting:
                 rollout=Rollout(group_deadline_s=40.0),
                 train=Train(steps=9),
             ),
+            _run=None,
             _learner=SimpleNamespace(step_index=step - 1),
             _heartbeat=Heartbeat(),
             _order=None,

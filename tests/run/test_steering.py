@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.main import app
-from agentrl.config import parse
-from agentrl.errors import UsageError
+from agentrl.config import RunConfig, parse
+from agentrl.errors import ConfigError, UsageError
+from agentrl.run import live_settings
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.run_values import PAUSED
+from agentrl.store.run_values import CHANGES, CONFIG, PAUSED, TRAIN_ENDED_S
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}, "train": {"steps": 80}}))
+    return RunDir.create(
+        tmp_path / "run", parse({"model": "m", "env": {"id": "e"}, "train": {"steps": 80, "lr": 3e-4}})
+    )
 
 
 def typed(*words: object) -> str:
@@ -61,3 +65,144 @@ def test_a_run_that_is_not_under_way_says_what_to_type(run: RunDir) -> None:
     with pytest.raises(UsageError, match=f"under way; its pause is over: agentrl train --resume {run.path}$"):
         typed("resume", run.path)
     assert paused(run) == {}
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def take_up(run: RunDir, step: int) -> RunConfig | None:
+    """As the learner does before `step`."""
+    with RunStore.open(run.store_path) as store:
+        return live_settings.take_up(run, store, step)
+
+
+def test_settings_hold_from_the_next_step_on(run: RunDir) -> None:
+    with run.lock():
+        said = typed("set", run.path, "train.lr=1e-6", "buffer.max_lag=2", "rollout.max_running=64")
+        assert said == (
+            f"{run.path} has from its next step on: rollout.max_running = 64 (was 128), buffer.max_lag = 2 (was 4), "
+            "train.lr = 1e-06 (was 0.0003)"
+        )
+        assert run.config().train.lr == 3e-4, "not before"
+        assert typed("set", run.path, "train.lr=1e-6") == f"{run.path} has these settings already"
+    config = take_up(run, 7)
+    assert config is not None and config == run.config()
+    assert (config.train.lr, config.buffer.max_lag, config.rollout.max_running) == (1e-6, 2, 64)
+    with RunStore.read(run.store_path) as store:
+        assert parse(json.loads(CONFIG.of(store.meta) or "")) == config
+        (row,) = CHANGES.of(store.meta)
+    values = {"train.lr": (3e-4, 1e-6), "buffer.max_lag": (4, 2), "rollout.max_running": (128, 64)}
+    assert (row["step"], row["was"]) == (7, {key: was for key, (was, _) in values.items()})
+    assert row["settings"] == {key: now for key, (_, now) in values.items()}
+    assert take_up(run, 8) is None, "once"
+
+
+def test_two_people_who_set_at_once_both_are_heard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second writes between the first one's look and write; of one setting the later wish holds."""
+    with run.lock(), RunStore.open(run.store_path) as store:
+        really, others = store.swap_meta, [["train.lr=2e-5", "train.grad_clip=0.5"]]
+
+        def swap(key: str, before: str, value: str) -> bool:
+            if others:
+                with RunStore.open(run.store_path) as second:
+                    live_settings.ask(run, second, others.pop())
+            return really(key, before, value)
+
+        monkeypatch.setattr(store, "swap_meta", swap)
+        found = live_settings.ask(run, store, ["train.lr=1e-5", "rollout.max_running=9"])
+        assert found["train.lr"] == (2e-5, 1e-5), "it is told what the other one wants"
+    config = take_up(run, 1)
+    assert config is not None
+    assert (config.train.lr, config.train.grad_clip, config.rollout.max_running) == (1e-5, 0.5, 9)
+
+
+def test_a_wish_that_comes_while_the_learner_takes_others_up_is_not_lost(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.lock():
+        typed("set", run.path, "train.lr=1e-5")
+        really = RunDir.write_config
+
+        def write(*given: Any) -> None:
+            really(*given)
+            typed("set", run.path, "train.lr=2e-5")
+
+        monkeypatch.setattr(RunDir, "write_config", write)
+        first = take_up(run, 3)
+        monkeypatch.undo()
+        assert first is not None and first.train.lr == 1e-5
+        second = take_up(run, 4)
+        assert second is not None and second.train.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.lr=-1", r"train\.lr = -1: .*greater than 0"),
+        ("train.lr=fast", r"train\.lr = 'fast'"),
+        ("train.lrr=1", "did you mean 'lr'"),
+        ("train.lr_min=0.1", r"train\.lr_min = 0\.1: "),
+        ("train.lr", "write it as section.key=value"),
+        ("env.id=other", r"env\.id = 'other': a run that goes on keeps it \('e'\)"),
+        ("rollout.group_size=2", r"rollout\.group_size = 2: a run that goes on keeps it \(8\)"),
+        ("buffer.max_lag=0", r"buffer\.max_lag = 0: groups close with 6 scored members at buffer.max_lag = 4, and "),
+        (
+            "engine.max_batch=2",
+            r"engine\.max_batch = 2: it changes at a resume, not while the run goes on: agentrl stop \S+; "
+            r"agentrl train --resume \S+ --set engine\.max_batch=2$",
+        ),
+    ],
+)
+def test_what_cannot_change_is_named_with_what_to_type_and_nothing_is_asked_for(
+    run: RunDir, setting: str, says: str
+) -> None:
+    with run.lock(), pytest.raises(ConfigError, match=says):
+        typed("set", run.path, "alarms.calm_steps=3", setting)
+    assert take_up(run, 1) is None
+
+
+def test_a_wish_is_checked_beside_those_before_it(run: RunDir) -> None:
+    with run.lock():
+        typed("set", run.path, "train.lr=1e-6")
+        with pytest.raises(ConfigError, match=r"train\.grad_clip = 0"):
+            typed("set", run.path, "train.grad_clip=0")
+        assert "train.lr = 1e-05 (was 1e-06)" in typed("set", run.path, "train.lr=1e-5")
+
+
+def test_a_run_that_is_not_under_way_has_the_settings_when_it_goes_on(run: RunDir) -> None:
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(4))
+    with run.lock():
+        typed("set", run.path, "train.lr=1e-5", "rollout.max_running=9")
+    said = typed("set", run.path, "train.lr=1e-6", "engine.max_batch=2")
+    assert said.endswith(f"under way: it has these settings when it goes on, agentrl train --resume {run.path}")
+    assert (run.config().train.lr, run.config().engine.max_batch) == (1e-6, 2)
+    config = take_up(run, 5)
+    assert config is not None and (config.train.lr, config.rollout.max_running) == (1e-6, 9), "the last word holds"
+
+
+def test_a_run_that_has_trained_its_last_step_takes_no_settings(run: RunDir) -> None:
+    with RunStore.open(run.store_path) as store:
+        TRAIN_ENDED_S.set(store, 5.0)
+    with run.lock(), pytest.raises(UsageError, match="has trained its last step: no setting changes any more"):
+        typed("set", run.path, "train.lr=1e-6")
+
+
+def test_the_settings_of_a_step_are_those_of_its_row(run: RunDir) -> None:
+    """Steps 1 to 3, a change, step 4; back to a checkpoint after 2, so that step 3 is trained again, with the new rate;
+    a change at step 4. A step whose row is missing has what was recorded."""
+    with run.lock():
+        rows: dict[int, Any] = {1: {}, 2: {}, 3: {}}
+        for step, rate in ((4, "1e-5"), (4, "1e-6")):
+            typed("set", run.path, f"train.lr={rate}")
+            config = take_up(run, step)
+            assert config is not None
+            with RunStore.read(run.store_path) as store:
+                held = {"settings": live_settings.of_step(store, config)}
+            rows[3 if rate == "1e-5" else 4] = held
+    with RunStore.read(run.store_path) as store:
+        rates = {
+            at: live_settings.held_at(store, run.config(), row, at).train.lr for at, row in [*rows.items(), (9, None)]
+        }
+        assert rates == {1: 3e-4, 2: 3e-4, 3: 1e-5, 4: 1e-6, 9: 1e-6}
+        assert live_settings.held_at(store, run.config(), None, 3).train.lr == 3e-4

@@ -308,6 +308,7 @@ async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offe
             lambda: first.checkpoint(1, version, "/checkpoints/1"),
             lambda: first.rollback(0),
             lambda: first.set_meta("max_lag", "9"),
+            lambda: first.swap_meta("max_lag", "", "9"),
             lambda: first.record("step", 1, {}),
             first.still_leads,
         ):

@@ -89,6 +89,7 @@ WRITES: dict[str, Callable[[RunStore], Any]] = {
     "retain": lambda store: store.retain(9, keep_steps=0, keep_sample=0.0),
     "record": lambda store: store.record("step", 1, {"loss": 0.5}),
     "set_meta": lambda store: store.set_meta("phase", "stop"),
+    "swap_meta": lambda store: store.swap_meta("wanted_settings", "", "[1]"),
 }
 
 

@@ -236,11 +236,11 @@ class Models:
             self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
         self._own |= {policy_of(role): model.parameters() for role, model in self.own.items()}
         self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
-        self._lr = dict.fromkeys(self._own, train.lr)
+        self._lr: dict[str, float | None] = dict.fromkeys(self._own)  # None: the settings' one
         if self.critic is not None:
-            self._lr["critic"] = critic.critic_lr or train.lr
+            self._lr["critic"] = critic.critic_lr
             self._own["critic"] = self.critic.parameters()
-            self.optimizers["critic"] = self._optimizer(self._own["critic"], self._lr["critic"])
+            self.optimizers["critic"] = self._optimizer(self._own["critic"], critic.critic_lr or train.lr)
 
     def _load(
         self,
@@ -423,10 +423,14 @@ class Models:
             self.zero_grad()
             return None
         for name in names:
-            optimizers.set_lr(self.optimizers[name], self._lr[name] * lr_share)
+            optimizers.set_lr(self.optimizers[name], (self._lr[name] or self._settings.train.lr) * lr_share)
             self.optimizers[name].step()
         self.zero_grad()
         return norms[names[0]]
+
+    def retune(self, settings: LearnerSettings) -> None:
+        """Go on with another learning rate and another bound of the gradients."""
+        self._settings = settings
 
     def follow(self, step: int) -> None:
         """Have the moving models follow their policies, after step number `step` (from 1)."""

@@ -9,7 +9,7 @@ from shlex import quote
 from statistics import fmean, median
 from typing import Any
 
-from agentrl.run.resume_overrides import may_change
+from agentrl.config.changes import at_a_resume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Advice:
     def typed(self, path: object) -> list[str]:
         """Command lines to type, the likeliest mend first. A setting that a run keeps for its life needs a new run."""
         lines: list[str] = []
-        kept = [one for one in self.settings if not may_change(one.partition("=")[0])]
+        kept = [one for one in self.settings if not at_a_resume(one.partition("=")[0])]
         if now := [one for one in self.settings if one not in kept]:
             lines.append(f"agentrl train --resume {quote(str(path))}{_set(now)}")
         if kept:

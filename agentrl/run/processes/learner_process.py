@@ -42,6 +42,7 @@ from agentrl.learner.weight_export import circumstances
 from agentrl.learner.weight_proof import proof_of
 from agentrl.models.resolve import engine_dtype, model_dir, slot_dir
 from agentrl.records import Group, WeightVersion
+from agentrl.run import live_settings
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
 from agentrl.run.league import League
@@ -177,7 +178,7 @@ class _Learning:
                 wait([self._write])
 
     def _learn(self) -> None:
-        learner, config = self._learner, self._config
+        learner = self._learner
         self._await_engines()
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
@@ -185,8 +186,8 @@ class _Learning:
             self._begin()
             self._publish({})
         version = None
-        while learner.step_index < config.train.steps and (batch := self._take()) is not None:
-            groups, idle_s = batch
+        while learner.step_index < self._config.train.steps and (batch := self._take()) is not None:
+            (groups, idle_s), config = batch, self._config
             held_s, self._held.held_s = self._held.held_s, 0.0
             idle_s += self._begin()
             busy = time.perf_counter()
@@ -204,6 +205,8 @@ class _Learning:
             if self._league is not None:
                 row |= self._league.count(groups)
             row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
+            if changed := live_settings.of_step(self._store, config):
+                row["settings"] = changed
             MAX_LAG.set(self._store, self._bound.after(alarms))
             self._record_hashes()
             version = self._publish(row)
@@ -237,6 +240,7 @@ class _Learning:
         while (phase := PHASE.of(self._store.meta)) != "stop":
             if phase == "finish":
                 return None
+            self._take_settings()
             if PAUSED.of(self._store.meta):
                 stood_s = self._stand_still()
                 started, whole_at = started + stood_s, whole_at + stood_s
@@ -286,11 +290,21 @@ class _Learning:
         self._heartbeat.mark()
         self._store.wait_for_work("learner", _WAIT_S)
 
+    def _take_settings(self) -> None:
+        """What somebody asked for holds from the next step on."""
+        after = live_settings.take_up(self._run, self._store, self._learner.step_index + 1)
+        if after is None:
+            return
+        self._as_begun, self._config = after, with_ranks(after, self._ranks.size)
+        self._learner.retune(self._config.learner)
+        MAX_LAG.set(self._store, self._bound.resize(after.buffer.max_lag, after.alarms.calm_steps))
+
     def _stand_still(self) -> float:
         """Wait until the run goes on, or is to end. Returns how long that took, in seconds."""
         began = time.perf_counter()
         self._held.holds(False, time.monotonic())
         while PAUSED.of(self._store.meta) and PHASE.of(self._store.meta) not in ("stop", "finish"):
+            self._take_settings()
             self._wait()
         return time.perf_counter() - began
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import trio
 
+from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
@@ -46,7 +47,7 @@ from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import AsyncStore, Looks, Newest
 from agentrl.store.interfaces import ReadStore, RolloutStore
-from agentrl.store.run_values import GIVEN_URLS, PAUSED
+from agentrl.store.run_values import CHANGES, CONFIG, GIVEN_URLS, PAUSED
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
@@ -125,13 +126,14 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
 class FleetView:
     """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
     and by the model that plays a role; which workers there are; the version that new clients begin with; whether the
-    run is paused (`PAUSED`)."""
+    run is paused (`PAUSED`); how often its settings changed."""
 
     urls: Mapping[str | None, list[str]]
     given: Mapping[str, str]
     workers: list[int]
     version: WeightVersion
     paused: Mapping[str, Any]
+    changes: int
 
 
 def known_of(config: RunConfig, store: ReadStore) -> FleetView:
@@ -142,6 +144,7 @@ def known_of(config: RunConfig, store: ReadStore) -> FleetView:
         workers=workers_of(config, store.meta),
         version=store.current_version(),
         paused=PAUSED.of(store.meta),
+        changes=len(CHANGES.of(store.meta)),
     )
 
 
@@ -186,10 +189,16 @@ class RunView:
 
 
 async def _follow(
-    sight: RunView, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
+    sight: RunView,
+    fleets: Mapping[str | None, Fleet],
+    frozen: Mapping[str, Engine],
+    worker: Worker,
+    index: int,
 ) -> None:
     """Follow engines that are started again on another host, share the episodes with workers that come and go, stand
-    still while the run is paused, and leave if it wants this one no more. `fleets` are by role."""
+    still while the run is paused, take changed settings, and leave if it wants this one no more. `fleets` are by
+    role."""
+    seen = 0  # a change may have come while this process started
     while True:
         await trio.sleep(_FOLLOW_S)
         with suppress(StoreError):
@@ -201,6 +210,10 @@ async def _follow(
                 if policy in known.given and isinstance(other, Fleet):
                     other.follow([known.given[policy]], partial(_given, sight.config))
             worker.sharing = len(known.workers)
+            if known.changes != seen:
+                config = configuration.from_json(await sight.looks(lambda store: CONFIG.of(store.meta)) or "{}")
+                worker.retune(config.rollout, config.buffer.groups_ahead)
+                seen = known.changes
             if known.paused:
                 worker.pause(now=known.paused["now"])
             elif worker.paused:

@@ -1,0 +1,119 @@
+"""The settings that a run may change, and when: while it goes on, at a resume, or never. Owns that table, the only one.
+
+What a run learns from it keeps: another environment, group or algorithm would be another experiment under one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from agentrl.config.run_config import RunConfig, parse
+from agentrl.errors import ConfigError
+
+IN_FLIGHT: Final = (
+    "train.lr",
+    "train.lr_min",
+    "train.grad_clip",
+    "train.max_skipped",
+    "train.checkpoint_every",
+    "train.checkpoint_every_s",
+    "buffer.max_lag",
+    "rollout.max_running",
+    "rollout.turn_deadline_s",
+    "rollout.step_deadline_s",
+    "rollout.episode_deadline_s",
+    "rollout.group_deadline_s",
+    "rollout.failure_budget",
+    "rollout.skip_tasks",
+    "alarms.*",
+    "eval.every",
+    "eval.n_during",
+)
+"""Patterns of the settings that change at the edge of a step, or at a resume."""
+
+AT_A_RESUME: Final = (
+    "train.steps",
+    "scratch_dir",
+    "train.keep_checkpoints",
+    "train.hash_every",
+    "train.threads",
+    "train.compile",
+    "train.gradient_checkpointing",
+    "train.logits_mb",
+    "train.offload_activations",
+    "train.offload_optimizer",
+    "train.routing_replay",
+    "*.*_deadline_s",
+    "train.parallel.deadline_s",
+    "rollout.workers",
+    "engine.urls",
+    "engine.replicas",
+    "engine.threads",
+    "engine.gpus",
+    "engine.canary_tolerance",
+    "engine.max_batch",
+    "engine.kv_cache_mb",
+    "buffer.keep_*",
+    "cluster.address",
+    "cluster.head_away_s",
+    "cluster.lease_s",
+    "trackers",
+    "trackers.*",
+)
+"""Patterns of those that change at a resume alone: processes read them as they start."""
+
+
+def in_flight(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in IN_FLIGHT)
+
+
+def at_a_resume(key: str) -> bool:
+    return in_flight(key) or any(fnmatchcase(key, pattern) for pattern in AT_A_RESUME)
+
+
+def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ by their dotted keys, as they were and are. Raises ConfigError for one that a run
+    keeps."""
+    old, new = (values(config) for config in (before, after))
+    found = {key: (old.get(key), new.get(key)) for key in (*new, *(old.keys() - new)) if old.get(key) != new.get(key)}
+    for key, (was, now) in found.items():
+        if not at_a_resume(key):
+            hint = f"a run that goes on keeps it ({was!r}): leave it out, or start another run with --out"
+            raise ConfigError(key, now, hint)
+    if before.quorum != after.quorum:
+        lags = [one["buffer.max_lag"] for one in (old, new)]
+        counts = ["all members" if one.quorum is None else f"{one.quorum} scored members" for one in (before, after)]
+        closes = [f"groups close with {n} at buffer.max_lag = {lag}" for n, lag in zip(counts, lags, strict=True)]
+        hint = f"{closes[0]}, and {closes[1]} (buffer.close): give another, or start another run with --out"
+        raise ConfigError("buffer.max_lag", lags[1], hint)
+    return found
+
+
+def values(config: RunConfig) -> dict[str, Any]:
+    """All settings by their dotted keys, as JSON has them. A table whose keys are the user's is one value."""
+    return dict(_values(config, config.model_dump(mode="json")))
+
+
+def with_values(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other settings, by their dotted keys. Raises ConfigError."""
+    document = config.model_dump(mode="json")
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        at = document
+        for section in sections:
+            at = at[section]
+        at[last] = value
+    return parse(document)
+
+
+def _values(section: BaseModel, document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        inner = getattr(section, key, None)
+        if isinstance(inner, BaseModel):
+            yield from _values(inner, value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

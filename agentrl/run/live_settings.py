@@ -1,0 +1,113 @@
+"""Settings that change while a run goes on: asked for by anybody beside it, taken up by its learner between two steps.
+
+    agentrl set ─► WANTED_SETTINGS ─► learner, at a step's edge ─► config.json, CONFIG, CHANGES ─► supervisor, workers
+
+Wishes stand in a list, so that none of two people's is lost; of two for one setting the later holds. Each wish was
+checked beside all before it. A step's row says which of the changed settings it was trained with (`settings`), so that
+a step trained again, also after a return to a checkpoint, has those of then. Owns these rows; `agentrl.config.changes`
+says what may change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig, changes
+from agentrl.errors import ConfigError, UsageError
+from agentrl.run.run_folder import RunDir
+from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore
+from agentrl.store.run_values import CHANGES, CONFIG, TRAIN_ENDED_S, WANTED_SETTINGS
+
+Values = Mapping[str, Any]
+"""Settings by their dotted keys."""
+
+
+def ask(run: RunDir, store: ControlStore, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Ask for settings (`section.key=value`) from the next step on. Returns those that are new, as they are and shall
+    be; what others asked for before, and no step has yet, counts as given. Raises ConfigError for a bad value and for a
+    setting that does not change while the run goes on; UsageError once its training is over."""
+    if TRAIN_ENDED_S.of(store.meta) is not None:
+        raise UsageError(f"{run.path} has trained its last step: no setting changes any more")
+    while True:
+        wanted = WANTED_SETTINGS.of(store.meta)
+        before = _with(_now(store), wanted)
+        document = before.model_dump(mode="json")
+        for override in overrides:
+            configuration.apply_override(document, override)
+        found = changes.changed(before, configuration.parse(document))
+        for key, (_, value) in found.items():
+            if not changes.in_flight(key):
+                mend = f"agentrl stop {run.path}; agentrl train --resume {run.path} --set {key}={_typed(value)}"
+                raise ConfigError(key, value, f"it changes at a resume, not while the run goes on: {mend}")
+        if not found:
+            return {}
+        wish = {"settings": {key: value for key, (_, value) in found.items()}, "asked_s": time.time()}
+        if WANTED_SETTINGS.swap(store, wanted, [*wanted, wish]):
+            return found
+
+
+def take_up(run: RunDir, store: LearnerStore, step: int) -> RunConfig | None:
+    """What was asked for becomes the run's configuration, from `step` on, which is returned; None without any wish."""
+    wanted = WANTED_SETTINGS.of(store.meta)
+    if not wanted:
+        return None
+    before = _now(store)
+    after = _with(before, wanted)
+    note(store, changes.changed(before, after), step)
+    run.write_config(after, store)
+    while not WANTED_SETTINGS.swap(store, now := WANTED_SETTINGS.of(store.meta), now[len(wanted) :]):
+        pass  # somebody asked meanwhile
+    return after
+
+
+def forget(store: ControlStore, keys: Sequence[str]) -> None:
+    """What was asked for of these settings counts no more: a resume says it otherwise."""
+    wanted = WANTED_SETTINGS.of(store.meta)
+    kept = [
+        {**wish, "settings": {key: value for key, value in wish["settings"].items() if key not in keys}}
+        for wish in wanted
+    ]
+    if wanted:
+        WANTED_SETTINGS.swap(store, wanted, kept)
+
+
+def note(store: LearnerStore | ControlStore, found: Mapping[str, tuple[Any, Any]], step: int) -> None:
+    """Record changes that hold from `step` on. First of all: who is killed after it changes the same once more."""
+    if found:
+        was, now = ({key: pair[at] for key, pair in found.items()} for at in (0, 1))
+        row = {"step": step, "was": was, "settings": now, "time_s": time.time()}
+        CHANGES.set(store, [*CHANGES.of(store.meta), row])
+
+
+def of_step(store: ReadStore | LearnerStore, config: RunConfig) -> dict[str, Any]:
+    """The settings that ever changed, as `config` has them: for the row of a step. None of most runs."""
+    rows = CHANGES.of(store.meta)
+    held = changes.values(config) if rows else {}
+    return {key: held.get(key) for row in rows for key in row["settings"]}
+
+
+def held_at(store: ReadStore, config: RunConfig, row: Values | None, step: int) -> RunConfig:
+    """The configuration with which `step` was trained, by its metrics `row`; by the record of changes without one."""
+    held: dict[str, Any] = {}
+    for change in reversed(CHANGES.of(store.meta)):  # back to what was before the first
+        if row is not None or change["step"] > step:
+            held |= change["was"]
+    held |= cast("dict[str, Any]", (row or {}).get("settings") or {})
+    return changes.with_values(config, held) if held else config
+
+
+def _now(store: ReadStore | LearnerStore) -> RunConfig:
+    return configuration.from_json(CONFIG.of(store.meta) or "{}")
+
+
+def _with(config: RunConfig, wanted: Sequence[Mapping[str, Any]]) -> RunConfig:
+    for wish in wanted:
+        config = changes.with_values(config, wish["settings"])
+    return config
+
+
+def _typed(value: Any) -> str:
+    return "off" if value is None else str(value)
