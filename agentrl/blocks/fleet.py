@@ -73,7 +73,10 @@ class EngineFleet:
         self.renderer = Renderer(model)
         self.vocabulary = vocabulary(model)
         self.nursery = nursery
-        clients = [EngineClient(url, api_key=settings.key_of(url), vocabulary=self.vocabulary) for url in urls]
+        clients = [
+            EngineClient(url, api_key=settings.key_of(url), kind=settings.kind, vocabulary=self.vocabulary)
+            for url in urls
+        ]
         self._clients = clients
         self.engine = Fleet.configured(clients, settings, decode=self.renderer.decode, preempt=settings.preempt)
         self.publisher = WeightPublisher(settings)

@@ -182,7 +182,7 @@ class Rollout(_Section):
 class EngineSettings(_Section):
     """Where tokens are sampled."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"  # ours for a CPU, vLLM, or SGLang at `urls`
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
     api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
     secret_env: list[str] = Field(default_factory=list)  # variables with secrets that our engines and learner need too
@@ -266,6 +266,27 @@ class EngineSettings(_Section):
         if self.hedge_after is not None and self.kind == "embedded" and self.stream_tokens > 1:
             hint = "a first token must come alone, or short answers win: set engine.stream_tokens = 1"
             raise ConfigError("engine.hedge_after", self.hedge_after, hint)
+        return self
+
+    @model_validator(mode="after")
+    def _of_sglang(self) -> Self:
+        if self.kind != "sglang":
+            return self
+        if not self.urls:
+            hint = (
+                "the run attaches to SGLang servers and starts none: start one with `python -m sglang.launch_server "
+                "--model-path MODEL --incremental-streaming-output --enable-metrics`, and give "
+                "engine.urls = ['http://127.0.0.1:30000']"
+            )
+            raise ConfigError("engine.kind", "sglang", hint)
+        if self.sync not in ("auto", "full", "adapter"):
+            raise ConfigError("engine.sync", self.sync, "SGLang takes whole weights or adapters here: give 'auto'")
+        if self.sync == "adapter" and not self.preempt:
+            hint = "SGLang does not say which adapters its requests use: set engine.preempt = true, or give 'auto'"
+            raise ConfigError("engine.sync", self.sync, hint)
+        for name in ("colocated", "shared", "weights_url"):
+            if value := getattr(self, name):
+                raise ConfigError(f"engine.{name}", value, "SGLang is not run so here: leave it out, or take 'vllm'")
         return self
 
     @field_validator("vllm")
@@ -463,10 +484,16 @@ class RunConfig(WithRoles, WithCluster, _Section):
         on_ray, transport = self.cluster.on_ray, self.transport
         transport.check(self.engine, self.train, on_ray=on_ray)
         check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
+        if self.engine.kind == "sglang" and self.rollout.sampling.cuts and self.rollout.top_k <= 0:
+            hint = "SGLang tells the set that a token is drawn from under a top_k alone: give 1 to 4096"
+            raise ConfigError("rollout.top_k", self.rollout.top_k, hint)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         shared_engines.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
         cluster_settings.check(self.cluster, self.engine, self.train, several=bool(self.role_models))
         others = {*rollout.given_models(), *self.role_models.values()}
+        if others and self.engine.kind == "sglang":
+            hint = f"the run starts no SGLang for other models ({', '.join(sorted(others))}): give their engines' URLs"
+            raise ConfigError("engine.kind", "sglang", hint)
         gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=others)
         if self.curriculum is not None:
             if self.curriculum.hopeless >= self.curriculum.solved:

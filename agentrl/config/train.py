@@ -37,8 +37,9 @@ RoutingReplay = Literal["auto", "on", "off"]
 
 def check_experts(engine: str, routed: bool, replay: RoutingReplay) -> None:
     """Raises ConfigError for an engine that has no experts to tell, and for a replay of what none tells."""
-    if routed and engine == "embedded":
-        raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
+    if routed and engine != "vllm":
+        why = "the embedded engine has no mixtures" if engine == "embedded" else "SGLang does not say their shape"
+        raise ConfigError("engine.routed_experts", True, f"{why}: take 'vllm'")
     if replay == "on" and not routed:
         raise ConfigError("train.routing_replay", "on", "no experts are journaled: set engine.routed_experts = true")
 

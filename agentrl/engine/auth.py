@@ -37,6 +37,7 @@ _LOOKS = frozenset({"GET", "HEAD"})
 _SAMPLES = frozenset(
     {
         "/inference/v1/generate",
+        "/generate",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",

@@ -21,6 +21,7 @@ from agentrl.engine import auth
 from agentrl.engine.dialect import EngineDialect, EngineKind
 from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
 from agentrl.engine.router.turn_request import Stitcher
+from agentrl.engine.sglang.sglang_dialect import SGLangDialect
 from agentrl.engine.vllm.vllm_dialect import VLLMDialect
 from agentrl.engine.vllm_api import check_sampling, metric, parse_json, refusal
 from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
@@ -32,7 +33,11 @@ _FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is o
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
 _NOT_NOW = (408, 429)  # the server is there but cannot answer just now
 _REFUSALS = (400, 413, 422)  # the request itself is refused; other statuses concern the server
-_DIALECTS: dict[EngineKind, EngineDialect] = {"embedded": VLLMDialect(), "vllm": VLLMDialect()}
+_DIALECTS: dict[EngineKind, EngineDialect] = {
+    "embedded": VLLMDialect(),
+    "vllm": VLLMDialect(),
+    "sglang": SGLangDialect(),
+}
 
 
 class EngineClient:

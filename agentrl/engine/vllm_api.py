@@ -30,7 +30,7 @@ _ROUNDING = 1e-3  # nats that a log-prob may be above 0
 _ALL = 1 << 30  # as top_k: every token. A vLLM that tells of kept sets takes no request without top_k
 _PLAIN = frozenset({"token", "logprob", "bytes", "top_logprobs"})  # what OpenAI's answer has for each token
 _VERSION = re.compile(r"[0-9]{1,18}")
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -100,7 +100,7 @@ def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> t
         return tuple(
             float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], token_ids[1:], strict=True)
         )
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error
 
 
@@ -152,7 +152,7 @@ class ChunkParser:
         self.version, self._request, self._vocabulary = version, request, vocabulary
         self.stated: tuple[VersionSpan, ...] = ()
         self.unsound: str | None = None
-        self._received = 0
+        self.received = 0
 
     def parse(self, document: Mapping[str, Json]) -> Chunk | None:
         """One event, or one whole answer; None if it carries nothing. Raises EngineError if it makes no sense."""
@@ -163,11 +163,11 @@ class ChunkParser:
             return None
         try:
             return self._choice(choices[0])
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise EngineError(f"the engine's answer has an unknown shape: {error!r}") from error
 
     def _choice(self, choice: Mapping[str, Json]) -> Chunk | None:
-        base = self._received
+        base = self.received
         token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
         if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0):
             raise EngineError("the engine sent token ids that are no numbers from 0 on")
@@ -186,13 +186,13 @@ class ChunkParser:
         if sound < len(logprobs):
             self.unsound = f"the engine sent {logprobs[sound]!r} as the log-prob of token {base + sound}"
             token_ids, logprobs, finish = token_ids[:sound], logprobs[:sound], None
-        self._received += sound
-        if finish in ("stop", "length") and not self._request.sampled + self._received:
+        self.received += sound
+        if finish in ("stop", "length") and not self._request.sampled + self.received:
             raise EngineError(f"the engine finished with {finish!r} without a token")  # an action that nobody sampled
         spans = self._spans(choice.get("weight_versions") or [], base, sound)
         experts = None
         if self._request.experts_from is not None and finish in ("stop", "length"):
-            end = len(self._request.token_ids) + self._received - 1
+            end = len(self._request.token_ids) + self.received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
         named = _columns(content[:sound])
         if self._request.kept and sound:

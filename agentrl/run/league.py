@@ -73,7 +73,7 @@ class League:
         for version, folder in list(self._waiting.items()):
             try:
                 for url in urls:
-                    async with aclosing(EngineClient(url, api_key=engine.key_of(url))) as client:
+                    async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
                         await adapters.load([client], folder, version, kept=True, deadline_s=engine.admin_deadline_s)
             except EngineError:
                 break
@@ -83,7 +83,7 @@ class League:
         for version, folder in old.items():
             with suppress(EngineError):  # one that does not answer has it until it is started again
                 for url in urls:
-                    async with aclosing(EngineClient(url, api_key=engine.key_of(url))) as client:
+                    async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
                         await adapters.forget([client], version, deadline_s=engine.admin_deadline_s)
             shutil.rmtree(folder)
 

@@ -55,6 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tool-parser", default=None, metavar="MODULE:CLASS", help="how calls of tools are written, for chats"
     )
     parser.add_argument("--seed", type=int, default=None, help="of the sampler; the order of requests matters too")
+    parser.add_argument("--api", choices=("vllm", "sglang"), default="vllm", help="the dialect that it speaks")
     parser.add_argument("--ready-file", type=Path, default=None, help="written as JSON {url, pid} once serving")
     parser.add_argument("--lifeline", action="store_true", help="exit when standard input reaches its end")
     return parser.parse_args(arguments)
@@ -71,6 +72,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     from agentrl.engine.embedded.batching import Batcher
     from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
     from agentrl.engine.embedded.server import EngineServer
+    from agentrl.engine.embedded.sglang_server import SGLangServer
     from agentrl.engine.embedded.vision_tower import VisionTower
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
@@ -99,7 +101,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     # A run that is attached sends the weights it starts from, which are those of the folder that this engine serves.
     sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
     name = arguments.served_model_name or str(arguments.model)
-    return EngineServer(batcher, name=name, sources=sources, chat=_chat(arguments))
+    kind = EngineServer if arguments.api == "vllm" else SGLangServer
+    return kind(batcher, name=name, sources=sources, chat=_chat(arguments))
 
 
 def _chat(arguments: argparse.Namespace) -> Chat | None:

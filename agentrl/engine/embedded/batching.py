@@ -225,10 +225,21 @@ class Batcher:
         self._emit(request, "abort")
         return True
 
+    def abort_like(self, start: str) -> None:
+        """End every request whose id begins so, with the tokens it has."""
+        for id in [*self.running, *(request.id for request in self.waiting)]:
+            if id.startswith(start):
+                self.abort(id)
+
+    def flush(self) -> None:
+        """Send what running requests have sampled and not sent yet."""
+        for request in self.running.values():
+            if request.sampled > request.emitted:
+                self._emit(request, None)
+
     def abort_all(self) -> None:
         """End every request with the tokens it has."""
-        for id in [*self.running, *(request.id for request in self.waiting)]:
-            self.abort(id)
+        self.abort_like("")
 
     def score(self, tokens: list[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probs of `tokens[1:]` at temperature 1, by a pass of their own: no cached key or value enters."""

@@ -110,7 +110,7 @@ def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
 _BODY_LIMIT = 32 << 20
-_PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_requests` wants it there
+PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_requests` wants it there
 
 
 class EngineServer:
@@ -131,31 +131,33 @@ class EngineServer:
         self._adapters: dict[str, Adapter] = {}
         self._adapters_read = 0
         self._histograms = Histograms()
-        self.app = Starlette(
-            routes=[
-                Route("/inference/v1/generate", _Asgi(self._generate), methods=["POST"]),
-                Route("/v1/chat/completions", _Asgi(self._chat), methods=["POST"]),
-                Route("/health", self._health),
-                Route("/v1/models", self._models),
-                Route("/version", self._version),
-                Route("/metrics", self._metrics),
-                Route("/abort_requests", self._guard(self._abort), methods=["POST"]),
-                Route("/pause", self._guard(self._pause), methods=["POST"]),
-                Route("/resume", self._guard(self._resume), methods=["POST"]),
-                Route("/is_paused", self._is_paused),
-                Route("/sleep", self._guard(self._sleep), methods=["POST"]),
-                Route("/wake_up", self._guard(self._wake_up), methods=["POST"]),
-                Route("/is_sleeping", self._is_sleeping),
-                Route("/init_weight_transfer_engine", self._guard(self._init), methods=["POST"]),
-                Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
-                Route("/update_weights", self._guard(self._update), methods=["POST"]),
-                Route("/finish_weight_update", self._guard(self._finish), methods=["POST"]),
-                Route("/update_weight_version", self._guard(self._name_version), methods=["POST"]),
-                Route("/collective_rpc", self._guard(self._receive), methods=["POST"]),
-                Route("/v1/load_lora_adapter", self._guard(self._load_adapter), methods=["POST"]),
-                Route("/v1/unload_lora_adapter", self._guard(self._unload_adapter), methods=["POST"]),
-            ]
-        )
+        self.app = Starlette(routes=self.routes())
+
+    def routes(self) -> list[Route]:
+        """What it answers."""
+        return [
+            Route("/inference/v1/generate", AsgiRoute(self._generate), methods=["POST"]),
+            Route("/v1/chat/completions", AsgiRoute(self._chat), methods=["POST"]),
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/version", self._version),
+            Route("/metrics", self._metrics),
+            Route("/abort_requests", self._guard(self._abort), methods=["POST"]),
+            Route("/pause", self._guard(self._pause), methods=["POST"]),
+            Route("/resume", self._guard(self._resume), methods=["POST"]),
+            Route("/is_paused", self._is_paused),
+            Route("/sleep", self._guard(self._sleep), methods=["POST"]),
+            Route("/wake_up", self._guard(self._wake_up), methods=["POST"]),
+            Route("/is_sleeping", self._is_sleeping),
+            Route("/init_weight_transfer_engine", self._guard(self._init), methods=["POST"]),
+            Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
+            Route("/update_weights", self._guard(self._update), methods=["POST"]),
+            Route("/finish_weight_update", self._guard(self._finish), methods=["POST"]),
+            Route("/update_weight_version", self._guard(self._name_version), methods=["POST"]),
+            Route("/collective_rpc", self._guard(self._receive), methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._guard(self._load_adapter), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._guard(self._unload_adapter), methods=["POST"]),
+        ]
 
     async def drive(self) -> None:
         """Run forward passes while there is work."""
@@ -183,13 +185,13 @@ class EngineServer:
             default_id=f"unnamed-{self._serial}",
             vision=batcher.model.architecture.vision,
         )
-        if batcher.knows(_PREFIX + asked.request_id):
+        if batcher.knows(PREFIX + asked.request_id):
             raise BadRequest(f"request_id: {asked.request_id!r} is already running")
         if asked.sampling.stop and batcher.decode is None:
             raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
         adapter, emissions = self._adapter_of(asked), asyncio.Queue[Emission]()
         request = BatchRequest(
-            id=_PREFIX + asked.request_id,
+            id=PREFIX + asked.request_id,
             tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
             sampling=asked.sampling,
             sink=emissions.put_nowait,
@@ -224,7 +226,7 @@ class EngineServer:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            asked, request, emissions = self._accept(await _read(receive))
+            asked, request, emissions = self._accept(await read_body(receive))
         except BadRequest as error:
             await _error(str(error))(scope, receive, send)
             return
@@ -238,7 +240,7 @@ class EngineServer:
         try:
             if self._chats is None:
                 raise BadRequest("the model's folder has no chat template: ask /inference/v1/generate for tokens")
-            document = parse_object(await _read(receive))
+            document = parse_object(await read_body(receive))
             chat = self._chats.parse(document, name=self._name, length=self._batcher.slots.length)
             _, request, emissions = self._accept(chat.generate)
         except BadRequest as error:
@@ -256,7 +258,7 @@ class EngineServer:
         self, chats: Chat, chat: ChatRequest, request: BatchRequest, emissions: asyncio.Queue[Emission], send: Send
     ) -> None:
         """Text as it comes; an answer that may have calls of tools at its end, when it can be read."""
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         parts, sent, first = list[Emission](), "", True
         while not parts or parts[-1].finish is None:
             parts.append(await emissions.get())
@@ -282,7 +284,7 @@ class EngineServer:
 
     async def _stream(self, request: BatchRequest, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
         started = last = time.perf_counter()
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         while True:
             emission = await emissions.get()
             now = time.perf_counter()
@@ -314,7 +316,7 @@ class EngineServer:
         await send({"type": "http.response.body", "body": body})
 
     async def _abort(self, request: HTTPRequest) -> Response:
-        document = await _object(request)
+        document = await read_object(request)
         ids = cast("list[Any]", document.get("request_ids", []))
         if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest("request_ids: must be a list of strings")
@@ -402,7 +404,7 @@ class EngineServer:
         return JSONResponse({"message": "Weight update started"})
 
     async def _update(self, request: HTTPRequest) -> Response:
-        document = await _object(request)
+        document = await read_object(request)
         info: Any = document.get("update_info")
         if not self._updating:
             raise BadRequest("no update has been started: call /start_weight_update first")
@@ -419,14 +421,14 @@ class EngineServer:
                 self._base = (digest, data)
             else:
                 data = await asyncio.to_thread(self._sources.read, path, digest)
-            staged |= await asyncio.to_thread(_tensors, data, path)
+            staged |= await asyncio.to_thread(tensors, data, path)
         except WeightSyncError as error:
             raise BadRequest(f"update_info.path: {error}") from None
         self._histograms.weight_update.add(time.perf_counter() - started)
         return JSONResponse({"message": "Weights updated"})
 
     async def _finish(self, request: HTTPRequest) -> Response:
-        document = await _object(request)
+        document = await read_object(request)
         if not self._updating:
             raise BadRequest("no update has been started: call /start_weight_update first")
         text = document.get("weight_version")
@@ -439,7 +441,7 @@ class EngineServer:
         return JSONResponse({"message": "Weight update finished"})
 
     async def _name_version(self, request: HTTPRequest) -> Response:
-        text = (await _object(request)).get("new_version")
+        text = (await read_object(request)).get("new_version")
         if not isinstance(text, str) or not text.isdecimal():
             raise BadRequest(f"new_version = {text!r}: must be a string of decimal digits")
         self._batcher.announce(int(text))
@@ -455,14 +457,14 @@ class EngineServer:
         return adapter
 
     async def _receive(self, request: HTTPRequest) -> Response:
-        match await _object(request):
+        match await read_object(request):
             case {"method": uploads.METHOD, "args": [str(message)]}:
                 return JSONResponse({"results": [await asyncio.to_thread(self._inbox.receive, message)]})
             case other:
                 raise BadRequest(f"method = {other.get('method')!r}: the embedded engine has {uploads.METHOD!r} alone")
 
     async def _load_adapter(self, request: HTTPRequest) -> Response:
-        document = await _object(request)
+        document = await read_object(request)
         name, path = document.get("lora_name"), document.get("lora_path")
         if not isinstance(name, str) or not isinstance(path, str):
             raise BadRequest("lora_name and lora_path: a name and the path of a folder are required")
@@ -489,7 +491,7 @@ class EngineServer:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: HTTPRequest) -> Response:
-        name = (await _object(request)).get("lora_name")
+        name = (await read_object(request)).get("lora_name")
         if self._adapters.pop(str(name), None) is None:
             raise BadRequest(f"The lora adapter '{name}' cannot be found.")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -504,7 +506,7 @@ class EngineServer:
         return guarded
 
 
-class _Asgi:
+class AsgiRoute:
     """Lets a bound method be a route's ASGI application, past starlette's request objects."""
 
     def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -525,10 +527,10 @@ def _joined(request: BatchRequest, parts: Sequence[Emission]) -> Emission:
     )
 
 
-_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-async def _read(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -544,11 +546,11 @@ async def _read(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-async def _object(request: HTTPRequest) -> dict[str, Any]:
-    return parse_object(await _read(request.receive))
+async def read_object(request: HTTPRequest) -> dict[str, Any]:
+    return parse_object(await read_body(request.receive))
 
 
-def _tensors(data: weight_file.Bytes, path: str) -> dict[str, torch.Tensor]:
+def tensors(data: weight_file.Bytes, path: str) -> dict[str, torch.Tensor]:
     try:
         return {name: tensor.float() for name, tensor in load_bytes(data.tobytes()).items()}
     except SafetensorError as error:

@@ -155,11 +155,13 @@ class WeightPublisher:
 
     def _client(self, url: str, version: int) -> EngineClient:
         if self._transport.form == "adapter":
-            return AdapterClient(url, current=always(version), api_key=self._settings.key_of(url))
-        return EngineClient(url, api_key=self._settings.key_of(url))
+            return AdapterClient(
+                url, current=always(version), api_key=self._settings.key_of(url), kind=self._settings.kind
+            )
+        return EngineClient(url, api_key=self._settings.key_of(url), kind=self._settings.kind)
 
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
-        return [EngineClient(url, api_key=self._settings.key_of(url)) for url in urls]
+        return [EngineClient(url, api_key=self._settings.key_of(url), kind=self._settings.kind) for url in urls]
 
     def _alone_with(self, engine: EngineClient, held: WeightLock | None) -> AbstractAsyncContextManager[None]:
         if held is not None and held.held:

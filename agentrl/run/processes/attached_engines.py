@@ -45,7 +45,7 @@ async def free(run: RunDir) -> list[str]:
 
 async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
     try:
-        async with aclosing(EngineClient(url, api_key=config.engine.key_of(url))) as client:
+        async with aclosing(EngineClient(url, api_key=config.engine.key_of(url), kind=config.engine.kind)) as client:
             if not await client.paused(deadline_s=_ASK_S):
                 return None
         weights = _weights(run, config)

@@ -92,8 +92,8 @@ class EngineWatch:
         key = self.config.engine.key_of(self.url)
         if self.weights is not None and self.config.sends_adapters:
             below = partial(self.looks, version_below) if self.config.engine.shared else None
-            return AdapterClient(self.url, current=always(None), below=below, api_key=key)
-        return EngineClient(self.url, api_key=key)
+            return AdapterClient(self.url, current=always(None), below=below, api_key=key, kind=self.config.engine.kind)
+        return EngineClient(self.url, api_key=key, kind=self.config.engine.kind)
 
     async def _fits(self, version: int) -> bool:
         """Whether an engine that serves `version` needs no weights. A newer version than the store's is being delivered

@@ -20,6 +20,7 @@ from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import embedded_argv
 from agentrl.engine.running_engine import ADAPTERS, vllm_server
+from agentrl.engine.sglang import server_facts
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.capabilities import Need, needed, probe
 from agentrl.engine.vllm.launch import check_arguments as check_vllm
@@ -247,9 +248,9 @@ async def fit(
     deadline_s, key = config.engine.admin_deadline_s, config.engine.key_of(url)
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
         found = await weights()
-        client = EngineClient(url, api_key=key)
+        client = EngineClient(url, api_key=key, kind=config.engine.kind)
         if config.sends_adapters:
-            client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key)
+            client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key, kind=config.engine.kind)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
             halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
@@ -269,9 +270,9 @@ async def prove(
     if weights.canary is None:
         return True
     version, key = weights.current.version, config.engine.key_of(url)
-    client = EngineClient(url, api_key=key)
+    client = EngineClient(url, api_key=key, kind=config.engine.kind)
     if weights.adapter is not None:
-        client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key)
+        client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key, kind=config.engine.kind)
     info = update_info(weights.file) if isinstance(weights.file, Path) else None
     deadline_s = config.engine.admin_deadline_s
     async with aclosing(client):
@@ -323,7 +324,7 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
     If weights go from memory, the learner sends them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sends_adapters
     deadline_s = settings.admin_deadline_s
-    async with aclosing(EngineClient(url, api_key=settings.key_of(url))) as client:
+    async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:
         if settings.kind == "vllm" and fresh:
             told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
             needs = needed(config.transport) - ({Need.WEIGHTS} if settings.shared else set[Need]())
@@ -333,6 +334,8 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
                 context=config.rollout.max_context,
                 lora_rank=config.train.lora_rank,
             )
+        if settings.kind == "sglang" and fresh:
+            await server_facts.require(client, context=config.rollout.max_context, adapters=adapters_alone)
         if config.syncs_memory:
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
             await client.dialect.announce(client, 0, deadline_s=deadline_s)

@@ -312,8 +312,9 @@ class RunProcesses:
     async def _emptied(self, url: str) -> None:
         """Wait until nobody asks an engine any more."""
         await trio.sleep(_LEFT_S)
-        key, deadline_s = self.config.engine.key_of(url), self.config.engine.admin_deadline_s
-        async with aclosing(EngineClient(url, api_key=key)) as client:
+        engine = self.config.engine
+        deadline_s = engine.admin_deadline_s
+        async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
             with trio.move_on_after(deadline_s), suppress(EngineError):
                 busy = True
                 while busy:

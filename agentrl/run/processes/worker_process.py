@@ -255,16 +255,17 @@ def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | Non
 def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     config, version = sight.config, known.version.version
-    key, tokens = config.engine.key_of(url), vocabulary(model_dir(config.model_of(role)))
+    engine, tokens = config.engine, vocabulary(model_dir(config.model_of(role)))
+    given: dict[str, Any] = {"api_key": engine.key_of(url), "kind": engine.kind, "vocabulary": tokens}
     if config.sends_adapters:
-        below = sight.below if config.engine.shared else None
-        return AdapterClient(url, current=sight.adapter, below=below, api_key=key, vocabulary=tokens)
-    return EngineClient(url, version=version, api_key=key, vocabulary=tokens)
+        below = sight.below if engine.shared else None
+        return AdapterClient(url, current=sight.adapter, below=below, **given)
+    return EngineClient(url, version=version, **given)
 
 
 def _concurrency(config: RunConfig) -> Aimd | None:
-    """The limit of a worker's requests at one vLLM server: first the server's batch, at most all of the run."""
-    if config.engine.kind != "vllm":
+    """The limit of a worker's requests at one server on a GPU: first the server's batch, at most all of the run."""
+    if config.engine.kind == "embedded":
         return None
     most = config.rollout.max_running  # others may leave: then this worker has their share
     return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
@@ -285,7 +286,7 @@ def _frozen(config: RunConfig, known: FleetView, renderer: Renderer) -> dict[str
 
 def _given(config: RunConfig, url: str) -> EngineClient:
     """Speaks to an engine that the run started for a model that does not learn."""
-    return EngineClient(url, api_key=config.engine.key_of(url))
+    return EngineClient(url, api_key=config.engine.key_of(url), kind=config.engine.kind)
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

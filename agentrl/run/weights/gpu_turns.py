@@ -109,5 +109,7 @@ class Turns:
 
     async def _each(self, urls: Sequence[str], call: _Call) -> None:
         for url in urls:
-            async with aclosing(EngineClient(url, api_key=self._settings.key_of(url))) as client:
+            async with aclosing(
+                EngineClient(url, api_key=self._settings.key_of(url), kind=self._settings.kind)
+            ) as client:
                 await call(client, deadline_s=self._settings.admin_deadline_s)

@@ -1,0 +1,53 @@
+"""Asks a running SGLang server whether it has what training needs, and names the flags that would add what it lacks.
+
+Owns the questions. Together they cost the server a few tokens; none changes its weights or its adapters.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, cast
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.sglang.sglang_api import follows_temperature
+from agentrl.engine.vllm_api import parse_json
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, boundary
+
+_DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
+
+
+async def require(client: EngineClient, *, context: int, adapters: bool) -> None:
+    """Raises UsageError for a server that is no SGLang, that wants another key, or that lacks contexts of so many
+    tokens, adapters if asked, metrics, or log-probs of the distribution that it samples from: with the command that
+    starts it so. Raises EngineUnavailable or EngineTimeout if it is not there."""
+    passes = (EngineUnavailable, EngineTimeout, UsageError)
+    with boundary(UsageError, f"the server at {client.url} is no SGLang server:", passes=passes):
+        try:
+            info = parse_json(await client.call("GET", "/server_info", deadline_s=_DEADLINE_S))
+            models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
+        except EngineError as error:
+            if "answered 401" not in str(error):
+                raise
+            hint = "export its key, and name the variable in engine.api_key_env"
+            raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
+        room = int(cast("list[dict[str, Any]]", models)[0]["max_model_len"])
+        lacks = dict[str, str]()
+        if room < context:
+            lacks[f"contexts of {context} tokens (it has {room})"] = f"--context-length {context}"
+        if not info.get("enable_metrics"):
+            lacks["metrics"] = "--enable-metrics"
+        if adapters and not info.get("enable_lora"):
+            lacks["loading LoRA adapters while it runs"] = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
+        if not info.get("incremental_streaming_output"):
+            lacks["streams that do not repeat their tokens"] = "--incremental-streaming-output"
+        env = "" if await follows_temperature(client, deadline_s=_DEADLINE_S) else "SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
+        if env:
+            lacks["log-probs of the sampling distribution"] = ""
+        if lacks:
+            model = shlex.quote(str(info.get("model_path")))
+            flags = " ".join(flag for flag in lacks.values() if flag)
+            start = f"{env}python -m sglang.launch_server --model-path {model} {flags}".rstrip()
+            raise UsageError(
+                f"the SGLang server at {client.url} lacks {', '.join(lacks)}: start it, beside its other flags, with: "
+                f"{start}"
+            )

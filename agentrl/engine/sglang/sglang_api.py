@@ -1,0 +1,164 @@
+"""SGLang's `/generate` as the client sees it: requests to JSON, events to chunks. Opens no connection of its own.
+
+An event that streams names one version, the newest that the server's front end has heard of. The last event of a
+request names the version of each token (`weight_versions`, counted where tokens are sampled): it holds, whatever came
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+from agentrl.engine.vllm_api import MALFORMED, ChunkParser
+from agentrl.errors import ConfigError, EngineError, EngineRefusal
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Json, SamplingParams
+
+if TYPE_CHECKING:
+    from agentrl.engine.client import EngineClient
+
+_ALL = 1 << 30  # as top_k: every token
+_MOST_KEPT = 4096  # tokens of a set, unless the server was started with another --sampling-mask-max-tokens
+_PROBE, _SAME = 8, 1e-4  # tokens whose log-probs are compared, and nats that they may be apart
+_UNKNOWN_ADAPTER = "LoRA adapters are not loaded"
+RID_END = "$"
+"""Ends each request's id: an abort ends all requests whose ids begin with the one that it names."""
+
+
+def request_json(request: GenerateRequest) -> dict[str, Json]:
+    """The body of a generate request. Every setting is sent, so that no server's default can slip in. Raises
+    ConfigError for kept sets without a `top_k`, for experts and images."""
+    sampling = request.sampling
+    params: dict[str, Json] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else _ALL,
+        "min_p": sampling.min_p,
+        "skip_special_tokens": False,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    body: dict[str, Json] = {
+        "rid": request.request_id + RID_END,
+        "input_ids": list(request.token_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": True,
+    }
+    if request.images:
+        raise ConfigError("engine.kind", "sglang", "images are not sent to SGLang yet: take 'embedded' or 'vllm'")
+    if request.experts_from is not None:
+        raise ConfigError("engine.routed_experts", True, "SGLang's answer does not say their shape: leave it out")
+    if request.kept:
+        if not 0 < sampling.top_k <= _MOST_KEPT:
+            hint = f"SGLang tells the set that a token is drawn from for 1 to {_MOST_KEPT}: give rollout.top_k"
+            raise ConfigError("rollout.top_k", sampling.top_k, hint)
+        body["return_sampling_mask"] = True
+    return body if request.model is None else body | {"lora_path": request.model}
+
+
+def score_json(tokens: Sequence[int], model: str | None) -> dict[str, Json]:
+    """The body of a request for the log-probs of a prompt's tokens at temperature 1; nothing is sampled."""
+    asked: dict[str, Json] = {
+        "rid": f"score-{uuid4().hex}{RID_END}",
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "stream": False,
+    }
+    return asked if model is None else asked | {"lora_path": model}
+
+
+def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tuple[float, ...]:
+    """The log-probs of `tokens[1:]` in the answer to `score_json`. Raises EngineError."""
+    try:
+        entries = cast("list[Any]", document["meta_info"]["input_token_logprobs"])
+        if [entry[1] for entry in entries] != list(tokens):
+            raise EngineError("the engine scored other tokens than it was asked for (input_token_logprobs)")
+        return tuple(float(entry[0]) for entry in entries[1:])
+    except MALFORMED as error:
+        raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error
+
+
+async def follows_temperature(client: EngineClient, *, deadline_s: float) -> bool:
+    """Whether a server's log-probs of tokens sampled at temperature 2 are not those at 1. It samples a few."""
+    prompt = (0, 1, 2, 3)
+    asked = GenerateRequest(
+        request_id=f"probe-{uuid4().hex}",
+        session="probe",
+        token_ids=prompt,
+        sampling=SamplingParams(max_tokens=_PROBE, temperature=2.0),
+        deadline_s=deadline_s,
+    )
+    sampled = await client.generate(asked)
+    plain = await client.score((*prompt, *sampled.token_ids), deadline_s=deadline_s)
+    pairs = zip(sampled.logprobs, plain[len(prompt) - 1 :], strict=True)
+    return any(abs(hot - cold) > _SAME for hot, cold in pairs)
+
+
+class SGLangParser(ChunkParser):
+    """As `ChunkParser`, for the events of SGLang, whether each repeats all tokens or has the new ones alone."""
+
+    _stamp: str | None = None  # the version of the tokens received last, and how often the request was put back by then
+    _retractions: int | None = None
+
+    def parse(self, document: Mapping[str, Json]) -> Chunk | None:
+        if isinstance(error := document.get("error"), dict):
+            failed = cast("dict[str, Json]", error)
+            raise _failure(str(failed.get("message")), failed.get("code"))
+        try:
+            choice = self._as_choice(document)
+        except MALFORMED as error:
+            raise EngineError(f"the engine's answer has an unknown shape: {error!r}") from error
+        return super().parse({"choices": [choice]})
+
+    def _as_choice(self, document: Mapping[str, Json]) -> dict[str, Json]:
+        """An event in the shape that vLLM gives it."""
+        meta: dict[str, Any] = document["meta_info"]
+        reason: dict[str, Any] = meta["finish_reason"] or {}
+        if reason.get("type") == "abort" and reason.get("status_code") is not None:
+            raise _failure(str(reason.get("message")), reason["status_code"])
+        new = meta["completion_tokens"] - self.received
+        tokens = self._new(document["output_ids"], new)
+        entries = self._new(meta.get("output_token_logprobs") or [], new)
+        if [entry[1] for entry in entries] != tokens:
+            raise EngineError("the engine sent log-probs of other tokens than it sampled (output_token_logprobs)")
+        logprobs = [entry[0] for entry in entries]
+        choice: dict[str, Json] = {"token_ids": tokens, "finish_reason": reason.get("type")}
+        if (sets := meta.get("output_token_sampling_mask")) is not None:
+            choice["sampling_mask"] = self._new(sets, new)
+            logprobs = self._new(meta["output_token_sampling_logprobs"], new)  # under what was left after the cut
+        choice["logprobs"] = {"content": [{"logprob": logprob} for logprob in logprobs]}
+        choice["weight_versions"] = meta.get("weight_versions") or self._provisional(meta, new)
+        return choice
+
+    def _new(self, values: list[Any], new: int) -> list[Any]:
+        """The entries of the `new` tokens in a list of one entry a token: that of all tokens, or of the new ones."""
+        if len(values) >= self.received + new:
+            return values[self.received : self.received + new]
+        if not 0 <= new <= len(values):
+            raise EngineError(f"the engine sent {len(values)} entries for {new} new tokens")
+        return values[:new]  # an abort may repeat the last token behind them
+
+    def _provisional(self, meta: Mapping[str, Any], new: int) -> list[Json]:
+        """The version that an event before the last names. It was read when the event left the server: if it changed
+        without the pause of an update, which puts requests back, then these tokens were sampled before that."""
+        stamp, retractions = meta["weight_version"], meta.get("num_retractions")
+        if self._stamp is not None and retractions is not None and retractions == self._retractions:
+            stamp = self._stamp
+        if new:
+            self._stamp, self._retractions = stamp, retractions
+        return [{"version": stamp, "start": self.received, "end": self.received + new}] if new else []
+
+
+def _failure(message: str, code: object) -> EngineError:
+    if _UNKNOWN_ADAPTER in message:
+        return EngineRefusal(f"the adapter does not exist: {message}")
+    return EngineRefusal(message) if code == 400 else EngineError(f"the engine failed: {message}")

@@ -1,0 +1,137 @@
+"""SGLang's dialect.
+
+An update of weights puts running requests back into the queue (`retract`), which keeps their tokens, drops their keys
+and values, and reads the results that were still under way: no token is then counted to weights that did not sample it
+(`in_place` would count the pass in flight to the new ones). The prefix cache goes with it.
+
+    pause (retract) ► update from disk, version, flush ► continue ───► served?
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from agentrl.engine.dialect import EngineDialect, WeightUpdate
+from agentrl.engine.sglang import sglang_api
+from agentrl.engine.sglang.sglang_api import SGLangParser
+from agentrl.engine.vllm_api import parse_json, parse_version
+from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Json
+
+if TYPE_CHECKING:
+    from agentrl.engine.client import EngineClient
+
+METRICS = {
+    "sglang:num_running_reqs": "vllm:num_requests_running",
+    "sglang:num_queue_reqs": "vllm:num_requests_waiting",
+    "sglang:token_usage": "vllm:kv_cache_usage_perc",
+    "sglang:prompt_tokens_total": "vllm:prompt_tokens_total",
+    "sglang:generation_tokens_total": "vllm:generation_tokens_total",
+}
+
+
+class SGLangDialect(EngineDialect):
+    """As `EngineDialect`."""
+
+    generate_path = "/generate"
+    health_path = "/ready"  # /health samples a token, waits for a second, and hangs while the engine is paused
+
+    def request_json(self, request: GenerateRequest) -> dict[str, Json]:
+        return sglang_api.request_json(request)
+
+    def parser(self, version: int, request: GenerateRequest, vocabulary: int | None) -> SGLangParser:
+        return SGLangParser(version, request, vocabulary)
+
+    def score_json(self, tokens: Sequence[int], model: str | None) -> dict[str, Json]:
+        return sglang_api.score_json(tokens, model)
+
+    def prompt_logprobs(self, document: Mapping[str, Json], tokens: Sequence[int]) -> tuple[float, ...]:
+        return sglang_api.prompt_logprobs(document, tokens)
+
+    def metric(self, name: str) -> str:
+        return METRICS.get(name, name)
+
+    async def look(self, client: EngineClient, *, deadline_s: float) -> None:
+        await client.call("GET", "/server_info", deadline_s=deadline_s)  # has the scheduler's own state
+
+    async def paused(self, client: EngineClient, *, deadline_s: float) -> bool:
+        try:
+            await client.call("GET", "/ready", deadline_s=deadline_s)
+        except EngineUnavailable as error:
+            if "answered 503" not in str(error):
+                raise
+            return True
+        return False
+
+    async def stated_version(self, client: EngineClient, *, deadline_s: float) -> int | None:
+        answer = parse_json(await client.call("GET", "/model_info", deadline_s=deadline_s))
+        return parse_version(answer["weight_version"]) if "weight_version" in answer else None
+
+    async def announce(self, client: EngineClient, version: int, *, deadline_s: float) -> None:
+        asked: dict[str, Json] = {"new_version": str(version), "abort_all_requests": False}
+        await client.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
+
+    async def resume(self, client: EngineClient, *, deadline_s: float) -> None:
+        await client.call("POST", "/continue_generation", json={}, deadline_s=deadline_s)
+
+    async def take_weights(self, client: EngineClient, update: WeightUpdate, *, deadline_s: float) -> float:
+        folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
+        started = trio.current_time()
+        await client.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
+        asked: dict[str, Json] = {
+            "model_path": str(folder),
+            "load_format": "auto",
+            "weight_version": str(update.version),
+            "abort_all_requests": False,
+            "flush_cache": True,
+        }
+        await client.call("POST", "/update_weights_from_disk", json=asked, deadline_s=deadline_s)
+        await self.resume(client, deadline_s=deadline_s)
+        return trio.current_time() - started
+
+    async def load_adapter(
+        self, client: EngineClient, name: str, place: str, digest: str, *, deadline_s: float
+    ) -> None:
+        asked: dict[str, Json] = {"lora_name": name, "lora_path": place}
+        try:
+            await client.call("POST", "/load_lora_adapter", json=asked, deadline_s=deadline_s)
+        except EngineError as error:
+            if not any(said in str(error) for said in ("already exists", "already loaded")):
+                raise
+
+    async def unload_adapter(self, client: EngineClient, name: str, *, deadline_s: float) -> None:
+        await client.call("POST", "/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+
+    async def adapters_in_use(self, client: EngineClient, *, deadline_s: float) -> str:
+        return ""  # it does not say; its unloading waits for the requests that use one
+
+
+def folder_of(files: Sequence[str]) -> Path:
+    """A folder that holds these weight files and no other: SGLang reads no single file. That of a model as it is, else
+    one beside the first file, with links to them. Raises WeightSyncError."""
+    paths = [Path(file) for file in files]
+    if any("://" in file for file in files):
+        raise WeightSyncError("SGLang reads weights from folders alone: leave engine.weights_url out")
+    first = paths[0]
+    try:
+        if {path.resolve() for path in first.parent.glob("*.safetensors")} == {path.resolve() for path in paths}:
+            return first.parent
+        folder = first.with_name(f"{first.name}.folder")
+        folder.mkdir(exist_ok=True)
+        links = {folder / path.with_suffix(".safetensors").name: path for path in paths}
+        for there in folder.iterdir():
+            if there not in links or not there.samefile(links[there]):  # of other weights at the same path
+                there.unlink()
+        for there, path in links.items():
+            with suppress(FileExistsError):  # another engine takes the same weights just now
+                os.link(path, there)
+        return folder
+    except OSError as error:
+        raise WeightSyncError(f"cannot make a folder of {str(first)!r} for SGLang: {error.strerror}") from error
