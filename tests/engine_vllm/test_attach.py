@@ -66,9 +66,18 @@ async def test_a_bfloat16_layer_that_missed_one_small_step_is_seen(
             await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
             assert await canary.check([client], probe_of(stock, version, marked=True)) < ROUGH
             await mend(client, False)
+            version, file = stock.update()
+            await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+            left_behind = stock.error(ask().token_ids, await client.generate(ask())) > ROUGH
+            await mend(client, True)
+            await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+            await mend(client, False)
             version, file = stock.update(scale=1e-4)
             await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
             assert await canary.check([client], probe_of(stock, version)) < ROUGH  # all that there was
+            if not left_behind:  # a CPU for which vLLM packs no bfloat16 layer
+                assert await canary.check([client], probe_of(stock, version, marked=True)) < ROUGH
+                return
             says = r"its layers compute with other weights; not taken: lm_head \(tied to model\.embed_tokens\.weight\)$"
             with pytest.raises(CanaryMismatch, match=says):
                 await canary.check([client], probe_of(stock, version, marked=True))
