@@ -279,11 +279,6 @@ class EngineSettings(_Section):
                 "engine.urls = ['http://127.0.0.1:30000']"
             )
             raise ConfigError("engine.kind", "sglang", hint)
-        if self.sync not in ("auto", "full", "adapter"):
-            raise ConfigError("engine.sync", self.sync, "SGLang takes whole weights or adapters here: give 'auto'")
-        if self.sync == "adapter" and not self.preempt:
-            hint = "SGLang does not say which adapters its requests use: set engine.preempt = true, or give 'auto'"
-            raise ConfigError("engine.sync", self.sync, hint)
         for name in ("colocated", "shared", "weights_url"):
             if value := getattr(self, name):
                 raise ConfigError(f"engine.{name}", value, "SGLang is not run so here: leave it out, or take 'vllm'")

@@ -72,6 +72,7 @@ def test_atif_has_each_turn_with_its_tokens_and_what_answered_it(run: RunDir, tm
     assert [file.name for file in only.iterdir()] == ["episode-1.json"]
 
 
+@pytest.mark.long  # Harbor needs Python 3.12, which continuous integration may lack
 @pytest.mark.adapters
 def test_harbor_takes_atif(run: RunDir, tmp_path: Path) -> None:
     trajectories: Any = pytest.importorskip("harbor.models.trajectories", reason="Harbor needs Python 3.12")

@@ -33,6 +33,8 @@ class DeltaTransport(FileTransport):
     def check(cls, engine: EngineSettings, train: Train, *, on_ray: bool) -> None:
         if engine.kind == "embedded" and engine.weights_url is None:
             raise ConfigError("engine.sync", "delta", "the embedded engine takes whole files: give 'auto'")
+        if engine.kind == "sglang":
+            raise ConfigError("engine.sync", "delta", "SGLang takes whole weights or adapters here: give 'auto'")
 
     @asynccontextmanager
     async def offer(self, parcel: Parcel, base: Parcel | None) -> AsyncGenerator[None]:

@@ -299,6 +299,9 @@ class _MemoryTransport(WeightTransport):
             raise ConfigError("engine.weights_url", engine.weights_url, hint)
         if engine.kind == "embedded":
             raise ConfigError("engine.sync", cls.backend, "the embedded engine takes whole files: give 'auto'")
+        if engine.kind == "sglang":
+            hint = "SGLang takes whole weights or adapters here: give 'auto'"
+            raise ConfigError("engine.sync", cls.backend, hint)
         gpu_placement.check_memory_sync(engine, train, sync=cls.backend, on_ray=on_ray)
 
     async def deliver(
