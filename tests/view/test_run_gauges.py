@@ -86,6 +86,7 @@ def test_the_dashboard_asks_for_figures_that_there_are() -> None:
         assert words and words <= served, expression
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus server (apt-get install prometheus)")
 def test_the_real_server_scrapes_a_run(runs: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
