@@ -195,4 +195,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all build/site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -148,3 +149,11 @@ def test_a_sampled_token_passes_few_files() -> None:
 def test_a_setting_passes_few_files_from_the_run_file_to_its_uses() -> None:
     for setting in ("max_lag", "group_size", "groups_per_step"):
         assert len(passes(setting)) <= MOST_OF_A_SETTING, setting
+
+
+def test_no_file_holds_the_marks_of_a_conflict() -> None:
+    """`.ci/run` and the documents are read by no checker of code."""
+    marks = ["git", "grep", "-nE", "^(<{7}|>{7}) ", "--", "."]
+    found = subprocess.run(marks, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (1, ""), found.stderr  # 1: nothing is there
+    subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, timeout=60, check=True)
