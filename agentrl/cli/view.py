@@ -13,15 +13,18 @@ import typer
 from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 
+_RUNS = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[RUN]...", autocompletion=run_folders, help="Run directories, or folders of such; default: runs"
+    ),
+]
+_HOST = Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")]
+
 
 def view(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...", autocompletion=run_folders, help="Run directories, or folders of such; default: runs"
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
+    runs: _RUNS = None,
+    host: _HOST = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8642,
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run; nothing has to be trained")] = False,
     bundle: Annotated[Path | None, typer.Option(help="Write one run's page here as static files, and end")] = None,
@@ -57,13 +60,8 @@ def view(
 
 
 def metrics(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...", autocompletion=run_folders, help="Run directories, or folders of such; default: runs"
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can reach it")] = "127.0.0.1",
+    runs: _RUNS = None,
+    host: _HOST = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 9464,
 ) -> None:
     """Serve figures of runs for Prometheus, until Ctrl-C: steps, metrics, groups, episodes, engines. It only looks."""
