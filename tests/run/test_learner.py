@@ -41,6 +41,7 @@ class Scene:
         self.now_s, self.step_s, self.behind = 0.0, 1.0, False
         self.saved, self.recorded, self.published, self.hashed = list[int](), list[int](), list[int](), list[int]()
         self.deliver: Callable[[], None] = lambda: None
+        self.urls: Callable[[], str] = lambda: '["http://engine"]'
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: 0.0))
         self.gate, self.began, self.room = threading.Event(), threading.Event(), True
         self.gate.set()
@@ -57,7 +58,7 @@ class Scene:
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _held=Patience(math.inf),
             _store=SimpleNamespace(
-                meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
+                meta=lambda key: self.urls() if key == "engine_urls" else None,
                 still_leads=lambda: None,
                 set_meta=lambda key, value: None,
                 current_version=lambda: WeightVersion(version=6, step=0),

@@ -17,6 +17,7 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.config.weight_sync import transport_of
 from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.vllm_dialect import VLLMDialect
 from agentrl.engine.weight_sync import weight_file
 from agentrl.engine.weight_sync.transport import MemoryParcel
 from agentrl.errors import ConfigError
@@ -180,6 +181,8 @@ async def test_an_attached_engine_samples_nothing_before_the_learner_sent_its_we
     calls: list[object] = []
 
     class Client:
+        dialect = VLLMDialect()
+
         def __init__(self, url: str, **_: object) -> None: ...
 
         async def call(self, method: str, path: str, **how: Any) -> bytes:

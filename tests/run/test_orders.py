@@ -21,6 +21,7 @@ from agentrl.run.alarms import LagBound
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.reporting import report
+from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of, take_order
 from agentrl.store import Freshest, Oldest, Patience, Prioritised, RunStore, Windowed
 
@@ -185,6 +186,7 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(
         for claim in store.claim("w", 6, lease_s=1e6):
             play(store, claim, outcome=float(claim.group_id == 3 or claim.member))
         learning.__dict__.update(
+            _run=RunDir(tmp_path),
             _config=config,
             _bound=LagBound(config.buffer.max_lag, 10, now=config.buffer.max_lag),
             _store=store,

@@ -109,8 +109,8 @@ class Fakes:
         for name in ("EngineClient", "AdapterClient"):
             monkeypatch.setattr(module, name, partial(self.client, getattr(module, name)))
 
-    def client(self, kind: Any, url: str, **settings: Any) -> Any:
-        return kind(url, transport=self.by_url[url], **settings)
+    def client(self, client: Any, url: str, **settings: Any) -> Any:
+        return client(url, transport=self.by_url[url], **settings)
 
     def __getitem__(self, number: int) -> FakeVLLM:
         return self.by_url[self.urls[number]]

@@ -27,6 +27,7 @@ from agentrl.config import EngineSettings
 from agentrl.engine.running_engine import Door, running_engine, tool_format
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import PARSERS, Build, VLLMServer
+from agentrl.engine.vllm.vllm_dialect import VLLMDialect
 from agentrl.errors import RunFailed, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
@@ -229,13 +230,13 @@ async def test_a_server_that_imports_is_said_to_do_so_again_and_again(
     async def proves(*_: object, **__: object) -> bool:
         return trio.current_time() - began >= 35
 
-    async def nothing(*_: object) -> None:
+    async def nothing(*_: object, **__: object) -> None:
         await trio.lowlevel.checkpoint()
 
     began, said, log = trio.current_time(), list[str](), tmp_path / "log"
     log.write_text("INFO first\nINFO loading weights\n\n")
     monkeypatch.setattr(launch.EngineClient, "proves", proves)
-    monkeypatch.setattr(launch, "announce", nothing)
+    monkeypatch.setattr(VLLMDialect, "announce", nothing)
     monkeypatch.setattr(launch, "_warm_up", nothing)
     server = vllm_of(tmp_path, 1)
     await launch.ready(server, version=0, deadline_s=60, ended=lambda: False, log=log, say=said.append)

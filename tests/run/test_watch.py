@@ -51,13 +51,13 @@ class Scene:
         self.model.mkdir()
         save_file({}, self.model / "model.safetensors")
         monkeypatch.setattr(engine_process, "model_dir", lambda name: self.model)
-        for where, name, kind in (
+        for where, name, client in (
             (engine_health, "EngineClient", EngineClient),
             (engine_health, "AdapterClient", AdapterClient),
             (engine_process, "EngineClient", EngineClient),
             (engine_process.adapters, "AdapterClient", AdapterClient),
         ):
-            monkeypatch.setattr(where, name, lambda url, kind=kind, **how: kind(url, transport=self.server, **how))
+            monkeypatch.setattr(where, name, partial(client, transport=self.server))
 
     def trains_adapters(self) -> None:
         """Version 3 is an adapter."""
