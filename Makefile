@@ -135,7 +135,13 @@ $(PROGRAMS)-all/.ready: requirements/programs-all.txt $(PROGRAMS)/.ready
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --output-sync=target --jobs=2 types snippets
+
+.PHONY: types snippets
+types: # each of the two keeps one core busy
 	$(BIN)/pyright
+
+snippets:
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
 # The builder has an environment of its own: its pins are nobody else's.

@@ -37,7 +37,7 @@ def second(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield from up(Server(policy.folder, tmp_path_factory.mktemp("second"), lora_rank=LORA_RANK))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
     server: Server, second: Server, policy: Policy
 ) -> None:

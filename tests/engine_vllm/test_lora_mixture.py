@@ -43,6 +43,7 @@ def trained(mixture: Policy) -> tuple[int, Path]:
     return version, learner.export_adapter(mixture.scratch / f"adapter-{version}")
 
 
+@pytest.mark.long
 async def test_an_adapter_of_a_mixtures_attention_is_served_exactly(server: Server, mixture: Policy) -> None:
     plain = EngineClient(server.url, version=1)
     before = await plain.generate(ask())

@@ -48,6 +48,7 @@ def train(folder: Path, gate: Gate) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # vLLM starts twice
 def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_weights(tmp_path: Path) -> None:
     gate = Gate(tmp_path, at=8)

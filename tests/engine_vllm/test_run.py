@@ -158,6 +158,7 @@ def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_
     assert_nothing_remains(run)
 
 
+@pytest.mark.long
 def test_weights_that_an_engine_did_not_take_end_the_run_and_are_named(tmp_path: Path) -> None:
     status, said = end(train(tmp_path / "run", "train.lr=0.01", AGENTRL_VLLM_MEND="0"))
     assert status == 1

@@ -11,7 +11,7 @@ from agentrl.env.checks.oracles import judge
 pytestmark = pytest.mark.docker
 
 
-@pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", pytest.param("agentrl/RepoRepair-v0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", pytest.param("agentrl/RepoRepair-v0", marks=pytest.mark.long)])
 async def test_oracles_get_what_they_must(
     id: str,
     docker_engine: str,  # noqa: F811

@@ -276,7 +276,7 @@ def image(docker_engine: str, root: Path) -> str:  # noqa: F811
     return settings[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.docker
 async def test_oracles_hold_on_docker(
     docker_engine: str,  # noqa: F811

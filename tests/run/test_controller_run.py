@@ -38,7 +38,7 @@ CONTROLLER: dict[str, Any] = {
 CONTROLLER |= {"horizon_s": 1e6}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_law_2_a_place_moves_to_a_learner_that_is_busy_and_each_episode_is_trained_once(tmp_path: Path) -> None:
     _moves(tmp_path, {})
 

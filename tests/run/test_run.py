@@ -249,7 +249,7 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
     assert_nothing_remains(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_law_2_a_run_with_a_critic_and_groups_of_one_mends_itself_when_its_learner_dies(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 2}, eval={"sets": []})
     run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=10)
@@ -271,7 +271,7 @@ def test_law_2_a_run_with_a_critic_and_groups_of_one_mends_itself_when_its_learn
     assert (run.checkpoints / "step-00000008" / "critic" / "critic.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_asks_it_has_died(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 4}, eval={"sets": []})
     source = {"source": "place", "kind": "callable", "call": f"{ENVS}:place", "weight": 0.5}
@@ -297,7 +297,7 @@ def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_a
     assert "place" in shown.stdout and "1.000" in shown.stdout and str(len(said)) in shown.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -> None:
     """Every member of its group does; a death at the same place spends nothing of the worker's budget of five."""
     file = run_file(tmp_path, f"{ENVS}:Poison", train={"steps": 4}, eval={"sets": []})
@@ -332,7 +332,7 @@ def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_n
     assert_nothing_remains(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(tmp_path: Path) -> None:
     train = {"steps": 8, "checkpoint_every": 2, "liveness_deadline_s": 8.0}
     file = run_file(tmp_path, f"{ENVS}:Vowels", train=train)

@@ -26,8 +26,23 @@ from .test_docker import OWNER, containers
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
 
 VARIABLES = ("DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
-# Nine boxes, one after the other.
-_SLOW = {case: pytest.mark.slow for case in CASES if str(case).startswith("no descriptor of this process")}
+# The promises whose bytes, deadlines and streams pass the connection; the walls around a box are those of any engine.
+OVER_THE_WIRE = (
+    "stdout and stderr are kept apart",
+    "a megabyte of stdin passes",
+    "a timeout ends the command soon",
+    "cancelling the caller ends the command",
+    "five megabytes pass through write and read",
+    "reading what is missing",
+    "a tree comes in with its modes",
+    "a tree goes out as it came in",
+    "restore brings back content",
+    "a packed box goes on in another",
+    "four commands run in one box at the same time",
+    "a background process answers what it is sent",
+    "closing a box ends a command that runs in it",
+)
+PROMISES = [pytest.param(case, marks=() if case.name.startswith(OVER_THE_WIRE) else pytest.mark.long) for case in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +58,7 @@ async def backend(tls_engine: TlsEngine) -> AsyncGenerator[Docker]:
     await backend.aclose()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=_SLOW.get(case, ())) for case in CASES], ids=str)
+@pytest.mark.parametrize("case", PROMISES, ids=str)
 async def test_keeps_promise_over_tls(case: Case, backend: Docker) -> None:
     """Conformance and red team, on an engine of which nothing is known but its address: no file of it is read."""
     await case.run(backend)

@@ -26,7 +26,7 @@ LARGE = bytes(range(256)) * 8_000  # two megabytes, more than any buffer on the 
 FETCH = "import sys, urllib.request; sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1], timeout=20).read())"
 
 
-@pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])])
+@pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.long])])
 async def box(request: pytest.FixtureRequest) -> AsyncGenerator[Sandbox]:
     backend: Any = Bubblewrap()
     if request.param == "docker":
@@ -90,6 +90,9 @@ async def spoken(way: Network, box: Sandbox, said: bytes) -> bytes:
     return (await way.exec(box, ["python3", "-c", client, said.hex()])).stdout
 
 
+@pytest.mark.parametrize(
+    "box", ["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])], indirect=True
+)
 async def test_setup_fetches_what_is_allowed_and_the_agent_nothing(
     box: Sandbox, server: tuple[int, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

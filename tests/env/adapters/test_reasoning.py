@@ -130,6 +130,7 @@ def asked_in_processes(tasks, *hashes):
         yield {task: (flag, questions) for task, flag, questions in lines}
 
 
+@pytest.mark.long
 def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed():
     from agentrl.env.adapters.reasoning_gym_tasks import UNORDERED
 
