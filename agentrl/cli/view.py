@@ -29,10 +29,11 @@ def view(
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run; nothing has to be trained")] = False,
     bundle: Annotated[Path | None, typer.Option(help="Write one run's page here as static files, and end")] = None,
     most: Annotated[int, typer.Option(min=1, help="Episodes in a bundle, of each purpose the newest")] = 500,
+    steer: Annotated[bool, typer.Option(help="Whether the page may pause a run and change its settings")] = True,
     browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser")] = False,
 ) -> None:
-    """Show runs on a web page, live while they go on: curves, episodes turn by turn, tokens. It only looks. The address
-    ends in a token, without which nobody reads a run."""
+    """Show runs on a web page, live while they go on: curves, episodes turn by turn, tokens. It pauses a run or changes
+    its settings if you ask it to. The address ends in a token, without which nobody reads or steers a run."""
     from agentrl.view.page_server import served
     from agentrl.view.recorded_run import recorded_run
 
@@ -47,7 +48,7 @@ def view(
         if bundle is not None:
             _write_bundle(places, bundle, most)
             return
-        address = stack.enter_context(served(places, host=host, port=port))
+        address = stack.enter_context(served(places, host=host, port=port, steer=steer and not demo))
         print(f"{address}\nCtrl-C ends the page, and no run", flush=True)
         if browser:
             import webbrowser

@@ -57,6 +57,14 @@ def change(run: RunDir, overrides: Sequence[str]) -> str:
     if not under_way(run):
         resume_overrides.change(run, list(overrides))
         return f"{run.path} is not under way: it has these settings when it goes on, {resume_command(run)}"
+    return change_under_way(run, overrides)
+
+
+def change_under_way(run: RunDir, overrides: Sequence[str]) -> str:
+    """Give a run under way other settings (`section.key=value`) from its next step on, and no other run. Returns what
+    to tell. Raises UsageError for a run that is not under way; else as `live_settings.ask`."""
+    if not under_way(run):
+        raise UsageError(f"{run.path} is not under way: change it by agentrl set {run.path} KEY=VALUE")
     with RunStore.open(run.store_path) as store:
         found = live_settings.ask(run, store, overrides)
     if not found:

@@ -4,7 +4,8 @@
     run_answers      a run as JSON: its state, its curves, what happened when
     lanes            who did something in the last minutes
     episode_answers  its episodes as JSON: lists, one turn by turn, a group, a step
-    notes            tags and a note on a run, all that the page writes
+    notes            tags and a note on a run, in its folder
+    page_steering    a run under way is paused, goes on, gets other settings
     file_edits       what the tool calls of a turn change in files
     web_page         routes, and who may ask
     page_server      listening, the address with the token

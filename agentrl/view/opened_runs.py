@@ -40,6 +40,7 @@ class OpenedRun:
         self._rows: list[Metric] = []
         self._flat: list[dict[str, float | None]] = []
         self._status: tuple[float, dict[str, Any]] | None = None
+        self._config: tuple[object, RunConfig] | None = None  # a mark of the file, and what it held
         self._evaluations: dict[str, held_out.EvalResult] = {}  # those that are finished
         self._seldom: dict[str, tuple[float, Any]] = {}  # until when, and what
 
@@ -74,16 +75,27 @@ class OpenedRun:
             with suppress(AgentRLError):
                 self._handle.close()
         self._handle, self._rows, self._flat, self._status, self._evaluations = None, [], [], None, {}
-        self._seldom = {}
-        self.__dict__.pop("config", None)
+        self._seldom, self._config = {}, None
         self.__dict__.pop("tokenizer", None)
 
     close = _forget
 
-    @cached_property
+    def look_anew(self) -> None:
+        """Somebody asked something of the run: what it does now is not what it did."""
+        with self._lock:
+            self._status = None
+
+    @property
     def config(self) -> RunConfig:
-        """The run's configuration, as the page first read it."""
-        return self.run.config()
+        """The run's configuration as it is now: settings change while it goes on."""
+        mark = None
+        with suppress(FileNotFoundError):
+            found = (self.run.path / "config.json").stat()
+            mark = found.st_ino, found.st_mtime_ns
+        with self._lock:
+            if self._config is None or self._config[0] != mark:
+                self._config = mark, self.run.config()
+            return self._config[1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -20,10 +20,10 @@ _ENDS_S = 5.0  # for answers under way
 
 
 @contextmanager
-def served(places: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0) -> Generator[str]:
+def served(places: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, steer: bool = True) -> Generator[str]:
     """Serve a page of the runs in `places` from a thread while the block goes on; its address, with the token. Port 0
-    takes a free one. Raises UsageError for an address that is not to be had."""
-    visitors = Visitors(token=secrets.token_urlsafe(24), hosts=loopback_hosts(host))
+    takes a free one; without `steer` it only looks. Raises UsageError for an address that is not to be had."""
+    visitors = Visitors(token=secrets.token_urlsafe(24), hosts=loopback_hosts(host), steer=steer)
     runs, listener = OpenedRuns(places), _listener(host, port)
     config = uvicorn.Config(
         web_page(runs, visitors),

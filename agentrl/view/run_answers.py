@@ -16,9 +16,10 @@ from agentrl.run.health.examine import examine
 from agentrl.run.health.run_facts import read_facts
 from agentrl.run.reporting import status
 from agentrl.store.metrics import Metric, finite
-from agentrl.store.run_values import CREATED_S, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S
+from agentrl.store.run_values import CHANGES, CREATED_S, PAUSED, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S, WANTED_SETTINGS
 from agentrl.view.notes import notes_of
 from agentrl.view.opened_runs import OpenedRun, is_live
+from agentrl.view.page_steering import steered
 
 Json = dict[str, Any]
 _SPARK = 60  # points of a curve in a line of the list
@@ -43,6 +44,7 @@ def line(opened: OpenedRun) -> Json:
         "state": state["state"],
         "live": is_live(state),
         "phase": state["phase"],
+        "paused_s": state["paused_s"],
         "step": state["step"],
         "steps": state["steps"],
         "eta_s": status.eta_s(rows, config.train.steps) if is_live(state) else None,
@@ -84,6 +86,7 @@ def summary(opened: OpenedRun) -> Json:
             "names": metric_names(opened),
             "evaluations": evaluations(opened, purposes),
             "marks": _marks(opened, rows),
+            "steering": steered(opened),
             "environments": sorted({config.env.id, *(table.id for table in config.tasks if table.id)}),
             "roles": roles,
             "stop_reasons": [reason.value for reason in StopReason],
@@ -131,15 +134,17 @@ def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
 
 
 def fingerprint(opened: OpenedRun) -> list[Any]:
-    """Changes whenever a page of the run has something new to show. Constant time."""
+    """Changes whenever a page of the run has something new to show. Reads no more than what is new."""
+    steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
-        return [*store.progress(), store.attempt, sorted(store.counts().items()), PHASE.of(store.meta)]
+        asked = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS)]
+        return [*store.progress(), store.attempt, sorted(store.counts().items()), PHASE.of(store.meta), steps, *asked]
 
 
 def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     """What happened at which step, beside the steps themselves."""
     with opened.store() as store:
-        served, saved = store.served_versions(), store.checkpoint_steps()
+        served, saved, settings = store.served_versions(), store.checkpoint_steps(), CHANGES.of(store.meta)
     failed = opened.seldom("failed_tasks", lambda store: store.failed_tasks())
     events: list[Json] = []
     for before, after in itertools.pairwise(rows):
@@ -148,6 +153,9 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     for task in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
         text = f"{task.times} times {task.reason.value}: {task.detail}"[:300]
         events.append({"kind": "fault", "step": opened.step_at(task.last_s), "text": text, "episode": task.episode})
+    for change in settings:
+        told = (f"{key} = {value!r} (was {change['was'].get(key)!r})" for key, value in change["settings"].items())
+        events.append({"kind": "setting", "step": change["step"], "text": ", ".join(told)[:300]})
     for row in rows:
         for alarm in cast("list[object]", row.values.get("alarms") or [])[:3]:
             events.append({"kind": "alarm", "step": row.step, "text": str(alarm)[:300]})

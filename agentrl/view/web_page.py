@@ -2,9 +2,10 @@
 
 The page's own files hold nothing of a run, and go to everybody. Each answer under `/api/` needs the token in the header
 `Authorization`, where no link, no cookie and no script of another origin can put it. `Host` must name this server, so
-that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks, but for one: `POST
-/api/runs/RUN/notes` keeps tags and a note in the run's folder. It must come from this page itself (`Origin`), and be
-JSON, which a form of another page cannot send.
+that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks, but for those of
+`_WRITES`: `POST /api/runs/RUN/notes` keeps tags and a note in the run's folder, `pause`, `resume` and `set` steer a run
+under way, unless the page was started without that. They must come from this page itself (`Origin`), and be JSON, which
+a form of another page cannot send.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.run.run_folder import RunDir
 from agentrl.tokens import images
 from agentrl.tokens.images import Image
-from agentrl.view import episode_answers, run_answers
+from agentrl.view import episode_answers, page_steering, run_answers
 from agentrl.view.lanes import lanes
 from agentrl.view.notes import keep_notes
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns
@@ -60,7 +62,13 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 _LOOK_S = 1.0  # between two looks for changes
 _QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
 _MOST_NAMES = 64  # metrics of one answer
-_NOTES_BYTES = 1 << 17
+_WRITES: Final[Mapping[str, Callable[[RunDir, Any], Any]]] = {
+    "notes": keep_notes,
+    "pause": page_steering.pause,
+    "resume": page_steering.resume,
+    "set": page_steering.change,
+}
+_SENT_BYTES = 1 << 17  # at most, by who writes
 _LONGEST_S = 15.0  # that an answer is taken as known
 _SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
 _KEPT_ANSWERS, _KEPT_CHARS = 64, 1 << 20
@@ -69,10 +77,17 @@ Query = Mapping[str, str]
 
 
 class Visitors(NamedTuple):
-    """Who gets in: those who show the `token`, by one of the `hosts`; by any host if there are none."""
+    """Who gets in: those who show the `token`, by one of the `hosts`; by any host if there are none. Whether they may
+    `steer` runs."""
 
     token: str
     hosts: frozenset[str] = frozenset()
+    steer: bool = True
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """What they may write: the last word of a path, see `_WRITES`."""
+        return frozenset(_WRITES if self.steer else {"notes"})
 
 
 class _Shared:
@@ -127,6 +142,9 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             return _problem(404, f"no file {name!r}")
         return Response(files[name], media_type=_TYPES[name.rpartition(".")[2]])
 
+    def summary(run: OpenedRun, _: Query) -> Any:
+        return {**run_answers.summary(run), "steers": visitors.steer}
+
     def answering(answer: Callable[[OpenedRuns, Request], Any]) -> Callable[[Request], Any]:
         return partial(_answered, runs, shared, answer)
 
@@ -135,7 +153,7 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/", file),
             Route("/assets/{name}", file),
             Route("/api/runs", answering(lambda runs, _: _lines(runs))),
-            Route("/api/runs/{run}", answering(_of_run(lambda run, _: run_answers.summary(run)))),
+            Route("/api/runs/{run}", answering(_of_run(summary))),
             Route("/api/runs/{run}/metrics", answering(_of_run(_metrics))),
             Route("/api/runs/{run}/lanes", answering(_of_run(lambda run, _: lanes(run)))),
             Route("/api/runs/{run}/health", answering(_of_run(lambda run, _: run_answers.health(run)))),
@@ -144,7 +162,10 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
             Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
             Route("/api/runs/{run}/images/{digest}", partial(_image, runs)),
-            Route("/api/runs/{run}/notes", partial(_notes, runs, shared), methods=["POST"]),
+            *(
+                Route(f"/api/runs/{{run}}/{name}", partial(_written, runs, shared, name), methods=["POST"])
+                for name in visitors.writes
+            ),
             Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
     )
@@ -174,9 +195,9 @@ class _Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._visitors.hosts and _host(headers.get(b"host", b"").decode("latin-1")) not in self._visitors.hosts:
             return _problem(421, "this page is not served under that name: open the address that the command printed")
-        if scope["method"] == "POST" and scope["path"].endswith("/notes"):
+        if scope["method"] == "POST" and scope["path"].rpartition("/")[2] in self._visitors.writes:
             if not _from_here(headers):
-                return _problem(403, "notes are written on this page, by nobody else's")
+                return _problem(403, "a run is written to from this page, and from nobody else's")
         elif scope["method"] not in ("GET", "HEAD"):
             return _problem(405, "this page only looks")
         shown = headers.get(b"authorization", b"")
@@ -273,24 +294,32 @@ async def _image(runs: OpenedRuns, request: Request) -> Response:
     return Response(image.data, media_type=image.media_type, headers={"content-disposition": "attachment"})
 
 
-async def _notes(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
-    """Keep tags and a note; what is kept."""
+async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Request) -> Response:
+    """Do what `name` says in `_WRITES`; what came of it."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > _NOTES_BYTES:
-            return _problem(413, f"notes have more than {_NOTES_BYTES} bytes")
+        if len(body) > _SENT_BYTES:
+            return _problem(413, f"{name}: the request has more than {_SENT_BYTES} bytes")
+
     try:
         said = json.loads(body)
-        kept = await to_thread.run_sync(lambda: keep_notes(runs[request.path_params["run"]].run, said))
+    except (ValueError, RecursionError):
+        return _problem(400, f"{name}: the request is no JSON")
+    try:
+        opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
-    except (ValueError, RecursionError):
-        return _problem(400, "notes are JSON")
+    try:
+        done = await to_thread.run_sync(_WRITES[name], opened.run, said)
     except UsageError as error:
         return _problem(400, str(error))
-    shared.forget()
-    return _sent(json.dumps(kept))
+    except AgentRLError as error:
+        return _problem(503, str(error))
+    finally:
+        opened.look_anew()
+        shared.forget()
+    return _sent(json.dumps(done))
 
 
 async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:

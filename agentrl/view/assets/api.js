@@ -43,11 +43,12 @@ export async function imageUrl(run, { digest }) {
   return URL.createObjectURL(await answer.blob());
 }
 
-// Whether this page can write: notes, and nothing else.
+// Whether this page can write.
 export const writes = true;
 
-export async function keepNotes(run, notes) {
-  const answer = await fetch(url(["runs", run, "notes"]), { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(notes) });
+// Asks for a change of a run: notes, pause, resume, set. Its answer; throws the reason of a refusal.
+export async function post(run, what, said) {
+  const answer = await fetch(url(["runs", run, what]), { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(said) });
   const document = await answer.json();
   if (!answer.ok) throw new Error(document.error ?? `${answer.status}`);
   return document;

@@ -4,7 +4,7 @@ import { h, number, s } from "./dom.js";
 
 const PAD = { left: 50, right: 12, top: 10, bottom: 34 };
 const DOTS = 48; // points up to which each is a dot
-const SIGNS = { fault: "▲", alarm: "◆", restart: "↺", checkpoint: "▮", weights: "↑" };
+const SIGNS = { fault: "▲", alarm: "◆", restart: "↺", checkpoint: "▮", weights: "↑", setting: "●" };
 
 export function ticks(low, high, most) {
   if (!(high > low)) return [low];

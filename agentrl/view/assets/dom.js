@@ -60,6 +60,7 @@ export const path = (...parts) => `#/${parts.map((part) => encodeURIComponent(pa
 
 export function stateChip(run) {
   if (run.error) return chip("unreadable", "bad");
+  if (run.live && run.paused_s !== null) return chip(`paused for ${duration(run.paused_s)}`, "wait");
   if (run.live) return chip(run.phase && run.phase !== "train" ? run.phase : "training", "go");
   return run.state === "over" ? chip("finished", "done") : chip("stopped", "wait");
 }

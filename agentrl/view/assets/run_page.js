@@ -1,9 +1,10 @@
 // One run: how far it is, how well it does, why; every number that it measured.
 
-import { get, keepNotes, writes } from "./api.js";
+import { get, post, writes } from "./api.js";
 import { bars, lineChart } from "./chart.js";
 import { ago, card, duration, fresh, h, link, notesLine, number, path, percent, signed, stateChip } from "./dom.js";
 import { runLanes } from "./lanes.js";
+import { steering } from "./steering.js";
 
 export const name = "run";
 
@@ -35,6 +36,7 @@ export async function show({ root, id, query, signal }) {
   const charts = CURVES.map(chartOf);
   const added = new Map();
   const head = h("div", {});
+  const steer = steering(id, () => refresh());
   const facts = h("div", { class: "facts" });
   const warnings = h("div", {});
   const health = h("div", {});
@@ -49,7 +51,7 @@ export async function show({ root, id, query, signal }) {
   const saved = h("span", { class: "note", role: "status" });
   async function save() {
     try {
-      await keepNotes(id, { tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
+      await post(id, "notes", { tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value });
       saved.textContent = "Saved in the run's folder";
       await refresh();
     } catch (error) { saved.textContent = error.message; }
@@ -59,10 +61,10 @@ export async function show({ root, id, query, signal }) {
   const add = h("input", { type: "search", list: "names", placeholder: "Add a metric by name…", "aria-label": "Add a metric by name", onchange: (event) => { insert(event.target.value); event.target.value = ""; } });
   const soften = h("label", { class: "check" }, h("input", { type: "checkbox", checked: true, onchange: (event) => { smooth = event.target.checked; for (const chart of [...charts, ...added.values()]) chart.set({ smooth: smooth ? SMOOTH : 0 }); } }), "smooth");
   root.append(
-    head, facts, warnings, health, minutes, way,
+    head, steer, facts, warnings, health, minutes, way,
     h("div", { class: "bar-line" }, h("h2", {}, "Curves"), soften, h("span", { class: "note" }, "ticks below an axis: checkpoints; above it: weights served"), add, names),
     h("div", { class: "grid charts" }, charts), own, below,
-    card("What happened", "faults, alarms, restarts", happened),
+    card("What happened", "faults, alarms, restarts, changed settings", happened),
     ...(writes ? [notes] : []),
     h("details", { class: "card" }, h("summary", {}, "Configuration"), config),
   );
@@ -94,7 +96,7 @@ export async function show({ root, id, query, signal }) {
       h("div", { class: "progress" },
         h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }),
         h("span", {}, h("b", {}, `step ${number(run.step)}`), ` of ${number(run.steps)}`),
-        h("span", { class: "note" }, run.live && run.eta_s !== null ? `about ${duration(run.eta_s)} left` : run.live ? "" : `last step ${ago(run.updated_s)}`),
+        h("span", { class: "note" }, run.live && run.eta_s !== null && run.paused_s === null ? `about ${duration(run.eta_s)} left` : run.live ? "" : `last step ${ago(run.updated_s)}`),
         took ? h("span", { class: "note" }, `${duration(took)} of training`) : null),
     );
     head.querySelector(".title a").classList.add("button", "primary");
@@ -168,6 +170,7 @@ export async function show({ root, id, query, signal }) {
     ];
     const line = ([metric, name], tone) => ({ name, tone, x: measured.step, y: measured.values[metric] ?? [] });
     header(run);
+    steer.update(run);
     if (!notes.contains(document.activeElement) && !notes.open) { tags.value = run.tags.join(", "); note.value = run.note; }
     kpis(run, measured.values, measured.time_s);
     charts.forEach((chart, k) => {
@@ -188,7 +191,7 @@ export async function show({ root, id, query, signal }) {
       endings(run),
     );
     const events = [...run.marks.events].reverse().slice(0, 100);
-    fresh(happened, events.length ? h("table", {}, h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "num" }, `step ${number(event.step)}`), h("td", {}, h("span", { class: `chip ${event.kind === "restart" ? "" : "bad"}` }, event.kind)), h("td", { class: "wrap" }, event.text), h("td", {}, event.episode ? link(path("run", id, "episode", event.episode), `episode ${event.episode}`) : ""))))) : h("p", { class: "quiet" }, "No fault, no alarm, no restart."));
+    fresh(happened, events.length ? h("table", {}, h("tbody", {}, events.map((event) => h("tr", {}, h("td", { class: "num" }, `step ${number(event.step)}`), h("td", {}, h("span", { class: `chip ${event.kind === "fault" || event.kind === "alarm" ? "bad" : ""}` }, event.kind)), h("td", { class: "wrap" }, event.text), h("td", {}, event.episode ? link(path("run", id, "episode", event.episode), `episode ${event.episode}`) : ""))))) : h("p", { class: "quiet" }, "No fault, no alarm, no restart, no change of a setting."));
     config.textContent = JSON.stringify(run.config, null, 2);
   }
 

@@ -1,0 +1,65 @@
+"""What somebody asks of a run on its page: `agentrl pause`, `resume` and `set`, from JSON. Knows no HTTP.
+
+A run under way is steered, no other: settings that a run takes up at its next start may name programs, and belong to
+whoever starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from agentrl.config import changes
+from agentrl.errors import UsageError
+from agentrl.run import steering
+from agentrl.run.run_folder import RunDir
+from agentrl.store.run_values import PAUSED, WANTED_SETTINGS
+from agentrl.view.opened_runs import OpenedRun
+
+Json = dict[str, Any]
+_MOST: Final = 32  # settings at once
+_CHARS: Final = 500  # of one
+
+
+def pause(run: RunDir, said: Any) -> Json:
+    """Pause it; `now` in amid its turns. Here and below: what to tell. Raises UsageError as `steering.pause`."""
+    now = _document(said, "now").get("now")
+    if not isinstance(now, bool):
+        raise UsageError(f"now = {now!r}: give true or false")
+    return {"told": steering.pause(run, now=now)}
+
+
+def resume(run: RunDir, said: Any) -> Json:
+    """Let it go on. Raises UsageError as `steering.resume`."""
+    _document(said)
+    return {"told": steering.resume(run)}
+
+
+def change(run: RunDir, said: Any) -> Json:
+    """Give it other `settings`, texts of the form `section.key=value`. Raises as `steering.change_under_way`."""
+    settings = _document(said, "settings").get("settings")
+    if not isinstance(settings, list) or not 0 < len(cast("list[Any]", settings)) <= _MOST:
+        raise UsageError(f"settings are a list of 1 to {_MOST} texts: train.lr=1e-6")
+    for one in cast("list[Any]", settings):
+        if not isinstance(one, str) or len(one) > _CHARS:
+            raise UsageError(f"settings has {str(one)[:50]!r}: give a text of {_CHARS} characters at most")
+    return {"told": steering.change_under_way(run, cast("list[str]", settings))}
+
+
+def steered(opened: OpenedRun) -> Json:
+    """How it is paused, the settings that were asked for and no step has yet, and those that may change, with the
+    values that they have now."""
+    with opened.store() as store:
+        paused, wanted = PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
+    held = changes.values(opened.config)
+    return {
+        "paused": paused or None,
+        "wanted": {key: value for wish in wanted for key, value in wish["settings"].items()},
+        "settings": {key: value for key, value in held.items() if changes.in_flight(key)},
+    }
+
+
+def _document(said: Any, *fields: str) -> Mapping[str, Any]:
+    if not isinstance(said, dict) or set(cast("Json", said)) != {*fields}:
+        raise UsageError(f"give {{{', '.join(f'{field!r}: …' for field in fields)}}} as JSON".replace("'", '"'))
+    return cast("Json", said)
