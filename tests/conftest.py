@@ -89,6 +89,10 @@ def _chromium() -> str | None:
     return None if importlib.util.find_spec("playwright") else "playwright is not installed"
 
 
+def _axe() -> str | None:
+    return None if importlib.util.find_spec("axe_playwright_python") else "axe-playwright-python is not installed"
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -171,6 +175,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "netns": _netns,
     "other_user": _other_user,
     "compiler": _compiler,
+    "axe": _axe,
     "chromium": _chromium,
     "gpu": _gpu,
 }
