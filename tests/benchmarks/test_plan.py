@@ -10,6 +10,7 @@ def test_every_recipe_is_in_the_table() -> None:
     assert set(plan.GPUS) == {file.parent.name for file in plan.RECIPES.glob("*/run.toml")}
 
 
+@pytest.mark.long
 def test_a_mixture_with_an_adapter_is_planned_without_a_number_of_its_weights() -> None:
     own, best = plan.planned("moe_lora", "h100", 0.1)
     embeddings, attention = 2 * 151_936 * 2048, 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128

@@ -259,7 +259,14 @@ def test_it_is_a_gymnasium_environment() -> None:
     environment.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"split": "held_out", "level": "medium"}, {"split": "held_out_templates"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"split": "held_out", "level": "medium"}, marks=pytest.mark.long),
+        pytest.param({"split": "held_out_templates"}, marks=pytest.mark.long),
+    ],
+)
 async def test_oracles_get_what_they_must(settings: dict[str, Any]) -> None:
     for seed in range(6):
         verdicts = await play_oracles(lambda: CodeRepair(**settings), seed)

@@ -155,6 +155,7 @@ def test_bad_settings_are_named() -> None:
 # --- boxes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.bubblewrap
 async def test_the_catalogue_says_what_the_boxes_say() -> None:
     boxes = backend("bubblewrap")
@@ -169,8 +170,8 @@ async def test_the_catalogue_says_what_the_boxes_say() -> None:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
-@pytest.mark.parametrize("split", ["train", "held_out"])
+@pytest.mark.parametrize("level", ["easy", pytest.param("medium", marks=pytest.mark.long), "hard"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.long), "held_out"])
 async def test_oracles_get_what_they_must(split: str, level: str) -> None:
     for seed in range(3):
         verdicts = await play_oracles(lambda: agentrl.make("agentrl/RepoRepair-v0", split=split, level=level), seed)

@@ -159,6 +159,7 @@ async def test_a_source_that_prints_every_verdict_wins_against_a_log_and_not_apa
         assert info["outcome"] == outcome
 
 
+@pytest.mark.long
 @boxed
 async def test_both_ways_of_grading_agree_on_honest_work() -> None:
     for seed in range(5):

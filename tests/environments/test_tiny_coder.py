@@ -102,6 +102,7 @@ async def played(n: int, **kwargs: Any) -> tuple[float, float]:
     return successes / n, 1 - broken / turns
 
 
+@pytest.mark.long
 @pytest.mark.bubblewrap
 async def test_the_warm_start_knows_the_format_and_is_mostly_wrong() -> None:
     success, valid = await played(N)
