@@ -139,7 +139,7 @@ def test_what_was_won_is_counted_from_the_steps_that_stand(place: Place) -> None
 BOTH = [{"name": "first", "plays": "either", "adapter": True}, {"name": "second", "plays": "either"}]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
     """Either role is played by past selves, one with adapters of its own: they are drawn from the checkpoints, their
     tokens have the log-probs of these weights, none is trained. The run goes on with them after it was stopped, and

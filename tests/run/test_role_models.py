@@ -153,7 +153,7 @@ def test_a_model_of_another_tokenizer_is_refused_before_anything_starts(config: 
         check_startable(config.model_copy(update={"roles": roles}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_role_trains_a_model_of_its_own_on_engines_of_its_own(tmp_path: Path) -> None:
     """Both models move, each in its own way; the engines of each sample under every version that was minted, and under
     no older one, after the learner's canary was passed by both."""

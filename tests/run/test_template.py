@@ -39,7 +39,7 @@ def thoughtful(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_and_its_evaluations_render_with_its_arguments_and_keep_them(thoughtful: Path, tmp_path: Path) -> None:
     Trainer(model=thoughtful, env=Vowels, config=SMALL, out=tmp_path / "run").train()
     run = RunDir.open(tmp_path / "run")

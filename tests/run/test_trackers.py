@@ -171,8 +171,8 @@ def test_tensorboard_has_config_summary_and_plot_and_outlives_a_full_disk(
     assert b'"steps": 3' in summary.tensor_proto.string_val[0] and summary.step == 3
 
 
+@pytest.mark.long
 @pytest.mark.adapters
-@pytest.mark.slow
 def test_a_run_that_is_resumed_for_longer_is_one_curve_with_its_summary(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
