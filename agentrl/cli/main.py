@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -32,6 +33,7 @@ from agentrl.cli.runs import runs
 from agentrl.cli.steer import pause, resume, set_
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.host import json_log
 
 if TYPE_CHECKING:
     from agentrl.run.evaluation.held_out import EvalResult
@@ -75,6 +77,16 @@ for command in (
 app.command("set")(set_)
 app.add_typer(store, name="store")
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
+_LOG_FORMAT = Annotated[
+    Literal["text", "json"],
+    typer.Option(envvar=json_log.VARIABLE, help="json: one object a line, in the logs of all processes too"),
+]
+
+
+def _log_as(form: Literal["text", "json"], process: str) -> None:
+    os.environ[json_log.VARIABLE] = form
+    if json_log.wanted():
+        json_log.divert(process)
 
 
 def main() -> None:
@@ -93,7 +105,7 @@ def main() -> None:
 def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
     if kept := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
         Path(kept).write_text(line + "\n", encoding="utf-8")
-    print(f"agentrl: {line}", file=sys.stderr, flush=True)
+    json_log.tell(f"agentrl: {line}", logging.ERROR)
     if at_once:
         sys.stdout.flush()
         os._exit(code)
@@ -129,8 +141,10 @@ def train(
     tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
     small: Annotated[bool, typer.Option("--small", help="Learn on this CPU, with a model of 135 M parameters")] = False,
     page: Annotated[bool, typer.Option("--view", help="Serve a web page of the run, as agentrl view does")] = False,
+    log_format: _LOG_FORMAT = "text",
 ) -> None:
     """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
+    _log_as(log_format, "supervisor")
     from agentrl import config as configuration
     from agentrl.run.reporting import report
     from agentrl.run.reporting.live_view import LiveView
@@ -165,7 +179,11 @@ def train(
             config = tiny_run.shrunk(config, folder) if tiny else tiny_run.on_cpu(config)
         with beside(path, wanted=page):
             summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
-    report.show(tables.console(), path, summary)
+    if json_log.wanted():
+        with json_log.about(run=str(path), summary=summary):
+            json_log.tell("the run is trained")
+    else:
+        report.show(tables.console(), path, summary)
     if summary["unmeasured"]:
         _fail(f"the run is trained, and not measured: {summary['unmeasured']}; mend it and: agentrl eval {path}", 1)
 
@@ -494,9 +512,11 @@ def serve(
         "runs/training-server"
     ),
     device: Annotated[str, typer.Option(help="Where a training server trains: cpu, cuda, cuda:1")] = "cpu",
+    log_format: _LOG_FORMAT = "text",
 ) -> None:
     """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it; with --training,
     how a client of Tinker trains adapters on it."""
+    _log_as(log_format, "serve")
     if training:
         _serve_training(
             kind,

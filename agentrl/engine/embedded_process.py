@@ -17,12 +17,14 @@ import trio
 from agentrl.config import EngineSettings
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.host import json_log
 from agentrl.host.janitor import owned_folder
 from agentrl.records import EngineKey
 
 _POLL_S = 0.05
 _END_S = 5.0  # between asking a process to end and killing it
 _LINGER_S = 3.0  # for what an ended process left in its group
+_UNSAID = "its output does not say why"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +110,11 @@ async def launch_embedded(
         )
         env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
         with errors.open("wb") as kept:
-            output = kept.fileno() if log is None else log
+            output = log or json_log.objects() or kept.fileno()
             argv += [] if key is not None or host is None else ["--no-key"]
             argv += [] if name is None else ["--served-model-name", name]
             argv += [] if tool_parser is None else ["--tool-parser", tool_parser]
+            argv = json_log.wrapped(argv, "engine") if json_log.objects() else argv
             keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
             process = await trio.lowlevel.open_process(
                 argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}
@@ -129,7 +132,7 @@ async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, dea
         while not await trio.Path(ready_file).exists():
             status = process.poll()
             if status is not None:
-                lines = (await trio.Path(errors).read_text()).strip().splitlines() or ["it said nothing"]
+                lines = (await trio.Path(errors).read_text()).strip().splitlines() or [_UNSAID]
                 kind = UsageError if status == 2 else EngineUnavailable
                 raise kind(f"the engine did not start: {lines[-1].removeprefix('error: ')}")
             await trio.sleep(_POLL_S)

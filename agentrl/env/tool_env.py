@@ -7,6 +7,7 @@ neither tokens nor model, and holds nothing past `aclose`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -46,11 +47,13 @@ from agentrl.errors import (
     ToolTimeout,
     UsageError,
 )
+from agentrl.host import json_log
 from agentrl.host.clocks import policy_seconds_left, policy_time, watch
 from agentrl.protocols import Sandbox, Tool, ToolResult
 from agentrl.records import Json, Message, Messages, StopReason
 from agentrl.sandbox.current_box import CurrentBox
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
 
@@ -473,10 +476,11 @@ class ToolEnv(Recorded):
         limit_s = min(own_s, turn_s)
         with watch(policy_s=limit_s) as calling:
             try:
-                with policy_time():
+                with policy_time(), json_log.about(tool=call.name):
                     return as_result(await sync_async.call(tool.call, call.arguments, blocking=self.blocking))
             finally:
                 episode.meter.tool_seconds += calling.seconds
+                log.info("the tool %s took %.3f s", call.name, calling.seconds)
         raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")
 
     def _told_of_cut(self, error: PolicyFault) -> PolicyFault:

@@ -18,6 +18,7 @@ that the role is bound to.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ import trio
 from agentrl.config import Rollout
 from agentrl.env import step_results
 from agentrl.errors import ContextFull, EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
+from agentrl.host import json_log
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, MessageRenderer, Rewarder, SnapshotEnv
 from agentrl.records import (
     POLICY,
@@ -55,6 +57,8 @@ from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepar
 from agentrl.store import TRAIN, Claim, Partial
 from agentrl.store.interfaces import EpisodeStore
 from agentrl.tokens import images
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,8 @@ async def play(claim: Claim, context: RolloutContext) -> StopCause:
     (law 3); a PolicyFault that the environment does not answer ends it, and it is scored.
     Raises LeaseLost when another worker has the episode by now, or its group starts anew; StoreError when the journal
     cannot be written; HandedBack once the worker is leaving."""
-    return await resumed(claim, context.store, context.settings, partial(_play, context))
+    with json_log.about(episode=claim.episode_id, group=claim.group_id, task=claim.task.index):
+        return await resumed(claim, context.store, context.settings, partial(_play, context))
 
 
 async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCause:
@@ -121,6 +126,7 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> StopCa
         ending = episode.failed(error)
     ending = await episode.score(ending)
     await episode.finish(ending)
+    log.info("the episode ended: %s%s", ending.stop_reason.value, f" ({ending.detail})" if ending.detail else "")
     return ending
 
 
@@ -152,8 +158,13 @@ class _Episode:
             ending = await self._begin()
         while ending is None:
             await self._context.gate.passed()
-            ending = await self._turn()
+            with json_log.about(**self._ids(len(self._turns))):
+                ending = await self._turn()
         return ending
+
+    def _ids(self, index: int) -> dict[str, Any]:
+        """What the log's lines of a turn have: engines know it by its request alone."""
+        return {"turn": index, "request": f"{self._claim.episode_id}-{self._claim.fence}-{index}"}
 
     async def close(self) -> None:
         """End the environment, within a deadline of its own, also when the episode was cancelled."""
@@ -243,7 +254,8 @@ class _Episode:
     async def _go_on(self) -> StopCause | None:
         """Go on where the journal stands: have the last action answered if it is not."""
         unanswered = bool(self._turns) and self._turns[-1].step is None
-        return await self._answer() if unanswered else None
+        with json_log.about(**self._ids(len(self._turns) - 1)):
+            return await self._answer() if unanswered else None
 
     async def _restore(self, env: AsyncEnv) -> str | None:
         """Bring a fresh environment to where the journal stands by its newest snapshot. Returns "" if it is there, the
@@ -298,6 +310,7 @@ class _Episode:
         except ContextFull as error:
             return await self._no_room(one_line(error))
         await context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
+        log.info("the turn has %d tokens (%s)", len(turn.token_ids), turn.finish)
         self._turns.append(turn)
         return await self._answer()
 
@@ -330,6 +343,7 @@ class _Episode:
             context, deadline_s = self._context, self._context.settings.step_deadline_s
             await keep_artifacts(self._env, self._guard, context.store, self._claim, turn.id, deadline_s)
         await self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
+        log.info("the environment answered: reward %g", step.reward)
         ending = self._ended()
         if ending is None:
             await self._snapshot()
@@ -416,7 +430,7 @@ class _Episode:
         trains = claim.purpose == TRAIN
         sampling = context.settings.sampling if trains else context.eval_sampling or context.settings.sampling
         request = GenerateRequest(
-            request_id=f"{claim.episode_id}-{claim.fence}-{index}" + f"-{self._pauses}" * bool(self._pauses),
+            request_id=self._ids(index)["request"] + f"-{self._pauses}" * bool(self._pauses),
             session=str(claim.group_id),
             token_ids=prompt.context,
             sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError, ModelError, UsageError
+from agentrl.host import json_log
 from agentrl.records import EngineKey
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def _exit_with_stdin() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Start, serve, return the exit code."""
+    json_log.adopt()
     parsed = parse_arguments(arguments)
     if parsed.lifeline:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()

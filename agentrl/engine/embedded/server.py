@@ -8,6 +8,7 @@ weight file is read on another, while the old weights go on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -32,8 +33,10 @@ from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
+from agentrl.host import json_log
 from agentrl.tokens import images
 
+log = logging.getLogger(__name__)
 _BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -223,6 +226,8 @@ class EngineServer:
             yield
         finally:
             gone.cancel()
+            with json_log.about(request=request.id.removeprefix(PREFIX)):
+                log.info("%d tokens, after a prompt of %d", request.sampled, request.prompt_length)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -36,7 +36,7 @@ from agentrl.engine.embedded_process import end_group
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
-from agentrl.host import compile_cache
+from agentrl.host import compile_cache, json_log
 from agentrl.host.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
@@ -327,9 +327,10 @@ async def running(
     """Serve for as long as the block runs. `mark` names its owner to a janitor. Raises RunFailed if it does not start;
     see `ready`, which `say` is for."""
     server.prepare()
+    argv = [str(server.build.python), *server.argv()]
     with log.open("ab") as output:
         process = await trio.lowlevel.open_process(
-            [str(server.build.python), *server.argv()],
+            json_log.wrapped(argv, "engine") if json_log.wanted() else argv,
             env={**os.environ, **server.env(), **(mark or {})},
             stdin=subprocess.PIPE,
             stdout=output,
@@ -426,7 +427,7 @@ def _last_line(log: Path | None) -> str:
         return "no log is kept"
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in _lines(file.read().decode(errors="replace")) if line.strip()]
     return f"its log says: {lines[-1][:160]}" if lines else "it has written nothing yet"
 
 
@@ -434,13 +435,17 @@ def explain(log: Path | None) -> str:
     """The line of a vLLM log that says why it ended, and how to fix that, if it is known."""
     if log is None or not log.exists():
         return "no log was kept"
-    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in _lines(log.read_text(errors="replace"))]
     for pattern, hint in _HINTS:
         if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
             return f"{hit[:300]} ({hint}); see {log}"
     # The first error is the cause; those after it tell of its consequences.
     errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
     return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"
+
+
+def _lines(text: str) -> list[str]:
+    return [json_log.message(line) for line in text.splitlines()]
 
 
 def _candidates(python: str | Path | None) -> list[Path]:

@@ -10,6 +10,7 @@ import faulthandler
 import sys
 from pathlib import Path
 
+from agentrl.host import json_log
 from agentrl.run.processes.exit_status import run_role
 from agentrl.run.processes.heartbeat import DUMP
 
@@ -17,6 +18,7 @@ from agentrl.run.processes.heartbeat import DUMP
 def main() -> None:
     """Dispatch to the role's module, imported only here: a worker never loads torch."""
     role, path, *rest = sys.argv[1:]
+    json_log.adopt()
     faulthandler.enable()  # a process that crashes in a library's code writes its stacks to its log
     faulthandler.register(DUMP)  # and one that hangs before it is killed
     if role == "worker":

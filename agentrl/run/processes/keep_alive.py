@@ -22,6 +22,7 @@ import trio
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, matters
+from agentrl.host import json_log
 from agentrl.host.clocks import HostClock
 from agentrl.host.janitor import OwnedFolder, watch_lifeline
 from agentrl.host.nonblocking_output import waiting_for_no_reader
@@ -121,7 +122,12 @@ class _Kept(heartbeat.Here):
         ours |= {AGAIN: "1"} if self._began else {}
         self._began = True
         self._process = subprocess.Popen(
-            self.command(), stdin=subprocess.PIPE, env={**os.environ, **ours}, process_group=0
+            self.command(),
+            stdin=subprocess.PIPE,
+            stdout=json_log.objects(),
+            stderr=json_log.objects(),
+            env={**os.environ, **ours},
+            process_group=0,
         )
 
     def kill(self, why: str) -> None:

@@ -22,6 +22,7 @@ import trio
 
 from agentrl.engine.embedded_process import end_group
 from agentrl.errors import RunFailed
+from agentrl.host import json_log
 from agentrl.host.child_environment import NOTHING, Withheld
 from agentrl.run.processes import heartbeat
 
@@ -40,7 +41,7 @@ class ClusterLost(RunFailed):
 class ChildCommand:
     """A child to start: `argv` follows the interpreter `python`; output is appended to `log`; the child may leave the
     line of its error in `error`, and its marks in `beat`. `mark` names its owner to a janitor of this machine. It
-    inherits all variables but the `withheld` ones."""
+    inherits all variables but the `withheld` ones. With `json` its log is JSON."""
 
     argv: Sequence[str]
     log: Path
@@ -50,6 +51,7 @@ class ChildCommand:
     beat: Path | None = None
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
     withheld: Withheld = NOTHING
+    json: bool = field(default_factory=json_log.wanted)
 
     def variables(self) -> dict[str, str]:
         """What its environment has besides the launcher's own; the child imports the user's modules too."""
@@ -144,9 +146,10 @@ class Local:
 
     def start(self, name: str, command: ChildCommand) -> LocalProcess:
         beat = {} if command.beat is None else heartbeat.prepare(command.beat)
+        argv = [command.python, *command.argv]
         with command.log.open("ab") as log:
             process = subprocess.Popen(
-                [command.python, *command.argv],
+                json_log.wrapped(argv, command.log.stem) if command.json else argv,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,243 @@
+"""Log lines as JSON: one object a line with `time`, `level`, `process`, `message` and the ids that it is about.
+
+A process's standard output and error go through a pipe to a small process that writes each line as an object, so that
+no print breaks the JSON: neither one of user code, nor of a C library or a program that it starts; and the last words
+of a process that was killed are not lost. What Python code logs (`logging`) or prints goes there as an object already,
+with the ids of `about`. Knows neither runs nor episodes. Standard library only: `wrapped` runs this file by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import select
+import signal
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+VARIABLE: Final = "AGENTRL_LOG_FORMAT"
+"""The environment variable that says how a process and those that it starts log: `text` or `json`."""
+
+_TO = "AGENTRL_LOG_TO"  # the pipe for objects of a program that `wrapped` runs, and its name: 5:worker-0
+_MOST = 1 << 20  # bytes of a line; a longer one becomes several objects
+_LEVEL = re.compile(r"(?:agentrl[\w -]*: *|\([^)]*\) *)?(debug|info|warning|alarm|error|critical)\b[ :]", re.IGNORECASE)
+_objects: int | None = None  # where objects of this process go
+_process = ""  # its name
+
+
+def wanted() -> bool:
+    """Whether this process and those that it starts write their logs as JSON."""
+    return os.environ.get(VARIABLE) == "json"
+
+
+@dataclass(slots=True)
+class _Subject:
+    """What lines are about; `begun` is a line that is printed in parts."""
+
+    ids: Mapping[str, Any]
+    begun: str = ""
+
+
+_NOTHING: Final = _Subject({})
+_subject: ContextVar[_Subject] = ContextVar("subject of log lines", default=_NOTHING)
+
+
+@contextmanager
+def about(**ids: Any) -> Generator[None]:
+    """Lines that are logged or printed inside have these ids, in threads and tasks that are started there too.
+
+    >>> with about(episode=12), about(turn=3):
+    ...     _subject.get().ids
+    {'episode': 12, 'turn': 3}
+    """
+    subject = _Subject({**_subject.get().ids, **ids})
+    token = _subject.set(subject)
+    try:
+        yield
+    finally:
+        _subject.reset(token)
+        if subject.begun:
+            _print(subject.begun, subject)
+
+
+def line_of(process: str, level: str, message: str, ids: Mapping[str, Any] | None = None) -> bytes:
+    """One object as a line. Control characters and what is no Unicode are escaped."""
+    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps({"time": time, "level": level, "process": process, "message": message, **(ids or {})}).encode()
+
+
+def message(line: str) -> str:
+    """The message of a log's line, whether it is JSON or text."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(line)["message"])
+    return line
+
+
+def wrapped(argv: Sequence[str], process: str) -> list[str]:
+    """The command that writes what `argv` prints as JSON, under the name `process`, and becomes `argv`: it has the same
+    process id, standard input and environment."""
+    return [sys.executable, "-I", "-S", __file__, process, *argv]
+
+
+def divert(process: str) -> None:
+    """From now on this process, and what inherits its streams, writes JSON. Call it before threads are started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _log_to(_diverted(process), process)
+
+
+def adopt() -> None:
+    """In a program that `wrapped` runs: log as JSON, with ids. Elsewhere nothing."""
+    given = os.environ.pop(_TO, None)
+    if given is not None:
+        fd, _, process = given.partition(":")
+        _log_to(int(fd), process)
+
+
+def tell(line: str, level: int = logging.INFO) -> None:
+    """Say a line to whoever started this process: logged if its log is JSON, else on standard error."""
+    if _objects is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        logging.getLogger("agentrl").log(level, "%s", line)
+
+
+def objects() -> int | None:
+    """A file descriptor for the output of a process that writes JSON itself; None if this one writes text."""
+    return _objects
+
+
+class JsonHandler(logging.Handler):
+    def __init__(self, fd: int, process: str) -> None:
+        super().__init__()
+        self._fd, self._process = fd, process
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            ids = {"logger": record.name, **_subject.get().ids}
+            if record.exc_info:
+                ids["traceback"] = logging.Formatter().formatException(record.exc_info)
+            line = line_of(self._process, record.levelname.lower(), record.getMessage(), ids)
+        except Exception:  # a record that cannot be written, of whatever code
+            self.handleError(record)
+            return
+        with suppress(OSError):
+            _write(self._fd, line + b"\n")
+
+
+class _Prints(io.TextIOWrapper):
+    """A standard stream: what is printed inside of `about` has its ids, the rest goes as programs' output does."""
+
+    def write(self, text: str, /) -> int:
+        subject = _subject.get()
+        if subject is _NOTHING:
+            return super().write(text)
+        *lines, subject.begun = (subject.begun + text).split("\n")
+        if len(subject.begun) > _MOST:
+            lines, subject.begun = [*lines, subject.begun], ""
+        for line in lines:
+            _print(line, subject)
+        return len(text)
+
+
+def _print(line: str, subject: _Subject) -> None:
+    if _objects is not None and line.strip():
+        with suppress(OSError):
+            _write(_objects, line_of(_process, _level_of(line), line, subject.ids) + b"\n")
+
+
+def _log_to(fd: int, process: str) -> None:
+    global _objects, _process
+    os.set_inheritable(fd, False)
+    _objects, _process = fd, process
+    logging.getLogger().addHandler(JsonHandler(fd, process))
+    logging.getLogger("agentrl").setLevel(logging.INFO)
+    sys.stdout, sys.stderr = (
+        _Prints(os.fdopen(number, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
+
+
+def _diverted(process: str) -> int:
+    """Give standard output and error of this process to a new one, which makes objects of their lines. Returns the pipe
+    for lines that are objects already."""
+    streams = [1] if os.path.sameopenfile(1, 2) else [1, 2]
+    pipes, (objects, given) = {number: os.pipe() for number in streams}, os.pipe()
+    if (child := os.fork()) == 0:
+        if os.fork():  # nobody of ours has to wait for it
+            os._exit(0)
+        status = 1
+        try:
+            os.setsid()  # Ctrl-C and the end of a group are not for it: it ends when no writer is left
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_IGN)
+            kept = {source: number for number, (source, _) in pipes.items()} | {objects: 2}
+            for number in {int(entry.name) for entry in Path("/dev/fd").iterdir()} - {1, 2, *kept}:
+                with suppress(OSError):  # that of the listing itself
+                    os.close(number)
+            _relay(kept, objects, process)
+            status = 0
+        finally:
+            os._exit(status)
+    os.waitpid(child, 0)
+    for source in (objects, *(source for source, _ in pipes.values())):
+        os.close(source)
+    os.dup2(pipes[1][1], 1)
+    os.dup2(pipes.get(2, pipes[1])[1], 2)
+    for _, target in pipes.values():
+        os.close(target)
+    return given
+
+
+def _relay(sources: Mapping[int, int], objects: int, process: str) -> None:
+    """Write what comes from each source to its stream, until no writer is left. `objects` has lines that are JSON."""
+    rest = dict.fromkeys(sources, b"")
+    while rest:
+        for source in select.select(list(rest), [], [])[0]:
+            data = os.read(source, 1 << 16)
+            *lines, last = re.split(rb"\n" if source == objects else rb"[\r\n]+", rest[source] + data)
+            if not data or (len(last) > _MOST and source != objects):
+                lines, last = [*lines, last], b""
+            rest[source] = last
+            if not data:
+                del rest[source]
+            made = lines if source == objects else [_of_text(process, line) for line in lines if line.strip()]
+            with suppress(OSError):  # the reader is gone, or the disk is full: the process goes on
+                _write(sources[source], b"".join(line + b"\n" for line in made if line))
+
+
+def _of_text(process: str, line: bytes) -> bytes:
+    text = line.decode(errors="backslashreplace")
+    return line_of(process, _level_of(text), text)
+
+
+def _level_of(text: str) -> str:
+    level = "info" if (found := _LEVEL.match(text)) is None else found[1].lower()
+    return "warning" if level == "alarm" else level
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _main() -> None:
+    process, *argv = sys.argv[1:]
+    fd = _diverted(process)
+    os.set_inheritable(fd, True)
+    os.environ[_TO] = f"{fd}:{process}"
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    _main()
