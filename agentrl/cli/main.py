@@ -36,6 +36,7 @@ from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
 
 if TYPE_CHECKING:
+    from agentrl.env.checks.validate import Validation
     from agentrl.run.evaluation.held_out import EvalResult
 
 app = typer.Typer(
@@ -81,6 +82,7 @@ _LOG_FORMAT = Annotated[
     Literal["text", "json"],
     typer.Option(envvar=json_log.VARIABLE, help="json: one object a line, in the logs of all processes too"),
 ]
+_STATE = Annotated[Path, typer.Option(help="The folder of a training server's calls and weights")]
 
 
 def _log_as(form: Literal["text", "json"], process: str) -> None:
@@ -368,6 +370,7 @@ def validate(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
     drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
     from agentrl.config import apply_override
@@ -377,6 +380,16 @@ def validate(
     for setting in settings or []:
         apply_override(kwargs, setting)
     found = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
+    dropped = None if drop is None else found.drop(drop)
+    if as_json:
+        tables.print_json({"env": env, "right": not found.faults, **asdict(found)})
+    else:
+        _show_validation(found, drop, dropped)
+    if found.faults:
+        raise SystemExit(1)
+
+
+def _show_validation(found: Validation, drop: Path | None, dropped: int | None) -> None:
     table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
     for tally in found.tallies:
         missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
@@ -395,9 +408,7 @@ def validate(
             console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
     if drop is not None:
         name = escape(str(drop))
-        console.print(f"{found.drop(drop)} tasks are in {name}: leave them out by --set skip={name}")
-    if found.faults:
-        raise SystemExit(1)
+        console.print(f"{dropped} tasks are in {name}: leave them out by --set skip={name}")
 
 
 @app.command("list")
@@ -429,6 +440,7 @@ def keys(
     page: Annotated[
         bool, typer.Option("--page", help="The whole table as Markdown, as docs/reference/run-file.md has it")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """List the keys of a run file with their defaults and meanings."""
     from agentrl.config import reference as run_file
@@ -439,6 +451,9 @@ def keys(
     found = [key for key in run_file.all_keys() if key.name.startswith(of)]
     if not found:
         raise UsageError(f"no key begins with {of!r}: agentrl keys shows all")
+    if as_json:
+        tables.print_json([asdict(key) for key in found])
+        return
     table = Table("key", "value", "default", "meaning")
     for key in found:
         table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
@@ -448,11 +463,15 @@ def keys(
 @app.command()
 def show(
     id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Show what an id stands for and which arguments it takes."""
     from agentrl.cli.registered_ids import find
 
     entry = find(id)
+    if as_json:
+        tables.print_json(asdict(entry))
+        return
     console = tables.console()
     console.print(f"{entry.id}  ({entry.kind}, {entry.target})\n\n{entry.text}\n", markup=False, highlight=False)
     table = Table("argument", "kind", "default")
@@ -508,9 +527,7 @@ def serve(
     ] = None,
     no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody who reaches the address use it")] = False,
     training: Annotated[bool, typer.Option("--training", help="Train too: a server for clients of Tinker")] = False,
-    state: Annotated[Path, typer.Option(help="The folder of a training server's calls and weights")] = Path(
-        "runs/training-server"
-    ),
+    state: _STATE = Path("runs/training-server"),
     device: Annotated[str, typer.Option(help="Where a training server trains: cpu, cuda, cuda:1")] = "cpu",
     log_format: _LOG_FORMAT = "text",
 ) -> None:

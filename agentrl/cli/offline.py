@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -167,6 +168,7 @@ def retrain(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the weights here, as a checkpoint folder")] = None,
     dump: Annotated[Path | None, typer.Option(help="Write what happens to each token, as JSON lines")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Train one step of a run again, from its store; exit code 1 if the weights are not those that the run had."""
     from agentrl.offline.retrain_step import retrain as train_again
@@ -176,10 +178,13 @@ def retrain(
     again = train_again(
         run, step, settings=settings or [], out=out, dump=dump, told=lambda line: print(line, file=sys.stderr)
     )
-    console = tables.console()
-    console.print(_table(again))
-    for line in lines(again):
-        console.print(line, markup=False, highlight=False)
+    if as_json:
+        tables.print_json({**asdict(again), "equal": again.equal})
+    else:
+        console = tables.console()
+        console.print(_table(again))
+        for line in lines(again):
+            console.print(line, markup=False, highlight=False)
     if not again.equal and not again.settings:
         raise SystemExit(1)
 

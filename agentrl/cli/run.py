@@ -13,6 +13,7 @@ import typer
 
 from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
+from agentrl.host import json_log
 
 if TYPE_CHECKING:
     from agentrl.run.run_folder import RunDir
@@ -43,16 +44,17 @@ def logs(
     part: Annotated[str | None, typer.Argument(help="learner, worker-0, engine-0 …; default: all")] = None,
     n: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each log")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, of text too")] = False,
 ) -> None:
     """Show the last lines of a run's logs, one log for each of its processes."""
     from agentrl.run.reporting.status import holder
     from agentrl.run.run_folder import RunDir
 
-    run = RunDir.open(path)
+    run, tell = RunDir.open(path), _tell_json if as_json else _tell
     read: dict[Path, int] = {}
     for log in _chosen(run, part):
         with log.open("rb") as file:
-            _tell(log, *_last(file, n))
+            tell(log, *_last(file, n))
             read[log] = file.tell()
     while follow:
         live = holder(run).kind != "nobody"  # before the look: what was written until the end is shown
@@ -60,7 +62,7 @@ def logs(
             with log.open("rb") as file:
                 at = read.get(log, 0)
                 file.seek(at if at <= os.fstat(file.fileno()).st_size else 0)  # an attempt began its log anew
-                _tell(log, *file.read(_TAIL).decode(errors="replace").splitlines())
+                tell(log, *file.read(_TAIL).decode(errors="replace").splitlines())
                 read[log] = file.tell()
         if not live:
             return
@@ -139,6 +141,14 @@ def _last(file: IO[bytes], n: int) -> list[str]:
 def _tell(log: Path, *lines: str) -> None:
     for line in lines:
         print(f"{log.stem}: {line}".translate(_SHOWN), flush=True)
+
+
+def _tell_json(log: Path, *lines: str) -> None:
+    """A line of a run that logs JSON as it is; another one without the time and level, which it has not."""
+    for line in lines:
+        if line.strip():
+            row = json_log.read(line) or {"message": line}
+            print(json.dumps({"process": log.stem, **row}), flush=True)
 
 
 def submit(

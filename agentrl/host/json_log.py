@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 VARIABLE: Final = "AGENTRL_LOG_FORMAT"
 """The environment variable that says how a process and those that it starts log: `text` or `json`."""
@@ -75,11 +75,18 @@ def line_of(process: str, level: str, message: str, ids: Mapping[str, Any] | Non
     return json.dumps({"time": time, "level": level, "process": process, "message": message, **(ids or {})}).encode()
 
 
+def read(line: str) -> dict[str, Any] | None:
+    """A log's line, if it is an object of ours; None for text."""
+    with suppress(ValueError, RecursionError):
+        found: Any = json.loads(line)
+        if isinstance(found, dict) and "message" in found:
+            return cast("dict[str, Any]", found)
+    return None
+
+
 def message(line: str) -> str:
     """The message of a log's line, whether it is JSON or text."""
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(line)["message"])
-    return line
+    return line if (found := read(line)) is None else str(found["message"])
 
 
 def wrapped(argv: Sequence[str], process: str) -> list[str]:
