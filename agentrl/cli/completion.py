@@ -1,15 +1,22 @@
-"""What the shell offers behind TAB: folders of runs, ids of environments. A name that is odd is offered as it is: the
-shell quotes nothing for us, so names with characters that it would read are left out.
+"""What the shell offers behind TAB: folders of runs, ids of environments, numbers of episodes. A name that is odd is
+offered as it is: the shell quotes nothing for us, so names with characters that it would read are left out.
 """
 
 from __future__ import annotations
 
 import re
+import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+
+import typer
 
 _PLAIN = re.compile(r"[\w./@%+=:,~-]+")
 _STORES = ("store.sqlite", "store.address")
+_MOST = 100  # numbers that are offered
+_PATIENCE_S = 0.5
 
 
 def run_folders(incomplete: str) -> list[str]:
@@ -36,3 +43,19 @@ def environment_ids(incomplete: str) -> list[str]:
     from agentrl import registry
 
     return [id for id in registry.ids("environments") if id.startswith(incomplete)]
+
+
+def episode_numbers(context: typer.Context, incomplete: str) -> list[str]:
+    """Numbers of episodes of the run that the line names that begin so, the newest ones. None where its store is no
+    file, is in use, or does not answer within half a second: whoever waits for a shell is not kept."""
+    path, deadline = context.params.get("path"), time.monotonic() + _PATIENCE_S
+    if path is None or not re.fullmatch(r"\d*", incomplete):
+        return []
+    store = Path(path).expanduser().absolute() / "store.sqlite"
+    ask = "SELECT id FROM episodes WHERE CAST(id AS TEXT) LIKE ? ORDER BY id DESC LIMIT ?"
+    try:
+        with closing(sqlite3.connect(f"{store.as_uri()}?mode=ro", uri=True, timeout=_PATIENCE_S)) as file:
+            file.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+            return [str(number) for (number,) in file.execute(ask, (f"{incomplete}%", _MOST))]
+    except (sqlite3.Error, OSError, ValueError):
+        return []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl.cli.completion import run_folders
+from agentrl.cli.completion import episode_numbers, run_folders
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run di
 
 def fork(
     path: _RUN,
-    episode: Annotated[int, typer.Argument(help="The episode's number")],
+    episode: Annotated[int, typer.Argument(autocompletion=episode_numbers, help="The episode's number")],
     turn: Annotated[int, typer.Option(help="The first turn that is played anew, from 1 on (the first turn is 0)")],
     k: Annotated[int, typer.Option(help="How many continuations")] = 4,
 ) -> None:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import typer.main
 from rich.console import Console
-from store.play import Clock, serve
+from store.play import Clock, admit, serve
 from typer.testing import CliRunner
 
 from agentrl.cli.command_groups import GROUPS
-from agentrl.cli.completion import environment_ids, run_folders
+from agentrl.cli.completion import environment_ids, episode_numbers, run_folders
 from agentrl.cli.main import app
 from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.run.reporting.live_view import LiveView
 from agentrl.run.reporting.status import duration
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import EpisodeFilter, RunStore
 
 EXAMPLES = [
     pytest.param(name, line, id=line)
@@ -104,13 +104,33 @@ def test_the_shell_completes_folders_of_runs_and_ids(folder: Path) -> None:
     assert "agentrl/Calculator-v0" in environment_ids("agentrl/C") and environment_ids("zz") == []
 
 
-def test_bash_is_answered_by_the_program(folder: Path) -> None:
+def test_the_shell_completes_the_episodes_of_the_run_that_the_line_names(folder: Path) -> None:
+    with RunStore.open(folder / "runs" / "first" / "store.sqlite") as store:
+        admit(store, limit=6)
+        ids = sorted(row.id for row in store.find_episodes(EpisodeFilter(), limit=1000))
+
+    def offered(path: str | None, incomplete: str) -> list[str]:
+        context: Any = SimpleNamespace(params={} if path is None else {"path": Path(path)})
+        return episode_numbers(context, incomplete)
+
+    assert offered("runs/first", "") == [str(id) for id in reversed(ids)] != []
+    assert offered("runs/first", "1") == [str(id) for id in reversed(ids) if str(id).startswith("1")] != []
+    for path, incomplete in (("runs/first", "1%"), ("runs/spoilt", ""), ("runs/nowhere", ""), ("\0", ""), (None, "")):
+        assert offered(path, incomplete) == []
+    assert not (folder / "runs" / "nowhere").exists()
+
+
+@pytest.mark.parametrize(("line", "answer"), [("status runs/f", ["runs/first"]), ("fork runs/first 2", ["2"])])
+def test_bash_is_answered_by_the_program(folder: Path, line: str, answer: list[str]) -> None:
+    with RunStore.open(folder / "runs" / "first" / "store.sqlite") as store:
+        admit(store, limit=2)
     code = "import sys; sys.argv[0] = 'agentrl'; from agentrl.cli.main import main; main()"
-    asked = {"_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": "agentrl status runs/f", "COMP_CWORD": "2"}
+    at = str(len(line.split()))
+    asked = {"_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": f"agentrl {line}", "COMP_CWORD": at}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.split() == ["runs/first"]
+    assert done.stdout.split() == answer
 
 
 @pytest.mark.parametrize(
