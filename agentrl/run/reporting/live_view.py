@@ -1,6 +1,7 @@
 """The live view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
 
-It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step. `Warnings` prints
+It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step, of at most $COLUMNS
+columns if that is set. `Warnings` prints
 nothing, and logs what a person must not miss. If no step comes, it says who is waited for: a learner that hangs is seen
 by what it does not take.
 """
@@ -8,6 +9,7 @@ by what it does not take.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,6 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.env.gymnasium_wrappers import printable
+from agentrl.host import json_log
 from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.records import GroupState
 from agentrl.run.alarms import moved, no_signal
@@ -191,7 +195,7 @@ class LiveView:
     def _lines(self, supervisor: Supervisor) -> None:
         if supervisor.phase != self._phase:
             self._phase = supervisor.phase
-            self.console.print(f"[{_age(supervisor)}] {self._phase}", markup=False, soft_wrap=True)
+            self._print(f"[{_age(supervisor)}] {self._phase}")
         for row in supervisor.store.metrics("step", after=self._printed):
             self._printed = row.step
             v = row.values
@@ -204,7 +208,8 @@ class LiveView:
                 self._print(line)
 
     def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        drawn = self._live is not None or self.console.is_jupyter
+        self.console.print(line if drawn else one_line(line), markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
         config, store = supervisor.config, supervisor.store
@@ -246,6 +251,15 @@ class LiveView:
         table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
         waits = "learner waits for episodes" if idle > busy else "learner is busy"
         table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
+
+
+def one_line(text: str) -> str:
+    """A text as one line without control characters, cut with an ellipsis at $COLUMNS columns if that is set: a pager
+    or a pane of logs that wraps lines hides where one begins. JSON is never cut."""
+    columns, line = os.environ.get("COLUMNS", ""), Text(printable(text))
+    if columns.isascii() and columns.isdecimal() and int(columns) and not json_log.wanted():
+        line.truncate(int(columns), overflow="ellipsis")
+    return line.plain
 
 
 def _age(supervisor: Supervisor) -> str:
