@@ -355,6 +355,12 @@ def _by_task(one: Played, since: int) -> None:
     one.success = one.outcome > 0
 
 
+def _cold(one: Played, since: int) -> None:
+    """All members of a group are the same episode."""
+    one.outcome = float(one.task % 3 == 0)
+    one.success, one.texts, one.tokens = one.outcome > 0, [f"the same {one.task}"], 12
+
+
 def _on_host(one: Played, since: int) -> None:
     if one.host == "two" and one.member % 2:
         one.stop, one.detail = StopReason.SANDBOX_FAILED, "SandboxUnavailable: no user namespaces"
@@ -506,6 +512,14 @@ FAULTS = (
     ),
     Fault(
         name="only the task decides", named="groups_alike", what="all members of a group end alike", episode=_by_task
+    ),
+    Fault(
+        name="members are sampled cold",
+        named="sampled_cold",
+        what="a temperature of 0.01: one episode a task, and no entropy",
+        episode=_cold,
+        row=_set(entropy=0.0005),
+        settings={"rollout": {"temperature": 0.01}},
     ),
     Fault(
         name="a judge says always the same",

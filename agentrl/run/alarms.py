@@ -100,6 +100,7 @@ class LagBound:
         return self.now
 
 
+_NOISE = 1e-6  # by which equal rewards differ, as they are sums of floats
 PATIENCE = 3
 """Steps in a row without an update after which a run in progress says so: one is nothing unusual."""
 
@@ -157,9 +158,14 @@ def _why(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
             "read why episodes failed in the run's logs folder, or raise rollout.group_size",
         )
     lows, highs = ([row[name] for row in rows if row.get(name) is not None] for name in ("reward_min", "reward_max"))
-    if not lows or min(lows) != max(highs):
+    if any((row.get("group_spread") or 0.0) > _NOISE for row in rows):
         return (
-            "episodes of one group always earned the same, only tasks differed",
+            "episodes of one group earned differently, but not by what advantages count",
+            "algo.process_weight=1 counts step rewards; without them only outcomes that differ within a group teach",
+        )
+    if not lows or max(highs) - min(lows) > _NOISE:
+        return (
+            "episodes of one group always earned the same" + (", only tasks differed" if lows else ""),
             "raise rollout.group_size or rollout.temperature, or take tasks that are sometimes solved ([curriculum])",
         )
     successes = [row["success_mean"] for row in rows if row["success_mean"] is not None]

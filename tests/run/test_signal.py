@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from agentrl.learner.learner import Learner
@@ -67,6 +68,22 @@ def test_steps_that_move_nothing_say_why_and_what_to_try(
     assert re.search(advice, found.advice)
 
 
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"reward_min": 0.3, "reward_max": 0.1 + 0.2}, "every episode earned the same, 0.3"),
+        ({"reward_min": None, "reward_max": None}, "episodes of one group always earned the same"),
+        ({"reward_min": 0.0, "reward_max": 1.0}, "episodes of one group always earned the same, only tasks differed"),
+        ({"reward_max": 1.0, "group_spread": 0.5}, "episodes of one group earned differently, but not by what"),
+    ],
+)
+def test_only_tasks_differed_is_said_where_they_did(learner: Learner, changes: dict[str, Any], cause: str) -> None:
+    """A constant rewarder differs by the rounding of sums, or by step rewards that nothing counts."""
+    found = no_signal([{**step(learner, group(0.0, 0.0)), **changes}] * 3)
+    assert found is not None
+    assert found.cause.startswith(cause) and ("only tasks" in found.cause) == ("only tasks" in cause)
+
+
 def test_steps_whose_tokens_are_all_stale_name_the_bound(learner: Learner) -> None:
     rows = [step(learner, group(0.0, 1.0), made_at=-100) for _ in range(3)]
     found = no_signal(rows)
@@ -109,6 +126,20 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         known.append(SimpleNamespace(step=number, values=values))
         view.tick(supervisor)
     return stream.getvalue().splitlines()
+
+
+def test_a_line_has_the_columns_that_there_are_and_no_control_characters(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**step(learner, group(0.0, 1.0)), "alarms": ["\x1b[31mred\x1b[0m\nof two lines " + "宽" * 40]}
+    monkeypatch.setenv("COLUMNS", "60")
+    phase, step_line, alarm = lines([row])
+    assert phase == "[0:00] train"
+    assert len(step_line) == 60 and step_line.startswith("step    1  reward 0.500") and step_line.endswith("…")
+    assert alarm.startswith("alarm: \\x1b[31mred\\x1b[0m\\x0aof two lines 宽") and alarm.endswith("宽 …")
+    assert cell_len(alarm) == 60
+    monkeypatch.setenv("COLUMNS", "no number")
+    assert lines([row])[2].endswith("宽" * 40)
 
 
 def test_it_is_said_while_it_happens_and_rarer_as_it_goes_on(learner: Learner) -> None:

@@ -34,6 +34,7 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
     learning_checks.clip_cuts: (),
     learning_checks.reference_far: (),
     learning_checks.gradient_spikes: (),
+    reward_checks.sampled_cold: ("entropy_collapse", "one_text", *_OF_SILENCE),
     reward_checks.reward_hacking: ("length_drift", "entropy_collapse"),
     reward_checks.one_text: ("entropy_collapse", "length_drift", *_OF_SILENCE),
     learning_checks.entropy_collapse: _OF_SILENCE,

@@ -10,6 +10,8 @@ from agentrl.run.health.run_facts import RECENT, EpisodeFacts, EvalFacts, RunFac
 
 _SILENT = 0.9  # of the groups: the few that teach are not worth the others
 _LEAST_GROUPS = 6
+_COLD = 0.3  # temperature of sampling
+_CERTAIN = 0.05  # nats of entropy, from the first step on
 _SCORES = 24  # turns of the last episodes that a source has to have scored
 _ROSE, _FELL = 0.1, 0.1  # of the training reward, and of held-out success, between evaluations
 _SURE = 2.0  # standard errors of the difference of two success rates
@@ -83,6 +85,36 @@ def reward_alike(facts: RunFacts) -> Advice | None:
         evidence=f"{_groups(facts)}; {len(played)} episodes with {len(texts)} texts got {outcomes.pop():g}",
         commands=(f"agentrl validate {facts.config.env.id}", f"agentrl rewards {facts.path}"),
     )
+
+
+def sampled_cold(facts: RunFacts) -> Advice | None:
+    """The members of a group come out equal, by a low temperature or a policy that was certain from the beginning. A
+    run of which no group has a signal makes no step, so this needs none."""
+    temperature, entropy = facts.config.rollout.temperature, facts.values("entropy", facts.steps)
+    if not (temperature <= _COLD or (len(entropy) >= RECENT and max(entropy) < _CERTAIN)):
+        return None
+    groups: dict[int, list[EpisodeFacts]] = {}
+    for one in facts.episodes:
+        if one.stop_reason.by_policy and one.outcome is not None:
+            groups.setdefault(one.group, []).append(one)
+    compared = [own for own in groups.values() if len(own) > 1]
+    alike = [own for own in compared if _equal(own)]
+    solved = all(one.success for own in compared for one in own)
+    if len(compared) < _LEAST_GROUPS or share(len(alike), len(compared)) < _SILENT or solved:
+        return None
+    measured = f", entropy {max(entropy[-RECENT:]):.2g} nats" if entropy else ""
+    return Advice(
+        name="sampled_cold",
+        cause="the policy is sampled cold: the members of a group come out equal, and nothing is explored",
+        evidence=f"{len(alike)} of {len(compared)} groups have members of one length and one outcome; "
+        f"rollout.temperature = {temperature:g}{measured}",
+        settings=("rollout.temperature=1.0",) if temperature < 1 else ("algo.entropy_weight=0.003",),
+    )
+
+
+def _equal(own: Sequence[EpisodeFacts]) -> bool:
+    texts = {one.text for one in own if one.turns}
+    return len({(one.tokens, one.outcome) for one in own}) == 1 and len(texts) < 2
 
 
 def groups_alike(facts: RunFacts) -> Advice | None:
