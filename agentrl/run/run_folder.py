@@ -5,6 +5,7 @@
     RUN/store.address       in its place: where the run store is, if PostgreSQL has it
     RUN/store.folder        beside it: where this folder was when it last had the store
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
+    RUN/engines/            what each engine said at /metrics last
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/tokens/STEP.jsonl   what `agentrl retrain --dump` writes there for the page of runs
     RUN/notes.json          tags and a note that somebody wrote on the page of runs
@@ -71,6 +72,10 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def engine_figures(self) -> Path:
+        return self.path / "engines"
 
     @property
     def metrics(self) -> Path:

@@ -1,4 +1,5 @@
-"""Figures of runs for Prometheus, read from their stores when it asks: a part that hangs holds no answer up.
+"""Figures of runs for Prometheus, read from their folders when it asks: a part that hangs holds no answer up. Those of
+an engine itself are what it told the run's supervisor last.
 
 Serves names, counts and numbers; no text of a model. Every sample has the label `run`.
 """
@@ -14,9 +15,11 @@ from typing import Any, Final, cast
 
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.records import Json
+from agentrl.run.processes.engine_metrics import figures
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns, is_live
 
 PORT: Final = 9464
+_FRESH_S = 60.0  # older figures of an engine are none: the run has ended, or the engine left
 Sample = tuple[dict[str, str], float]
 
 FAMILIES: Final = {
@@ -32,6 +35,8 @@ FAMILIES: Final = {
     "agentrl_parts": ("gauge", "engines, workers and learner ranks that are there"),
     "agentrl_engine_requests": ("gauge", "requests of a worker under way at an engine"),
     "agentrl_engine_ready": ("gauge", "1 if an engine takes requests, by its state"),
+    "agentrl_engine_scrapes": ("counter", "how often an engine was asked for its own metrics, since the run started"),
+    "agentrl_engine_scrapes_failed": ("counter", "how often it gave none within its deadline"),
     "agentrl_weights_lag_seconds": ("gauge", "from the minting of the newest weights until engines served them"),
 }
 """Every family with its type and meaning. Counters have `_total` behind their names where they are served."""
@@ -46,16 +51,40 @@ class RunsCollector:
     def collect(self) -> Iterator[Any]:
         """All families, with the samples of all runs that are there."""
         samples: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
+        own: dict[str, Any] = {}
         for opened in self._runs.all():
             with suppress(AgentRLError, OSError):
                 found = list(_samples(opened, self._now()))
                 for name, labels, value in found:
                     samples[name].append(({"run": opened.id, **labels}, value))
+                for told in figures(opened.run.engine_figures):
+                    labels = {"run": opened.id, "engine": told.engine}
+                    samples["agentrl_engine_scrapes"].append((labels, told.asked))
+                    samples["agentrl_engine_scrapes_failed"].append((labels, told.failed))
+                    if self._now() - told.time_s < _FRESH_S:
+                        _add_own(own, self._client, labels, told.text)
         for name, (kind, meaning) in FAMILIES.items():
             family = self._client.Metric(name, meaning, kind)
             for labels, value in samples[name]:
                 family.add_sample(name + "_total" * (kind == "counter"), labels, value)
             yield family
+        yield from own.values()
+
+
+def _add_own(families: dict[str, Any], client: Any, labels: dict[str, str], text: str) -> None:
+    """Add the samples of an engine's answer under their own names. A label that it has too is `exported_` there, as
+    Prometheus does. An answer that cannot be read is left out."""
+    parser: Any = import_module("prometheus_client.parser")
+    try:
+        found = list(parser.text_string_to_metric_families(text))
+    except ValueError:
+        return
+    for one in found:
+        if one.name not in FAMILIES:
+            family = families.setdefault(one.name, client.Metric(one.name, one.documentation, one.type))
+            for sample in one.samples:
+                its = {f"exported_{name}" if name in labels else name: value for name, value in sample.labels.items()}
+                family.add_sample(sample.name, {**its, **labels}, sample.value)
 
 
 def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, str], float]]:

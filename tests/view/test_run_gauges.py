@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import httpx
 import pytest
 
 from agentrl.errors import UsageError
+from agentrl.run.processes.engine_metrics import EngineFigures
+from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.view.run_gauges import FAMILIES, exported
 
@@ -58,6 +61,39 @@ def test_the_figures_are_those_of_the_store(runs: Path) -> None:
     assert found["agentrl_groups"][("trained",)] == 1.0
     assert found["agentrl_engine_ready"] == {("0", "ready"): 1.0, ("1", "broken"): 0.0}
     assert found["agentrl_engine_requests"] == {("0",): 5.0, ("1",): 0.0}
+
+
+OF_AN_ENGINE = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="m",engine="0"} 4
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{model_name="m",engine="0"} %d
+# TYPE agentrl_step gauge
+agentrl_step 99
+"""
+
+
+def test_what_engines_say_of_themselves_is_relayed_while_it_is_fresh(runs: Path) -> None:
+    told = {
+        "engine-0": EngineFigures("engine-0", time.time(), asked=3, text=OF_AN_ENGINE % 70),
+        "engine-1": EngineFigures("engine-1", time.time(), asked=3, failed=1, text=OF_AN_ENGINE % 80),
+        "hung": EngineFigures("hung", time.time(), asked=3, failed=3),
+        "odd": EngineFigures("odd", time.time(), asked=1, text="this is {no metric"),
+        "left": EngineFigures("left", time.time() - 61, asked=9, text=OF_AN_ENGINE % 90),
+    }
+    folder = RunDir(runs / "made").engine_figures
+    folder.mkdir()
+    for name, one in told.items():
+        (folder / f"{name}.json").write_text(json.dumps(asdict(one)))
+    with exported([runs], port=0) as address:
+        found = families(address)
+    labels = [("engine-0", "0", "m"), ("engine-1", "0", "m")]  # engine, exported_engine, model_name
+    assert found["vllm:num_requests_running"] == dict.fromkeys(labels, 4.0)
+    assert found["vllm:generation_tokens_total"] == dict(zip(labels, (70.0, 80.0), strict=True))
+    assert found["agentrl_step_total"] == {(): 3.0} and "agentrl_step" not in found
+    assert found["agentrl_engine_scrapes_total"] == {(name,): float(one.asked) for name, one in told.items()}
+    assert found["agentrl_engine_scrapes_failed_total"][("hung",)] == 3.0
+    assert found["agentrl_episodes_total"], "and the run's own figures are there"
 
 
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path) -> None:

@@ -60,7 +60,7 @@ class EngineWatch:
 
         Raises WrongWeights if the engine took its weights but computes with others."""
         deadline_s = self.config.engine.liveness_deadline_s
-        async with aclosing(self._client()) as client:
+        async with aclosing(self.client()) as client:
             heard = trio.current_time()
             check_at = heard + self._pause_s()
             while True:
@@ -88,7 +88,7 @@ class EngineWatch:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
                     heard = now
 
-    def _client(self) -> EngineClient:
+    def client(self) -> EngineClient:
         key = self.config.engine.key_of(self.url)
         if self.weights is not None and self.config.sends_adapters:
             below = partial(self.looks, version_below) if self.config.engine.shared else None

@@ -34,6 +34,7 @@ from agentrl.run import league
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import Kind, NoRoom, Scaler, Size
 from agentrl.run.processes.engine_health import EngineWatch
+from agentrl.run.processes.engine_metrics import EngineMetrics
 from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, WrongWeights, attach, current_weights
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.heartbeat import Pulse
@@ -117,6 +118,7 @@ class RunProcesses:
                     nursery.start_soon(self._serve, replica, at_once)
         await self._start_frozen()
         await self._name_engines()
+        self._start_keeper("engine metrics", EngineMetrics(self._watches, self.run.engine_figures).run)
 
     @property
     def _size(self) -> Size:

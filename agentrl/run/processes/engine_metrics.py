@@ -1,0 +1,94 @@
+"""Keeps what engines say of themselves at `/metrics` in the run's folder, for `agentrl metrics`.
+
+A run's engines have a key that only its processes know, so nobody else can ask them; and who asks Prometheus's question
+must not wait for an engine. So the supervisor asks, each engine by itself and under a deadline, and writes the newest
+answer to `engines/NAME.json`. An engine that hangs or is gone costs nobody anything: its failures are counted. Never
+knows what a figure means.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import trio
+
+from agentrl.engine.client import EngineClient
+from agentrl.errors import EngineError
+
+EVERY_S = 10.0
+DEADLINE_S = 5.0
+_MOST = 4 << 20  # bytes of an answer
+
+
+class AskedEngine(Protocol):
+    """An engine: where it serves now, and its client."""
+
+    url: str
+
+    def client(self) -> EngineClient: ...
+
+
+@dataclass(slots=True)
+class EngineFigures:
+    """What is known of an engine's figures: its newest answer, "" if it gave none, and when; how often it was `asked`
+    and how often that `failed`, since the supervisor started."""
+
+    engine: str
+    time_s: float = 0.0
+    asked: int = 0
+    failed: int = 0
+    text: str = ""
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Asks `engines`, which may come and go, again and again. `clock` gives seconds since the epoch."""
+
+    engines: Mapping[str, AskedEngine]
+    folder: Path
+    clock: Callable[[], float] = time.time
+    _known: dict[str, EngineFigures] = field(default_factory=dict[str, EngineFigures])
+
+    async def run(self) -> None:
+        """For ever. A round takes as long as a deadline at most."""
+        while True:
+            await trio.sleep(EVERY_S)
+            async with trio.open_nursery() as nursery:
+                for name, engine in list(self.engines.items()):
+                    nursery.start_soon(self._ask, name, engine)
+
+    async def _ask(self, name: str, engine: AskedEngine) -> None:
+        found = self._known.setdefault(name, EngineFigures(name))
+        found.asked, found.text = found.asked + 1, ""
+        with trio.move_on_after(DEADLINE_S), suppress(EngineError):
+            async with aclosing(engine.client()) as client:
+                body = await client.call("GET", "/metrics", deadline_s=DEADLINE_S)
+            found.text = body.decode(errors="replace") if len(body) <= _MOST else ""
+        found.failed += not found.text
+        found.time_s = self.clock()
+        with suppress(OSError):  # a full disk keeps no figures
+            await trio.to_thread.run_sync(_write, self.folder, asdict(found), abandon_on_cancel=True)
+
+
+def _write(folder: Path, document: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{quote(document['engine'], safe='')}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(document), encoding="utf-8")
+    draft.replace(path)
+
+
+def figures(folder: Path) -> list[EngineFigures]:
+    """What is known of all engines of a run. Files that cannot be read are left out."""
+    found: list[EngineFigures] = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            found.append(EngineFigures(**json.loads(path.read_text(encoding="utf-8"))))
+    return found
