@@ -112,6 +112,10 @@ class CallChanged(UsageError):
     """A call came again under its number with another content."""
 
 
+class CallTooLate(UsageError):
+    """A call came after the server had given up waiting for it."""
+
+
 class CallLog(Closing):
     """The log in a folder. Calls are short, and may be made in any thread."""
 
@@ -159,13 +163,8 @@ class CallLog(Closing):
     def model(self, id: str) -> ModelRecord | None:
         """A model; None if there is none of this id."""
         with self._lock:
-            row = self._find(
-                "SELECT number, id, session, rank, attention, mlp, answered, state FROM models WHERE id = ?", id
-            )
-        if row is None:
-            return None
-        number, id, session, rank, attention, mlp, answered, state = row
-        return ModelRecord(number, id, session, rank, bool(attention), bool(mlp), answered, state)
+            row = self._find(f"{_MODEL} WHERE id = ?", id)
+        return None if row is None else _model(row)
 
     def weights(self, path: str) -> WeightsRecord | None:
         """The weights at a path; None if there are none."""
@@ -189,6 +188,18 @@ class CallLog(Closing):
         with self._writing():
             self._add_sampler(sampler)
 
+    def idle_sessions(self) -> list[str]:
+        """The sessions that go on and wait for no answer."""
+        waits = "SELECT session FROM calls WHERE form IS NULL"
+        with self._lock:
+            found = self._all(f"SELECT id FROM sessions WHERE NOT ended AND id NOT IN ({waits})")
+        return [str(row[0]) for row in found]
+
+    def models_of(self, session: str) -> list[ModelRecord]:
+        """The models of a session."""
+        with self._lock:
+            return [_model(row) for row in self._all(f"{_MODEL} WHERE session = ?", session)]
+
     def drop_unnamed(self, session: str) -> list[int]:
         """Forget the weights without a name of a session; returns their numbers."""
         of = "SELECT number FROM weights WHERE NOT named AND model IN (SELECT id FROM models WHERE session = ?)"
@@ -203,7 +214,7 @@ class CallLog(Closing):
         self, *, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
     ) -> tuple[str, bool]:
         """Take a call, also for the new `model` of this id that it makes; returns its id, and whether it is new. Raises
-        CallChanged if another one has its number."""
+        CallChanged if another one has its number, CallTooLate if a later one of its model has its answer."""
         id, digest = f"{owner}:{place}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         with self._writing():
             found = self._find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
@@ -211,6 +222,10 @@ class CallLog(Closing):
                 if found[1] != digest:
                     raise CallChanged(f"call {place} of {owner} came before with another content: number calls once")
                 return str(found[0]), False
+            passed = self._find("SELECT answered FROM models WHERE id = ?", owner)
+            if passed is not None and place <= passed[0]:
+                hint = "it cannot be computed any more: make a new training client"
+                raise CallTooLate(f"call {place} of {owner} came after call {passed[0]} had its answer: {hint}")
             if model is not None:
                 self._do("INSERT INTO models (id, session) VALUES (?, ?)", model, session)
             self._do(
@@ -243,6 +258,31 @@ class CallLog(Closing):
                 f"{_CALL} WHERE owner = ? AND place = (SELECT answered + 1 FROM models WHERE id = owner)", model
             )
         return None if row is None else Call(*row)
+
+    def first_waiting(self, model: str) -> tuple[int, int] | None:
+        """Of a model whose next call has not come: the number of that, and of the first call that waits for it. None if
+        no call waits."""
+        with self._lock:
+            row = self._find(_GAP, model)
+        return None if row is None else (int(row[0]), int(row[1]))
+
+    def give_up(self, model: str, answer: CallAnswer) -> list[str]:
+        """Answer all calls that wait for the next one of a model, if that has not come; returns their ids."""
+        with self._writing():
+            if self._find(_GAP, model) is None:
+                return []
+            ids = [str(row[0]) for row in self._all("SELECT id FROM calls WHERE form IS NULL AND owner = ?", model)]
+            self._do(
+                "UPDATE models SET answered = (SELECT max(place) FROM calls WHERE owner = models.id) WHERE id = ?",
+                model,
+            )
+            self._do(
+                "UPDATE calls SET form = ?, answer = ?, body = x'' WHERE form IS NULL AND owner = ?",
+                answer.form,
+                answer.data,
+                model,
+            )
+        return ids
 
     def unanswered(self, kind: str) -> list[Call]:
         """The calls of a kind without an answer, in the order in which they came."""
@@ -344,3 +384,13 @@ class CallLog(Closing):
 
 
 _CALL = "SELECT number, id, session, owner, place, kind, body FROM calls"
+_MODEL = "SELECT number, id, session, rank, attention, mlp, answered, state FROM models"
+_GAP = (
+    "SELECT answered + 1, min(place) FROM models JOIN calls ON owner = models.id AND form IS NULL WHERE models.id = ? "
+    "GROUP BY models.id HAVING min(place) > answered + 1"
+)
+
+
+def _model(row: Sequence[Any]) -> ModelRecord:
+    number, id, session, rank, attention, mlp, answered, state = row
+    return ModelRecord(number, id, session, rank, bool(attention), bool(mlp), answered, state)

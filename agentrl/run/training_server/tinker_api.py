@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.http.http_server import Answer, Typed
 from agentrl.run.training_server.call_log import CallAnswer, CallLog, ModelRecord, SamplerRecord
 from agentrl.run.training_server.sampling_calls import SAMPLE, SamplingCalls
+from agentrl.run.training_server.sessions import SessionGone, Sessions
 from agentrl.run.training_server.tinker_messages import (
     CreateModel,
     CreateSampler,
@@ -80,6 +81,7 @@ class TinkerApi:
         self._waiters: defaultdict[str, set[trio.Event]] = defaultdict(set)
         self.training: TrainingCalls | None = None
         self.sampling: SamplingCalls | None = None
+        self.sessions: Sessions | None = None
         self._posts: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Answer]]] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._nothing_to_say,
@@ -129,6 +131,8 @@ class TinkerApi:
             raise HttpRefusal(404, f"agentrl's training server has no POST {path}")
         except HttpRefusal as refusal:
             return _json(refusal.status, error=str(refusal))
+        except SessionGone as error:
+            return _json(410 if error.known else 404, error=str(error))
         except UsageError as error:
             return _json(422, error=str(error))
         except StoreError as error:
@@ -169,32 +173,23 @@ class TinkerApi:
 
     async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         asked: _OfSession = parse(_OfSession, body)
-        self._check_session(asked.session_id, ended=410)
+        self._hear(asked.session_id)
         return _json(200, type="session_heartbeat")
 
     async def _finish(self, session: str) -> Answer:
-        if self._log.session_is(session) == "unknown":
-            raise HttpRefusal(404, f"there is no session {session!r}")
-        await trio.to_thread.run_sync(self._log.end_session, session)
-        assert self.training is not None
-        for number in await trio.to_thread.run_sync(self._log.drop_unnamed, session):
-            await trio.to_thread.run_sync(self.training.remove_weights, number)
+        assert self.sessions is not None
+        await self.sessions.finish(session)
         return _json(200)
 
-    def _check_session(self, session: str, *, ended: int = 400) -> None:
-        match self._log.session_is(session):
-            case "unknown":
-                raise HttpRefusal(404, f"there is no session {session!r}")
-            case "ended":
-                raise HttpRefusal(ended, f"session {session!r} was finished by its client")
-            case "open":
-                pass
+    def _hear(self, session: str) -> None:
+        assert self.sessions is not None
+        self.sessions.hear(session)
 
     # --- training clients -----------------------------------------------------------------------------------------
 
     async def _create_model(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         asked: CreateModel = parse(CreateModel, body)
-        self._check_session(asked.session_id)
+        self._hear(asked.session_id)
         self._check_base(asked.base_model)
         model = model_id(asked.session_id, asked.model_seq_id)
         return await self._accept(asked.session_id, model, 0, "create_model", body, model=model)
@@ -207,7 +202,7 @@ class TinkerApi:
             return await self._numbered("load_weights", body)
         if asked.model_seq_id is None:
             raise ConfigError("model_seq_id", None, "give the number of the training client in its session")
-        self._check_session(asked.session_id)
+        self._hear(asked.session_id)
         if asked.base_model is not None:
             self._check_base(asked.base_model)
         model = model_id(asked.session_id, asked.model_seq_id)
@@ -231,7 +226,7 @@ class TinkerApi:
     async def _accept(
         self, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
     ) -> Answer:
-        self._check_session(session)
+        self._hear(session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(session=session, owner=owner, place=place, kind=kind, body=body, model=model)
@@ -285,7 +280,7 @@ class TinkerApi:
 
     async def _create_sampler(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         asked: CreateSampler = parse(CreateSampler, body)
-        self._check_session(asked.session_id)
+        self._hear(asked.session_id)
         if asked.base_model is not None:
             self._check_base(asked.base_model)
         if asked.model_path is not None:
@@ -302,7 +297,7 @@ class TinkerApi:
         asked: _SampleNumber = parse(_SampleNumber, body)
         wanted: SampleRequest = parse(SampleRequest, body)
         sampler = self._sampler(asked.sampling_session_id)
-        self._check_session(sampler.session)
+        self._hear(sampler.session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(

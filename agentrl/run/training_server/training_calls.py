@@ -27,6 +27,7 @@ from agentrl.run.training_server.call_log import (
     WeightsRecord,
 )
 from agentrl.run.training_server.fair_turns import FairTurns
+from agentrl.run.training_server.sessions import SESSION_ENDED
 from agentrl.run.training_server.target_losses import TargetLoss, target_loss
 from agentrl.run.training_server.tinker_messages import (
     CreateModel,
@@ -41,6 +42,7 @@ from agentrl.run.training_server.tinker_messages import (
 )
 
 FORWARD_BACKWARD = "forward_backward"
+PATIENCE_S = 600.0  # the client itself tries for 300 to send a call
 _LIVE = 32  # adapters in memory at most
 _BYTES_PER_TOKEN = 8  # of a body: a token, its target and its columns
 _SEEDS = 1 << 31
@@ -50,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingCalls:
-    """`answered` is told of each call that has its answer."""
+    """`answered` is told of each call that has its answer. A call waits `patience_s` for the one before it to come."""
 
     def __init__(
         self,
@@ -60,11 +62,12 @@ class TrainingCalls:
         *,
         most_tokens: int,
         answered: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._log, self._learner, self._folder, self._answered = log, learner, folder, answered
-        self._most_tokens = most_tokens
+        self._most_tokens, self._patience_s = most_tokens, patience_s
         self._turns, self._thread = FairTurns(1), trio.CapacityLimiter(1)
-        self._driven = dict[str, bool]()  # by model: whether a call came since its driver looked
+        self._driven = dict[str, trio.Event]()  # by model: set when a call came since its driver looked
         self._recent = dict[str, None]()  # the adapters in memory, the longest unused first
         self._nursery: trio.Nursery | None = None
         self._kinds: dict[str, Callable[[Call, ModelRecord], _Done]] = {
@@ -90,22 +93,41 @@ class TrainingCalls:
         """A call of a model is in the log."""
         assert self._nursery is not None
         if model in self._driven:
-            self._driven[model] = True
+            self._driven[model].set()
             return
-        self._driven[model] = False
+        self._driven[model] = trio.Event()
         self._nursery.start_soon(self._drive, model)
 
+    async def end(self, session: str) -> None:
+        """Forget the adapters of a session that has ended. What was saved under a name stays."""
+        await trio.to_thread.run_sync(self._end, session, limiter=self._thread)
+
     async def _drive(self, model: str) -> None:
+        until = None  # when the calls that wait for one that has not come are given up
         while True:
-            self._driven[model] = False
-            while (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
+            came = self._driven[model] = trio.Event()
+            if (call := await trio.to_thread.run_sync(self._log.next_of, model)) is not None:
+                until = None
                 tokens = max(_BESIDE, len(call.body) / _BYTES_PER_TOKEN)
                 async with self._turns.turn(call.session, tokens):
                     await trio.to_thread.run_sync(self._compute, call, limiter=self._thread)
                 self._answered(call.id)
-            if not self._driven[model]:
+            elif (gap := await trio.to_thread.run_sync(self._log.first_waiting, model)) is not None:
+                until = trio.current_time() + self._patience_s if until is None else until
+                with trio.move_on_at(until) as waited:
+                    await came.wait()
+                if waited.cancelled_caught:
+                    until = None
+                    await self._give_up(model, *gap)
+            elif not came.is_set():
                 del self._driven[model]
                 return
+
+    async def _give_up(self, model: str, missing: int, first: int) -> None:
+        hint = "a client numbers its calls from 1, without a gap; make a new training client"
+        error = f"call {first} waited {self._patience_s:g} s for call {missing} of {model}, which never came: {hint}"
+        for id in await trio.to_thread.run_sync(self._log.give_up, model, failed_answer(error, "user")):
+            self._answered(id)
 
     # --- in the learner's thread ----------------------------------------------------------------------------------
 
@@ -114,6 +136,8 @@ class TrainingCalls:
         assert record is not None
         effects, after = CallEffects(), None
         try:
+            if self._log.session_is(call.session) == "ended":
+                raise UsageError(SESSION_ENDED)
             answer, effects, after = self._kinds[call.kind](call, record)
         except UsageError as error:
             answer = failed_answer(str(error), "user")
@@ -189,7 +213,7 @@ class TrainingCalls:
         folder.mkdir(parents=True, exist_ok=True)
         self._learner.save(_name(record), folder / _STATE)
         answer = json_answer(path=weights.path, type="save_weights")
-        return answer, CallEffects(weights=weights), lambda: old and self.remove_weights(old.number)
+        return answer, CallEffects(weights=weights), lambda: old and self._remove_weights(old.number)
 
     def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
         asked: SaveWeights = parse(SaveWeights, call.body)
@@ -209,7 +233,7 @@ class TrainingCalls:
             type="save_weights_for_sampler",
         )
         effects = CallEffects(weights=weights, sampler=sampler)
-        return answer, effects, lambda: old and self.remove_weights(old.number)
+        return answer, effects, lambda: old and self._remove_weights(old.number)
 
     def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
         asked: LoadWeights = parse(LoadWeights, call.body)
@@ -277,8 +301,14 @@ class TrainingCalls:
     def _weights_folder(self, number: int) -> Path:
         return weights_folder(self._folder, number)
 
-    def remove_weights(self, number: int) -> None:
-        """Remove the files of saved weights."""
+    def _end(self, session: str) -> None:
+        for record in self._log.models_of(session):
+            self._forget(record)
+            shutil.rmtree(self._state_folder(record), ignore_errors=True)
+        for number in self._log.drop_unnamed(session):
+            self._remove_weights(number)
+
+    def _remove_weights(self, number: int) -> None:
         shutil.rmtree(self._weights_folder(number), ignore_errors=True)
 
     def _weights_record(self, call: Call, record: ModelRecord, kind: WeightsKind, name: str | None) -> WeightsRecord:

@@ -8,7 +8,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,18 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings
-from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.running_engine import Door, running_engine
-from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
+from agentrl.errors import ConfigError, UsageError, matters
 from agentrl.http.bounds import ServerBounds, raise_open_files
 from agentrl.http.http_server import listen
 from agentrl.learner.adapter_learner import AdapterLearner
 from agentrl.models.resolve import model_dir
 from agentrl.run.serving.serve import end_on_signal
 from agentrl.run.training_server.call_log import CallLog
+from agentrl.run.training_server.kept_engine import KeptEngine
 from agentrl.run.training_server.sampling_calls import SamplingCalls
+from agentrl.run.training_server.sessions import SILENT_S, Sessions
 from agentrl.run.training_server.tinker_api import TinkerApi
 from agentrl.run.training_server.tinker_messages import messages
 from agentrl.run.training_server.training_calls import TrainingCalls
@@ -38,7 +39,8 @@ _BOUNDS = ServerBounds(body_bytes=256 << 20)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingServerSettings:
     """`state` is the folder that outlives the server; `key_variable` names the environment variable with the key, None:
-    that of the folder, which the first life makes; `no_key`: everybody who reaches the address may train."""
+    that of the folder, which the first life makes; `no_key`: everybody who reaches the address may train. A session
+    that is silent for `silent_s` ends."""
 
     model: str
     state: Path
@@ -51,6 +53,7 @@ class TrainingServerSettings:
     max_batch: int = 128
     kv_cache_mb: int = 512
     device: str = "cpu"
+    silent_s: float = SILENT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +62,25 @@ class RunningTrainingServer:
 
     url: str
     key: str | None
-    engine: trio.Process
+    engine: KeptEngine
 
 
 def serve_training(settings: TrainingServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. When everything answers, prints how to use it, and last its URL on a line of its
-    own. Raises as `training_server`, and EngineUnavailable if the engine ends by itself."""
+    own. Raises as `training_server`."""
 
-    async def main() -> int | None:
-        status = None
+    async def main() -> None:
         async with training_server(settings) as server:
             for line in _announced(settings, server):
                 print(line, flush=True)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(end_on_signal, nursery.cancel_scope)
-                status = await server.engine.wait()
-                nursery.cancel_scope.cancel()
-        return status
+            with trio.CancelScope() as scope:
+                await end_on_signal(scope)
 
     with suppress(KeyboardInterrupt):  # Ctrl-C while it starts
         try:
-            status = trio.run(main)
+            trio.run(main)
         except BaseExceptionGroup as group:
             raise matters(group) from None
-        if status is not None:
-            raise EngineUnavailable(f"the engine ended by itself with exit status {status}")
 
 
 @asynccontextmanager
@@ -102,13 +99,14 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
             kv_cache_mb=settings.kv_cache_mb,
             weights_from=[str(folder)],
         )
-        running = running_engine(model, engine, door=Door(), max_context=settings.max_context)
+        kept = KeptEngine(
+            lambda: running_engine(model, engine, door=Door(), max_context=settings.max_context),
+            vocabulary=learner.vocab,
+            patience_s=engine.start_deadline_s,
+        )
         with CallLog(folder / "calls.sqlite") as log:
-            async with (
-                running as (engine_url, process),
-                aclosing(EngineClient(engine_url, vocabulary=learner.vocab)) as client,
-                trio.open_nursery() as nursery,
-            ):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(kept.run)
                 api = TinkerApi(
                     log, key=key, name=settings.model, tokenizer=str(model), max_context=settings.max_context
                 )
@@ -117,20 +115,22 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                 )
                 api.sampling = SamplingCalls(
                     log,
-                    client,
+                    kept,
                     folder,
                     max_context=settings.max_context,
                     places=settings.max_batch,
                     ends=Renderer(model).stop_token_ids,
                     answered=api.answered,
                 )
+                api.sessions = Sessions(log, silent_s=settings.silent_s, ended=api.training.end)
+                await nursery.start(api.sessions.run)
                 await nursery.start(api.training.run)
                 await nursery.start(api.sampling.run)
                 raise_open_files(_BOUNDS)
                 nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
                 host = f"[{settings.host}]" if ":" in settings.host else settings.host
                 port = listeners[0].socket.getsockname()[1]
-                yield RunningTrainingServer(f"http://{host}:{port}", key, process)
+                yield RunningTrainingServer(f"http://{host}:{port}", key, kept)
                 nursery.cancel_scope.cancel()
 
 

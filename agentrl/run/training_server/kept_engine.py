@@ -1,0 +1,83 @@
+"""An engine that is started again when it ends by itself.
+
+Owns its process and the client that speaks to it. Never knows what is asked of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+
+import trio
+
+from agentrl.engine.client import EngineClient
+from agentrl.errors import AgentRLError, EngineUnavailable
+
+_AGAIN_S = (1.0, 60.0)  # between two starts: at first, and at most
+_DYING_S = 5.0  # from a connection that broke to a process that has ended
+
+_log = logging.getLogger(__name__)
+
+
+class KeptEngine:
+    """`start` makes an engine for as long as its block runs. Who asks for the engine while there is none waits
+    `patience_s`."""
+
+    def __init__(
+        self,
+        start: Callable[[], AbstractAsyncContextManager[tuple[str, trio.Process]]],
+        *,
+        vocabulary: int,
+        patience_s: float,
+    ) -> None:
+        self._start, self._vocabulary, self._patience_s = start, vocabulary, patience_s
+        self._client: EngineClient | None = None
+        self._changed = trio.Event()  # when an engine came or ended
+        self.process: trio.Process | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep an engine for ever. Raises as `start` if the first one does not start."""
+        wait_s, started = _AGAIN_S[0], False
+        while True:
+            try:
+                async with (
+                    self._start() as (url, process),
+                    aclosing(EngineClient(url, vocabulary=self._vocabulary)) as client,
+                ):
+                    self._now(client, process)
+                    if not started:
+                        task_status.started()
+                        started = True
+                    wait_s = _AGAIN_S[0]
+                    status = await process.wait()
+                    self._now(None, process)
+                    _log.warning("the engine ended by itself with exit status %s: another one starts", status)
+            except AgentRLError as error:
+                if not started:
+                    raise
+                _log.warning("no engine starts (%s): again in %g s", error, wait_s)
+            finally:
+                self._client = None
+            await trio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _AGAIN_S[1])
+
+    async def client(self) -> EngineClient:
+        """The client of the engine that runs. Raises EngineUnavailable if there is none in time."""
+        with trio.move_on_after(self._patience_s):
+            while self._client is None:
+                await self._changed.wait()
+            return self._client
+        raise EngineUnavailable(f"the engine ended, and no other one was up within {self._patience_s:g} s")
+
+    async def has_ended(self, client: EngineClient) -> bool:
+        """Whether the engine of a client has ended, or does so in a moment."""
+        with trio.move_on_after(_DYING_S):
+            while self._client is client:
+                await self._changed.wait()
+        return self._client is not client
+
+    def _now(self, client: EngineClient | None, process: trio.Process) -> None:
+        self._client, self.process = client, process
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()

@@ -1,0 +1,64 @@
+"""Which sessions of a training server go on: until their client finishes them, or is silent for too long.
+
+A client says every ten seconds that it is there. Never knows what a session holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from agentrl.errors import StoreError, UsageError
+from agentrl.run.training_server.call_log import CallLog
+
+SILENT_S = 1800.0
+SESSION_ENDED = "the session has ended: its client finished it, or was silent for too long; make a new client"
+_LOOKS = 20  # for silent sessions, in the time that one may be silent
+
+_log = logging.getLogger(__name__)
+
+
+class SessionGone(UsageError):
+    """No call of this session can be taken."""
+
+    def __init__(self, session: str, *, known: bool) -> None:
+        super().__init__(SESSION_ENDED if known else f"there is no session {session!r}")
+        self.known = known
+
+
+class Sessions:
+    """A session ends that is silent for `silent_s` and waits for no answer; `ended` frees what it holds."""
+
+    def __init__(self, log: CallLog, *, silent_s: float, ended: Callable[[str], Awaitable[None]]) -> None:
+        self._log, self._silent_s, self._ended = log, silent_s, ended
+        self._heard = dict[str, float]()  # when; a life of the server counts from its start
+
+    def hear(self, session: str) -> None:
+        """A client is there. Raises SessionGone."""
+        if (state := self._log.session_is(session)) != "open":
+            raise SessionGone(session, known=state == "ended")
+        self._heard[session] = trio.current_time()
+
+    async def finish(self, session: str) -> None:
+        """End a session; one that has ended stays so. Raises SessionGone if there was none."""
+        if self._log.session_is(session) == "unknown":
+            raise SessionGone(session, known=False)
+        await trio.to_thread.run_sync(self._log.end_session, session)
+        self._heard.pop(session, None)
+        await self._ended(session)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """End silent sessions for ever."""
+        task_status.started()
+        while True:
+            try:
+                for session in await trio.to_thread.run_sync(self._log.idle_sessions):
+                    now = trio.current_time()
+                    if now - self._heard.setdefault(session, now) >= self._silent_s:
+                        _log.warning("session %s was silent for %g s: it has ended", session, self._silent_s)
+                        await self.finish(session)
+            except StoreError as error:
+                _log.warning("silent sessions go on: %s", error)
+            await trio.sleep(self._silent_s / _LOOKS)
