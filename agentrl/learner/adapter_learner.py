@@ -91,11 +91,13 @@ class AdapterLearner:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         threads: int = 1,
-        tokens_per_pass: int = 4096,
+        tokens_per_pass: int = 1024,
+        logits_mb: int = 256,
     ) -> None:
-        """Load the model of `folder`. Raises ModelError, also for a mixture of experts."""
+        """Load the model of `folder`. A pass has at most `tokens_per_pass`, or one row; more logits than `logits_mb`
+        are computed in parts. Raises ModelError, also for a mixture of experts."""
         torch.set_num_threads(threads)
-        self._model = PolicyModel(folder, device=device, dtype=dtype, frozen=True)
+        self._model = PolicyModel(folder, device=device, dtype=dtype, frozen=True, logits_mb=logits_mb)
         self._parts = lora.choose(self._model.module, ())
         if any(part.parameter for part in self._parts):
             raise ModelError(f"{str(folder)!r} is a mixture of experts, which this learner has no adapters for")
