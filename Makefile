@@ -132,6 +132,15 @@ $(PROGRAMS)-all/.ready: requirements/programs-all.txt $(PROGRAMS)/.ready
 	sh requirements/npm.sh $(PROGRAMS)-all @openai/codex@0.171.0
 	@touch $@
 
+COOKBOOK := $(VENV)-cookbook
+.PHONY: cookbook
+cookbook: $(COOKBOOK)/.ready ## Tinker's cookbook in .venv-cookbook, for the tests marked cookbook
+
+$(COOKBOOK)/.ready: requirements/cookbook.txt | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(COOKBOOK)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(COOKBOOK)/bin/python -r requirements/cookbook.txt
+	@touch $@
+
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -178,7 +187,7 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm programs programs-all)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm programs programs-all cookbook)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
@@ -190,6 +199,7 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
 	$(COMPILE) requirements/programs.in -o requirements/programs.txt
+	$(COMPILE) requirements/cookbook.in -o requirements/cookbook.txt
 	$(COMPILE) --python-version 3.12 requirements/programs-all.in -o requirements/programs-all.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
@@ -201,4 +211,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(COOKBOOK) $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis

@@ -129,6 +129,10 @@ def _programs_all() -> str | None:
     return _programs("programs-all")
 
 
+def _cookbook() -> str | None:
+    return _programs("cookbook")
+
+
 def _smollm2() -> str | None:
     from agentrl.models.smollm2 import absent
 
@@ -168,6 +172,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "remote": _remote,
     "programs": _programs,
     "programs_all": _programs_all,
+    "cookbook": _cookbook,
     "smollm2": _smollm2,
     "sglang": _sglang,
     "templates": _templates,

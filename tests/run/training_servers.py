@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import trio
 
@@ -26,7 +27,8 @@ START_S = 300.0
 @contextmanager
 def in_thread(state: Path, **settings: object) -> Generator[RunningTrainingServer]:
     """A server with this folder for as long as the block runs."""
-    made = TrainingServerSettings(model=MODEL, state=state, port=0, kv_cache_mb=64, max_context=256, **settings)  # pyright: ignore
+    given: dict[str, Any] = {"model": MODEL, "kv_cache_mb": 64, "max_context": 256, **settings}
+    made = TrainingServerSettings(state=state, port=0, **given)
     news: SimpleQueue[object] = SimpleQueue()
 
     async def main() -> None:
