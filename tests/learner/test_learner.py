@@ -109,6 +109,7 @@ def test_trees_train_as_rows(qwen3_dir: Path, algo: GRPO, budget: int, monkeypat
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-2  # the comparison can fail
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_compiled_layers_train_as_rows_of_any_length(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(train=Train(tokens_per_batch=30, grad_clip=1e9, compile=True), rollout=SHORT)

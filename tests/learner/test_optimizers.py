@@ -137,7 +137,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 # torchao's update of 8-bit moments is compiled
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.compiler] if "8 bits" in way else []) for way in WAYS]
+    "way",
+    [pytest.param(way, marks=[pytest.mark.compiler, pytest.mark.slow] if "8 bits" in way else []) for way in WAYS],
 )
 def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     way: str, qwen3_dir: Path, tmp_path: Path

@@ -32,6 +32,7 @@ from .test_run import DEADLINE_S, ENVS, SMALL, started
 TRAINING: dict[str, Any] = {**SMALL, "train": {"steps": 2, "checkpoint_every": 2}, "eval": {}}
 
 
+@pytest.mark.slow
 def test_law_3_an_episode_that_its_judge_cannot_score_is_not_scored(tmp_path: Path) -> None:
     """The run file names the judge; nothing of the environment knows it."""
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "failure_budget": 0.9}}
@@ -46,6 +47,7 @@ def test_law_3_an_episode_that_its_judge_cannot_score_is_not_scored(tmp_path: Pa
         assert "the judge gave no verdict" in store.failures().detail
 
 
+@pytest.mark.slow
 def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_path: Path) -> None:
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "failure_budget": 0.9}}
     Trainer(env=f"{ENVS}:Boxes", config=config, out=tmp_path / "run").train()
@@ -94,6 +96,7 @@ def served() -> Iterator[str]:
             process.wait(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_a_role_may_be_played_by_an_engine_of_ones_own(tmp_path: Path) -> None:
     with served() as url:
         config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"first": url}, "max_turns": 4}}
@@ -107,6 +110,7 @@ def test_a_role_may_be_played_by_an_engine_of_ones_own(tmp_path: Path) -> None:
         assert one.outcome == one.outcomes["second"]
 
 
+@pytest.mark.long
 def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"second": "frozen"}, "max_turns": 4}}
     config["eval"] = {"sets": [{"name": "held_out", "n": 4}]}

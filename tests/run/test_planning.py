@@ -190,6 +190,7 @@ def test_gpus_that_cannot_be_divided_are_told_which_numbers_can(config: RunConfi
         plan.plan(run, plan.GPUS["h100"], 8, WORK)
 
 
+@pytest.mark.slow
 def test_the_run_that_is_planned_is_the_one_that_train_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1_000_000}))  # 64 million parameters
     file = tmp_path / "run.toml"

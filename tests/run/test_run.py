@@ -165,6 +165,7 @@ def assert_lawful(run: RunDir, steps: int) -> None:
         assert store.counts()[GroupState.TRAINED] == steps * 2
 
 
+@pytest.mark.slow
 def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
     summary = Trainer(env=Vowels, config=SMALL, reward=length_reward, out=tmp_path / "run").train()
     run = RunDir.open(tmp_path / "run")
@@ -389,6 +390,7 @@ def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_ru
     assert_nothing_remains(run)
 
 
+@pytest.mark.slow
 def test_law_4_ctrl_c_ends_everything_in_order(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 500})
     run = RunDir(tmp_path / "run")
@@ -401,6 +403,7 @@ def test_law_4_ctrl_c_ends_everything_in_order(tmp_path: Path) -> None:
     assert_nothing_remains(run)
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_fails_the_run_in_one_line_and_keeps_the_journal(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Raising", eval={"sets": []})
     run = RunDir(tmp_path / "run")
@@ -440,6 +443,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert str(port) in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_fails_by_its_deadline(tmp_path: Path) -> None:
     stuck = {**SMALL, "rollout": {**SMALL["rollout"], "workers": 1}, "train": {"steps": 1, "stall_deadline_s": 1.0}}
     stuck["rollout"]["step_deadline_s"] = 10.0
