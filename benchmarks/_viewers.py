@@ -1,4 +1,4 @@
-"""Viewers of one run's page in a process of their own, for view.py: each follows the news and asks as the page does."""
+"""Viewers of a run's page in a process of their own: each follows the news and asks as the page does."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 import anyio
 import httpx
 
-_ASKED = ("", "/metrics?names=loss,kl_k3,entropy,lag_mean", "/lanes")
+_ASKED = ("", "/metrics?names=loss,kl_k3,entropy,lag_mean", "/lanes", "/health")
 
 
-async def _look(client: httpx.AsyncClient, begun: anyio.Semaphore) -> None:
-    async with client.stream("GET", "/api/runs/large/events") as news:
+async def _look(client: httpx.AsyncClient, run: str, begun: anyio.Semaphore) -> None:
+    async with client.stream("GET", f"/api/runs/{run}/events") as news:
         begun.release()
         async for line in news.aiter_lines():
             if not line.startswith("event: change"):
                 continue
             began = time.perf_counter()
             for path in _ASKED:
-                (await client.get(f"/api/runs/large{path}")).raise_for_status()
+                (await client.get(f"/api/runs/{run}{path}")).raise_for_status()
             await anyio.sleep(min(15.0, max(0.7, 10 * (time.perf_counter() - began))))
 
 
-async def _main(address: str, n: int) -> None:
+async def _main(address: str, n: int, run: str) -> None:
     base, _, token = address.partition("/#token=")
     begun = anyio.Semaphore(0)
     limits = httpx.Limits(max_connections=4 * n)
@@ -33,11 +33,11 @@ async def _main(address: str, n: int) -> None:
         anyio.create_task_group() as group,
     ):
         for _ in range(n):
-            group.start_soon(_look, client, begun)
+            group.start_soon(_look, client, run, begun)
         for _ in range(n):
             await begun.acquire()
         print("all look", flush=True)
 
 
 if __name__ == "__main__":
-    anyio.run(_main, sys.argv[1], int(sys.argv[2]))
+    anyio.run(_main, sys.argv[1], int(sys.argv[2]), sys.argv[3])

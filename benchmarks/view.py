@@ -115,14 +115,14 @@ def answers(address: str, pid: int, rounds: int) -> dict[str, float]:
     with httpx.Client(base_url=base, headers={"authorization": f"Bearer {token}"}, timeout=120) as client:
         for name, (path, query) in asked.items():
             spent: list[float] = []
-            before = _cpu_s(pid)
+            before = cpu_s(pid)
             for k in range(rounds):
                 began = time.perf_counter()
                 # an address of its own each time: the same ones would share an answer
                 client.get(path, params={**query, "round": str(k)}).raise_for_status()
                 spent.append(time.perf_counter() - began)
             found[name] = min(spent)
-            found[f"{name}, CPU"] = (_cpu_s(pid) - before) / rounds
+            found[f"{name}, CPU"] = (cpu_s(pid) - before) / rounds
     return found
 
 
@@ -154,8 +154,8 @@ def first_paint(address: str, rounds: int) -> dict[str, float]:
     return {"first paint": min(painted), "curves painted": min(whole)}
 
 
-def watched(address: str, pid: int, store: Path, *, viewers: int, pairs: int) -> dict[str, float]:
-    """What the page costs a run that goes on: CPU of a turn's write, by turns while `viewers` follow the run
+def watched(address: str, pid: int, store: Path, *, n: int, pairs: int) -> dict[str, float]:
+    """What the page costs a run that goes on: CPU of a turn's write, by turns while `n` viewers follow the run
     and while nobody does; the CPU of the server meanwhile, as a share of a core."""
     with RunStore.open(store) as run:
         run.add_groups([Task(index=0, env="agentrl/CodeRepair-v0", seed=0)], size=2 * pairs, purpose="train")
@@ -165,17 +165,17 @@ def watched(address: str, pid: int, store: Path, *, viewers: int, pairs: int) ->
         server: list[float] = []
         for k, claim in enumerate(claims):
             looking = bool(k % 2)
-            with _viewers(address, viewers if looking else 0):
-                before, began = _cpu_s(pid), time.perf_counter()
+            with viewers(address, n if looking else 0, "large"):
+                before, began = cpu_s(pid), time.perf_counter()
                 spent[looking].append(_play(run, claim, version))
                 if looking:
-                    server.append((_cpu_s(pid) - before) / (time.perf_counter() - began))
+                    server.append((cpu_s(pid) - before) / (time.perf_counter() - began))
     cost = [100 * (a / b - 1) for a, b in zip(spent[True], spent[False], strict=True)]
     return {
         "a turn's write, nobody looks": statistics.median(spent[False]),
-        f"a turn's write, {viewers} viewers": statistics.median(spent[True]),
+        f"a turn's write, {n} viewers": statistics.median(spent[True]),
         "difference of the pairs, %": statistics.median(cost),
-        f"the server's share of a core, {viewers} viewers, %": 100 * statistics.median(server),
+        f"the server's share of a core, {n} viewers, %": 100 * statistics.median(server),
     }
 
 
@@ -193,12 +193,12 @@ def _play(run: RunStore, claim: Claim, version: int, turns: int = 400, pace_s: f
 
 
 @contextmanager
-def _viewers(address: str, n: int) -> Generator[None]:
-    """So many viewers of the run's page, each with its news and its answers, in a process of its own."""
+def viewers(address: str, n: int, run: str) -> Generator[None]:
+    """So many viewers of a run's page, each with its news and its answers, all in a process of their own."""
     if n == 0:
         yield
         return
-    words = [sys.executable, str(Path(__file__).with_name("_viewers.py")), address, str(n)]
+    words = [sys.executable, str(Path(__file__).with_name("_viewers.py")), address, str(n), run]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "all look\n"
@@ -207,7 +207,7 @@ def _viewers(address: str, n: int) -> Generator[None]:
             process.terminate()
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """The CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -249,7 +249,7 @@ def main() -> None:
         with page(folder) as (address, pid):
             found |= answers(address, pid, given.rounds)
             found |= first_paint(address, given.rounds)
-            found |= watched(address, pid, folder / "large" / "store.sqlite", viewers=10, pairs=given.pairs)
+            found |= watched(address, pid, folder / "large" / "store.sqlite", n=10, pairs=given.pairs)
             found["memory of the server"] = memory_mb(pid)
     print(table(found))
     if given.out is not None:
