@@ -34,6 +34,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "pause": ("pause runs/mine", "pause runs/mine --now"),
         "resume": ("resume runs/mine", "resume runs/other"),
         "set": ("set runs/mine train.lr=1e-6", "set runs/mine buffer.max_lag=2 rollout.max_running=64"),
+        "requeue": ("requeue runs/mine --failed", "requeue runs/mine --group 12 --group 31 --dry-run"),
         "stop": ("stop runs/mine", "stop runs/mine --deadline-s 600"),
     },
     "Look into a run": {

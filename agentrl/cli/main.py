@@ -30,7 +30,7 @@ from agentrl.cli.plan import advise, plan, simulate
 from agentrl.cli.rewards import rescore, rewards
 from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
 from agentrl.cli.runs import runs
-from agentrl.cli.steer import pause, resume, set_
+from agentrl.cli.steer import pause, requeue, resume, set_
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
@@ -58,6 +58,7 @@ for command in (
     tasks,
     scale,
     pause,
+    requeue,
     resume,
     stop,
     submit,

@@ -1,7 +1,9 @@
-"""The commands that steer a run under way: `agentrl pause`, `resume` and `set`. Imports nothing heavy."""
+"""The commands that steer a run under way: `agentrl pause`, `resume`, `set` and `requeue`. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -42,3 +44,27 @@ def set_(
     from agentrl.run.run_folder import RunDir
 
     print(steering.change(RunDir.open(path), settings))
+
+
+def requeue(
+    path: _RUN,
+    failed: Annotated[bool, typer.Option("--failed", help="All that failed or was given up")] = False,
+    groups: Annotated[list[int] | None, typer.Option("--group", metavar="ID", help="Only of this group; again")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be played again, and change nothing")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
+) -> None:
+    """Play again what failed through no doing of the policy, and what was given up: in a run under way, or in one that
+    stopped when it goes on. What a step has taken stays as it is, and each thing is played again once."""
+    from agentrl.errors import UsageError
+    from agentrl.run import steering
+    from agentrl.run.run_folder import RunDir
+
+    if not failed and not groups:
+        raise UsageError(f"say what: agentrl requeue {path} --failed, or --group ID")
+    run = RunDir.open(path)
+    found = steering.requeue(run, groups or None, dry_run=dry_run)
+    lines = steering.requeued_lines(run, found, dry_run=dry_run)
+    for line in [json.dumps({**asdict(found), "dry_run": dry_run})] if as_json else lines:
+        print(line)

@@ -39,6 +39,11 @@ def bounds_of(config: RunConfig) -> AdmissionBounds:
     )
 
 
+def bounds_now(bounds: AdmissionBounds, lowered: int | None) -> AdmissionBounds:
+    """The bounds that hold now, if alarms `lowered` that of the lag."""
+    return replace(bounds, max_lag=staleness.bound_now(lowered, bounds.max_lag))
+
+
 @dataclass(slots=True)
 class Admitter:
     """Starts groups of the tasks of `tasks`, as many as `bounds` allow."""
@@ -63,7 +68,7 @@ class Admitter:
         """Start at most `limit` groups; returns how many. Forks that are due come first, as long as there are tasks
         whose places they can take; then tasks that infrastructure lost, then new ones."""
         self._observe()
-        bounds = replace(self.bounds, max_lag=staleness.bound_now(self.max_lag(), self.bounds.max_lag))
+        bounds = bounds_now(self.bounds, self.max_lag())
         started = passed = 0
         while started < limit and passed < _SKIPPED:
             room = self.store.admissible(bounds, limit=limit - started)

@@ -2,6 +2,7 @@
 
     agentrl pause, resume ─► PAUSED ─► supervisor (deadlines), workers (turns), learner (steps)
     agentrl set ─► see `live_settings`
+    agentrl requeue ─► rows of groups and episodes (see `agentrl.store.episodes.requeue`) ─► workers
 
 It works from any machine that reaches the store, and what was asked for outlives every process. Owns what may be asked
 of which run, and what to tell; never a process.
@@ -10,14 +11,15 @@ of which run, and what to tell; never a process.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from agentrl.errors import UsageError
+from agentrl.rollout.admitter import bounds_now, bounds_of
 from agentrl.run import live_settings, resume_overrides
 from agentrl.run.reporting.status import holder, resume_command
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
-from agentrl.store.run_values import PAUSED
+from agentrl.store import Requeued, RunStore
+from agentrl.store.run_values import MAX_LAG, PAUSED, TRAIN_ENDED_S
 
 
 def pause(run: RunDir, *, now: bool) -> str:
@@ -71,6 +73,35 @@ def change_under_way(run: RunDir, overrides: Sequence[str]) -> str:
         return f"{run.path} has these settings already"
     said = ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in found.items())
     return f"{run.path} has from its next step on: {said}"
+
+
+def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: bool = False) -> Requeued:
+    """Play again what failed for infrastructure or was given up, of these groups or of all (None). A run that is not
+    under way plays it when it goes on. With `dry_run` nothing changes. Raises UsageError once its training is over, and
+    for a group that there is not."""
+    config = run.config()
+    with RunStore.read(run.store_path) if dry_run else RunStore.open(run.store_path) as store:
+        if TRAIN_ENDED_S.of(store.meta) is not None:
+            more = f"agentrl train --resume {run.path} --set train.steps={2 * config.train.steps}"
+            raise UsageError(f"{run.path} has trained its last step: nothing is played any more; {more} trains on")
+        bounds = bounds_now(bounds_of(config), MAX_LAG.of(store.meta))
+        return store.requeue(group_ids, bounds=bounds, dry_run=dry_run)
+
+
+def requeued_lines(run: RunDir, found: Requeued, *, dry_run: bool = False) -> list[str]:
+    """What `requeue` did, for people."""
+    again = [
+        (len(found.members), "failed episode(s) of open groups"),
+        (len(found.late), "failed episode(s) of closed groups, as late members"),
+        (len(found.groups), "lost group(s), whose tasks begin anew"),
+    ]
+    would = "would play again" if dry_run else "plays again"
+    said = ", ".join(f"{n} {what}" for n, what in again if n) or "nothing"
+    lines = [f"{run.path} {would}: {said}"]
+    lines += [f"left      {n} {why}" for why, n in sorted(found.left.items())]
+    if (found.members or found.late or found.groups) and not dry_run and not under_way(run):
+        lines.append(f"next      it is not under way: {resume_command(run)}")
+    return lines
 
 
 def under_way(run: RunDir) -> bool:

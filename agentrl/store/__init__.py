@@ -5,7 +5,8 @@ programs with a loop await theirs (see `asynchronous`). Standard library and zst
 psycopg in `databases/postgres`.
 
     databases      SQLite in a file, PostgreSQL on a server: transactions, deadlines, errors, who hears of writes
-    episodes       groups and episodes: leases, journal, partial turns, endings, scores, replays, forks
+    episodes       groups and episodes: leases, journal, partial turns, endings, scores, replays, forks,
+                   failures that are played again because somebody asks
     buffer         between rollout and learner: admission, closing of groups, what a step takes and when
     audit          the laws, checked from the raw rows
     asynchronous   for a trio program: awaited writes committed together, awaited reads, waiting for work
@@ -46,6 +47,7 @@ from agentrl.store.episodes.groups import TRAIN, Forks, Groups, ReplayCounts, Re
 from agentrl.store.episodes.journal import Artifacts, EnvSnapshot, EnvSnapshots, Journal, Restarts
 from agentrl.store.episodes.leases import Claim, Leases
 from agentrl.store.episodes.partial_turns import Partial
+from agentrl.store.episodes.requeue import Requeue, Requeued
 from agentrl.store.episodes.scores import Rewards, Scored, Source
 from agentrl.store.episodes.worker_deaths import Deaths, Quarantined, Released
 from agentrl.store.learner_fence import Leading, check_lead
@@ -102,6 +104,7 @@ __all__ = [
     "Ready",
     "Released",
     "Replays",
+    "Requeued",
     "Restart",
     "Returns",
     "Room",
@@ -142,6 +145,7 @@ class RunStore(
     Readers,
     EpisodeSearch,
     ReplayCounts,
+    Requeue,
     Durations,
     Closing,
 ):

@@ -127,7 +127,7 @@ def _count(db: Database, report: AuditReport) -> None:
     endings = db.rows(
         "SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason IS NOT NULL GROUP BY 1, 2"
     )
-    counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts GROUP BY 1, 2")
+    counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts WHERE n <> 0 GROUP BY 1, 2")
     if sorted(endings) != sorted(counted):
         report.breach("bookkeeping", f"episodes ended as {endings}, counted as {counted}")
     if groups != counters:

@@ -265,3 +265,4 @@ class ControlStore(AdmissionStore, StartStore, Recorder, ReadStore, Protocol):
     release_worker = RunStore.release_worker
     release_all = RunStore.release_all
     shift_deadlines = RunStore.shift_deadlines
+    requeue = RunStore.requeue

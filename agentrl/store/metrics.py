@@ -152,7 +152,7 @@ class Metrics(StorePart):
         """How the ended training episodes ended, or those of all evaluations. Constant time."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT stop_reason, SUM(n) FROM ending_counts WHERE evaluation = ? GROUP BY 1 ORDER BY 1",
+                "SELECT stop_reason, SUM(n) FROM ending_counts WHERE evaluation = ? AND n > 0 GROUP BY 1 ORDER BY 1",
                 (evaluation,),
             )
         return {StopReason(reason): n for reason, n in rows}
@@ -175,7 +175,7 @@ class Metrics(StorePart):
         failed, outages, in_a_row, raised, raised_in_a_row = counts
         return Failures(
             failed=failed,
-            ended=ended[0],
+            ended=max(ended[0], failed),  # one that is played again has failed, and has not ended
             detail="" if last is None else last[0],
             outages=outages,
             in_a_row=in_a_row,

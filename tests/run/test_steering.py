@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from agentrl.cli.main import app
 from agentrl.config import RunConfig, parse
 from agentrl.errors import ConfigError, UsageError
+from agentrl.records import StopReason, Task
 from agentrl.run import live_settings
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
@@ -206,3 +207,47 @@ def test_the_settings_of_a_step_are_those_of_its_row(run: RunDir) -> None:
         }
         assert rates == {1: 3e-4, 2: 3e-4, 3: 1e-5, 4: 1e-6, 9: 1e-6}
         assert live_settings.held_at(store, run.config(), None, 3).train.lr == 3e-4
+
+
+# --- failures that are played again -----------------------------------------------------------------------------------
+
+
+def failed_group(run: RunDir) -> None:
+    """Group 1 is open with a failed member and one that goes on; group 2 is of an evaluation, and failed."""
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(0))
+        for size, purpose in ((2, "train"), (1, "eval:set:before")):
+            store.add_groups([Task(index=0, env="e", seed=1)], size=size, purpose=purpose)
+        for claim in store.claim("w", 9, lease_s=1e9):
+            if claim.member == 0:
+                failed = StopReason.SANDBOX_FAILED
+                store.finish(claim.episode_id, claim.fence, stop_reason=failed, outcome=None, success=None)
+
+
+def test_failures_are_played_again_in_a_run_that_goes_on_or_is_not_under_way(run: RunDir) -> None:
+    failed_group(run)
+    left = "left      1 of an evaluation, which stays as it was measured"
+    would = f"{run.path} would play again: 1 failed episode(s) of open groups\n{left}"
+    assert typed("requeue", run.path, "--failed", "--dry-run") == would
+    found = json.loads(typed("requeue", run.path, "--group", 1, "--dry-run", "--json"))
+    assert found == {"members": [1], "late": [], "groups": [], "left": {}, "dry_run": True}
+    with run.lock():
+        said = f"{run.path} plays again: 1 failed episode(s) of open groups\n{left}"
+        assert typed("requeue", run.path, "--failed") == said
+        assert typed("requeue", run.path, "--failed") == f"{run.path} plays again: nothing\n{left}"
+    with RunStore.open(run.store_path) as store:
+        (claim,) = store.claim("w", 9, lease_s=1e9)
+        failed = StopReason.SANDBOX_FAILED
+        store.finish(claim.episode_id, claim.fence, stop_reason=failed, outcome=None, success=None)
+    said = typed("requeue", run.path, "--group", 1)
+    assert said.endswith(f"\nnext      it is not under way: agentrl train --resume {run.path}")
+
+
+def test_failures_to_play_again_are_named_and_training_goes_on(run: RunDir) -> None:
+    with pytest.raises(UsageError, match=f"say what: agentrl requeue {run.path} --failed, or --group ID$"):
+        typed("requeue", run.path)
+    with RunStore.open(run.store_path) as store:
+        TRAIN_ENDED_S.set(store, 5.0)
+    mend = f"agentrl train --resume {run.path} --set train.steps=160 trains on$"
+    with pytest.raises(UsageError, match=f"has trained its last step: nothing is played any more; {mend}"):
+        typed("requeue", run.path, "--failed")

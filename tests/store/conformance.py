@@ -21,7 +21,7 @@ from agentrl.env.tasks import Seeds
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, Message, StopReason
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Source
+from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Requeued, Source
 from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 from agentrl.store.lineage import Saved
 from agentrl.tokens import images
@@ -40,6 +40,7 @@ __all__ = [
     "test_each_member_is_trained_once",
     "test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts",
     "test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other",
+    "test_failures_are_played_again_once_they_are_asked_for",
     "test_images_are_kept_once_and_come_back_with_the_messages",
     "test_waiting_ends_when_there_is_work",
 ]
@@ -360,3 +361,22 @@ async def test_waiting_ends_when_there_is_work(offer: Offer) -> None:
             await trio.testing.wait_all_tasks_blocked()
             admit(offer, 1)
     assert len(await claim(offer)) == 2
+
+
+async def test_failures_are_played_again_once_they_are_asked_for(offer: Offer) -> None:
+    """A member of an open group, one of a closed group that no step took, and a lost group."""
+    admit(offer, 3, groups_per_step=3, group_size=3)
+    fails = {(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)}
+    for one in await claim(offer):
+        failed = (one.group_id, one.member) in fails
+        if (one.group_id, one.member) != (1, 2):  # it goes on, so group 1 stays open
+            reason, outcome = (StopReason.ENGINE_FAILED, None) if failed else (StopReason.DONE, 1.0)
+            await play(offer, one, stop=reason, outcome=outcome)
+    first = {group: members(offer, group)[0] for group in (1, 2)}
+    found = offer.control.requeue(bounds=bounds())
+    assert (found.members, found.late, found.groups, found.left) == ((first[1],), (first[2],), (3,), {})
+    left = {"a group of which nothing failed": 2}
+    assert offer.control.requeue([1, 2], bounds=bounds()) == Requeued(left=left), "once"
+    again = [(one.group_id, one.member, one.trial) for one in await claim(offer, worker="next")]
+    assert sorted(again) == [(1, 0, 1), (2, 0, 1), (4, 0, 0), (4, 1, 0), (4, 2, 0)]
+    assert offer.read.endings() == {StopReason.DONE: 3, StopReason.ENGINE_FAILED: 3}

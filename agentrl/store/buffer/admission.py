@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentrl.tokens.staleness import last_step
+from agentrl.tokens.staleness import lag_in_step, last_step, trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,12 @@ class AdmissionBounds:
     steps_total: int
     max_replays: int = 0
     max_tokens: int | None = None
+
+    def too_old(self, step: int, made_at: int) -> str:
+        """Why optimizer step `step` trains no token of the weights of `made_at`; "" if it does."""
+        if trains(lag_in_step(step, made_at), self.max_lag):
+            return ""
+        return f"older than step {step} may train (buffer.max_lag = {self.max_lag})"
 
 
 class Room(NamedTuple):

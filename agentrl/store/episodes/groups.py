@@ -34,10 +34,9 @@ from agentrl.store.versions import latest_confirmed
 
 # Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing,
 # and it was not played again.
-_LOST = (
-    "purpose = 'train' AND state IN ('expired', 'failed')"
-    " AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline') AND played_again = 0"
-)
+LOST_REASONS = "('engine_failed', 'sandbox_failed', 'env_failed', 'deadline')"
+"""In SQL: the reasons of groups that infrastructure ended."""
+_LOST = f"purpose = 'train' AND state IN ('expired', 'failed') AND reason IN {LOST_REASONS} AND played_again = 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
