@@ -231,6 +231,7 @@ def evaluate(
 
 
 def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
+    from agentrl.run.evaluation.held_out import said
     from agentrl.run.reporting import failed_tasks
 
     def number(value: float | None, digits: int) -> str:
@@ -238,9 +239,13 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
 
     table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
     for r in results:
-        means = number(r.success, 3), number(r.outcome, 3), number(r.turns, 2), number(r.tokens, 1)
+        interval = f" [{r.pass_at['1']['low']:.2f}, {r.pass_at['1']['high']:.2f}]" if r.pass_at else ""
+        means = number(r.success, 3) + interval, number(r.outcome, 3), number(r.turns, 2), number(r.tokens, 1)
         table.add_row(r.name, str(r.n), *means, str(r.failed))
     tables.console().print(table)
+    for r in results:
+        if more := [said(k, one) for k, one in r.pass_at.items() if k != "1"]:
+            print(f"{r.name}: {', '.join(more)}")
     if rows := [row for result in results for row in result.failed_tasks]:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
         where = "--out FOLDER keeps the episodes and the logs" if out is None else f"agentrl logs {out} worker-0"

@@ -31,6 +31,7 @@ IN_FLIGHT: Final = (
     "rollout.skip_tasks",
     "alarms.*",
     "eval.every",
+    "eval.during",
     "eval.n_during",
 )
 """Patterns of the settings that change at the edge of a step, or at a resume."""

@@ -281,7 +281,7 @@ class HeldOut(Section):
     id: str | None = None  # default: the training environment
     kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
     options: dict[str, Any] = Field(default_factory=dict)  # likewise
-    n: Count = 256  # tasks, one episode each
+    n: Count = 256  # tasks, of eval.samples episodes each
     first_seed: Annotated[int, Field(ge=0)] = 1_000_000_000  # of its tasks; far from those of training
 
 
@@ -306,15 +306,35 @@ class Alarms(Section):
 
 
 class Evaluation(Section):
-    """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
+    """When and on what the policy is measured. Every set runs before and after; those of `during` also every
+    `every`."""
 
-    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations of the first set; 0: only before and after
-    n_during: Count = 96  # tasks of such an evaluation
+    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations during training; 0: only before and after
+    during: list[str] | None = None  # the names of the sets that are measured then; default: the first
+    n_during: Count = 96  # tasks of each set in such an evaluation
+    samples: Count = 1  # episodes of each task: pass@k for k = 1, 2, 4, … up to it
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # 0: greedy; default: rollout's
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
     top_k: Annotated[int, Field(ge=0)] | None = None  # likewise
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None  # likewise
     sets: list[HeldOut] = Field(default_factory=list[HeldOut])
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        names = [held_out.name for held_out in self.sets]
+        if unknown := [name for name in self.during or () if name not in names]:
+            hint = (
+                f"no held-out set of that name: give some of {', '.join(names)}"
+                if names
+                else "there is no [[eval.sets]]"
+            )
+            raise ConfigError("eval.during", unknown[0], hint)
+        return self
+
+    @property
+    def sets_during(self) -> list[HeldOut]:
+        """The sets that are measured during training."""
+        return self.sets[:1] if self.during is None else [one for one in self.sets if one.name in self.during]
 
     def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
         """How to sample in an evaluation of a run whose training samples as given. A vLLM that tells kept sets takes no

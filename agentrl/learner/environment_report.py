@@ -5,7 +5,6 @@ Owns the numbers by environment. Never computes anything that training needs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -13,6 +12,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
+from agentrl.algos.pass_at_k import pass_at_k
 from agentrl.learner.data.batch import GroupRows, PlayedEpisode
 from agentrl.learner.data.prefix_trees import Pack
 
@@ -24,12 +24,6 @@ class ReportedLengths:
     episodes: int
     turns: float | None
     tokens: float | None
-
-
-def pass_at_k(n: int, successes: int, k: int) -> float:
-    """The chance that one of `k` of `n` members, drawn without replacement, succeeded: 1 - C(n - c, k) / C(n, k), which
-    is unbiased for 1 - (1 - p)^k (Chen et al. 2021, section 2.1)."""
-    return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
 
 
 def group_spread(group: GroupRows) -> float | None:

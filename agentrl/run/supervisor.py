@@ -236,13 +236,15 @@ class Supervisor:
             await self._tick(progress)
 
     def _schedule_during(self, store: ControlStore) -> None:
-        """Schedule the first set, with fewer tasks, whenever the learner passes a multiple of `eval.every`."""
-        every, sets = self.config.eval.every, self.config.eval.sets
+        """Schedule the sets of `eval.during`, with fewer tasks, whenever the learner passes a multiple of
+        `eval.every`."""
+        every, sets = self.config.eval.every, self.config.eval.sets_during
         step = store.current_version().step
         if not every or not sets or step < every or step >= self.config.train.steps:
             return
         when = f"during@{step - step % every}"
-        evaluation.schedule(store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
+        for held_out in sets:
+            evaluation.schedule(store, self.config, held_out, when, min(self.config.eval.n_during, held_out.n))
 
     async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
         """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""

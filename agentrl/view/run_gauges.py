@@ -29,6 +29,7 @@ FAMILIES: Final = {
     "agentrl_last_step_age_seconds": ("gauge", "since the last optimizer step ended"),
     "agentrl_step_metric": ("gauge", "a metric of the newest step, by the name that docs/reference/metrics.md has"),
     "agentrl_held_out_success": ("gauge", "success on the held-out sets, at the last measured step"),
+    "agentrl_held_out_pass_at": ("gauge", "pass@k of a held-out set at the last measured step, with its interval"),
     "agentrl_groups": ("gauge", "training groups by state"),
     "agentrl_groups_dropped": ("counter", "training groups that never enter the loss, by reason"),
     "agentrl_episodes": ("counter", "ended training episodes, by why they ended"),
@@ -101,6 +102,11 @@ def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, s
     held_out = cast("dict[str, float]", state["held_out"])
     if held_out:
         yield "agentrl_held_out_success", {}, list(held_out.values())[-1]
+    for name, measured in state["pass_at"].items():
+        for k, one in measured.items():
+            if k != "step":
+                for bound in ("value", "low", "high"):
+                    yield "agentrl_held_out_pass_at", {"set": name, "k": k, "bound": bound}, one[bound]
     for name, count in state["groups"].items():
         yield "agentrl_groups", {"state": name}, float(count)
     for reason, count in state["dropped"].items():

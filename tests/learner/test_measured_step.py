@@ -12,11 +12,12 @@ import torch
 
 from agentrl.algos.cispo import CISPO
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.pass_at_k import pass_at_k
 from agentrl.algos.token_metrics import Measures
 from agentrl.config import Rollout, Train
 from agentrl.learner import flops
 from agentrl.learner.data.prefix_trees import packs
-from agentrl.learner.environment_report import EnvironmentReport, pass_at_k
+from agentrl.learner.environment_report import EnvironmentReport
 from agentrl.learner.learner import Learner
 from agentrl.learner.step_report import StepReport
 from agentrl.records import Group, StopReason, Task

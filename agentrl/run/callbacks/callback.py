@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ class EpisodeEnded:
 class EvalEnded:
     """All episodes of the held-out set `name` are played. `when` is `before`, `during` or `after`, `step` the optimizer
     step that is measured. Means are over the `n` episodes that the policy itself ended, None if there is none;
-    `failed` counts the others."""
+    `failed` counts the others. `pass_at` has pass@k by k: `value`, and the ends of its interval, `low` and `high`."""
 
     id: str
     name: str
@@ -90,6 +90,7 @@ class EvalEnded:
     n: int
     failed: int
     time_s: float
+    pass_at: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

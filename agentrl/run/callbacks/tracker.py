@@ -17,6 +17,7 @@ from agentrl import registry
 from agentrl.errors import AgentRLError, ConfigError, boundary
 from agentrl.records import Json
 from agentrl.run.callbacks.callback import Callback, EvalEnded, StepEnded
+from agentrl.run.evaluation.held_out import FIGURES
 
 
 class MetricTracker(Callback):
@@ -39,8 +40,8 @@ class MetricTracker(Callback):
         self.log(dict(numbers(step.values)), step.step, step.time_s)
 
     def on_eval(self, evaluation: EvalEnded, /) -> None:
-        """Send how a held-out set went, as `eval/NAME/success` and so on."""
-        figures = {name: getattr(evaluation, name) for name in ("success", "outcome", "turns", "tokens", "n", "failed")}
+        """Send how a held-out set went, as `eval/NAME/success` and so on, `eval/NAME/pass_at/8/low`."""
+        figures = {name: getattr(evaluation, name) for name in FIGURES}
         self.log(dict(numbers({"eval": {evaluation.name: figures}})), evaluation.step, evaluation.time_s)
 
 

@@ -1,17 +1,18 @@
 """Held-out evaluation: its tasks, its label in the store, and its results.
 
-An evaluation is groups of one episode each, sampled as in training, claimed before any training episode. It never
-enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eval:NAME:after`.
+An evaluation is a group of `eval.samples` episodes for each task, sampled as in training, claimed before any training
+episode. It never enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eval:NAME:after`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from agentrl.algos.pass_at_k import pass_at
 from agentrl.config import RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.records import GroupState, Task
@@ -24,7 +25,8 @@ _ALL = 1 << 30
 class EvalResult:
     """Means over the `n` episodes that the policy itself ended, None if there is none; `failed` counts the others,
     which infrastructure ended, and `failed_tasks` names them (see `failed_tasks.as_rows`). `tokens` is None if nobody
-    counted them."""
+    counted them. `pass_at` has pass@k by k, for k = 1, 2, 4, … up to the episodes of a task: its `value`, and `low` and
+    `high`, the ends of its interval (see `agentrl.algos.pass_at_k`), over the tasks with k scored episodes."""
 
     name: str
     success: float | None
@@ -34,10 +36,20 @@ class EvalResult:
     n: int
     failed: int
     failed_tasks: Sequence[dict[str, Any]] = ()
+    pass_at: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
     def figures(self) -> dict[str, Any]:
         """Its numbers by their names."""
-        return {name: getattr(self, name) for name in ("success", "outcome", "turns", "tokens", "n", "failed")}
+        return {name: getattr(self, name) for name in FIGURES}
+
+
+FIGURES = ("success", "outcome", "turns", "tokens", "n", "failed", "pass_at")
+"""The numbers of a result."""
+
+
+def said(k: int | str, estimate: Mapping[str, float]) -> str:
+    """pass@k for people."""
+    return f"pass@{k} {estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 
 
 def label(name: str, when: str) -> str:
@@ -87,7 +99,7 @@ def schedule(
     purpose = label(held_out.name, when)
     known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
     if not store.counts(purpose) or (known is not None and not known.n):
-        store.add_groups(tasks_of(config, held_out, n), size=1, purpose=purpose)
+        store.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose)
     return purpose
 
 
@@ -103,6 +115,9 @@ def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
     if not ended:
         return None
+    tasks: defaultdict[int, list[bool]] = defaultdict(list)
+    for row in scored:
+        tasks[row.group_id].append(bool(row.success))
     return EvalResult(
         name=name,
         success=fmean(float(bool(row.success)) for row in scored) if scored else None,
@@ -111,6 +126,7 @@ def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
         tokens=fmean(row.tokens for row in scored) if scored else None,
         n=len(scored),
         failed=len(ended) - len(scored),
+        pass_at=pass_at([(len(own), sum(own)) for own in tasks.values()]),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 import trio
 
 from agentrl import config as configuration
+from agentrl.algos.pass_at_k import pass_at
 from agentrl.config import Rollout, RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.engine.scoring_client import ScoringClient
@@ -381,4 +382,5 @@ def _means(rows: list[dict[str, Json]], *, failed: int) -> EvalResult:
         tokens=fmean(row["tokens"] for row in rows) if all("tokens" in row for row in rows) else None,
         n=len(rows),
         failed=failed,
+        pass_at=pass_at([(1, int(bool(row["success"]))) for row in rows]),
     )

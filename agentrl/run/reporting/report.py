@@ -7,11 +7,11 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -99,9 +99,14 @@ def _close(config: RunConfig) -> str:
 
 def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     """Held-out success of the first set by step: before, during, after."""
-    if not config.eval.sets:
-        return
-    name = config.eval.sets[0].name
+    for held_out in config.eval.sets[:1]:
+        for step, result in measured(store, held_out.name):
+            assert result.success is not None, "it has episodes"
+            yield step, result.success
+
+
+def measured(store: ReadStore, name: str) -> Iterator[tuple[int, evaluation.EvalResult]]:
+    """The finished evaluations of a held-out set by step: before, during, after."""
     found = {0: evaluation.label(name, "before")}
     labels = [
         (purpose, evaluation.read_label(purpose, now=store.current_version().step)) for purpose in store.purposes()
@@ -110,8 +115,8 @@ def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
         found |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
     for step in sorted(found):
         result = evaluation.result(store, name, found[step])
-        if result is not None and result.success is not None and evaluation.finished(store, found[step]):
-            yield step, result.success
+        if result is not None and result.n and evaluation.finished(store, found[step]):
+            yield step, result
 
 
 def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
@@ -134,10 +139,10 @@ def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
             if name in means:
                 drawn.append((step, means[name]))
         top.plot(*zip(*drawn, strict=True), linewidth=1, linestyle=":", label=name.rpartition("/")[2])
-    curve = list(during(store, config))
-    if curve:
-        label = f"success, {config.eval.sets[0].name}"
-        top.plot(*zip(*curve, strict=True), color="#c0392b", marker="o", linewidth=2, label=label)
+    for held_out, color in zip(config.eval.sets[:1] + config.eval.sets_during[1:], _SETS, strict=False):
+        curve = list(measured(store, held_out.name))
+        for k in _shown_k(curve):
+            _draw_pass(top, held_out.name, k, curve, color)
     top.set_ylim(0, 1)
     top.set_ylabel("mean per episode")
     top.legend(loc="lower right", frameon=False)
@@ -157,6 +162,26 @@ def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
     figure.savefig(str(target), dpi=130)  # pyright: ignore[reportUnknownMemberType]
     pyplot.close(figure)
     return target
+
+
+_SETS = ("#c0392b", "#b9770e", "#1e8449", "#117a65", "#6c3483")
+"""Colours of held-out sets."""
+
+
+def _shown_k(curve: Sequence[tuple[int, evaluation.EvalResult]]) -> list[str]:
+    """The first and the last k of pass@k that were measured."""
+    ks = list(curve[-1][1].pass_at) if curve else []
+    return list(dict.fromkeys([*ks[:1], *ks[-1:]]))
+
+
+def _draw_pass(axes: Any, name: str, k: str, curve: Iterable[tuple[int, evaluation.EvalResult]], color: str) -> None:
+    """Draw pass@k by step, with its interval."""
+    drawn = [(step, result.pass_at[k]) for step, result in curve if k in result.pass_at]
+    values = [one["value"] for _, one in drawn]
+    errors = [[one["value"] - one["low"] for _, one in drawn], [one["high"] - one["value"] for _, one in drawn]]
+    label = f"success, {name}" if k == "1" else f"pass@{k}, {name}"
+    line = {"linewidth": 2, "linestyle": "-" if k == "1" else "--", "capsize": 2, "elinewidth": 1}
+    axes.errorbar([step for step, _ in drawn], values, yerr=errors, color=color, marker="o", label=label, **line)
 
 
 def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) -> Path:
@@ -217,6 +242,10 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     for name, results in summary["eval"]["sets"].items():
         cells = [_success(results[when]) for when in ("before", "after")]
         table.add_row(f"success, {name}", *cells)
+        after = cast("dict[str, Any]", results["after"] or {})
+        for k in list(cast("dict[str, Any]", after.get("pass_at", {})))[1:]:
+            cells = [_pass(results[when], k) for when in ("before", "after")]
+            table.add_row(f"pass@{k}, {name}", *cells)
     for label, value in (
         ("training time", f"{summary['train_s']:.0f} s"),
         ("wall time", f"{summary['wall_s']:.0f} s"),
@@ -258,8 +287,21 @@ def _success(found: dict[str, Any] | None) -> str:
     """A held-out success, with the number of episodes that failed."""
     if found is None:
         return "-"
-    measured = "-" if found["success"] is None else f"{found['success']:.3f}"
+    measured = "-" if found["success"] is None else f"{found['success']:.3f}{_interval(found, '1')}"
     return f"{measured} ({found['failed']} of {found['n'] + found['failed']} failed)" if found["failed"] else measured
+
+
+def _pass(found: dict[str, Any] | None, k: str) -> str:
+    """pass@k with its interval."""
+    if found is None or k not in found["pass_at"]:
+        return "-"
+    return f"{found['pass_at'][k]['value']:.3f}{_interval(found, k)}"
+
+
+def _interval(found: dict[str, Any], k: str) -> str:
+    """The interval of pass@k; "" in the summary of an older agentrl."""
+    one = found.get("pass_at", {}).get(k)
+    return "" if one is None else f" [{one['low']:.2f}, {one['high']:.2f}]"
 
 
 def show_bias(console: Console, summary: dict[str, Any]) -> None:

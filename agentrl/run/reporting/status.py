@@ -21,6 +21,7 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.host.janitor import runs_here
 from agentrl.records import GroupState
 from agentrl.run.cluster import autoscaler, scaling
+from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.processes import heartbeat
 from agentrl.run.reporting import report
 from agentrl.run.reward_services import failures as score_failures
@@ -69,7 +70,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
     with RunStore.read(run.store_path) as store:
         rows = store.metrics("step")
         counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
-        during, drops = list(report.during(store, config)), store.drops()
+        sets, drops = {one.name: list(report.measured(store, one.name)) for one in config.eval.sets}, store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         paused = PAUSED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
@@ -93,7 +94,8 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "step_s": pace,
         "late_s": ago if training and ago and pace is not None and ago > max(_LATE_S, _SLOW * pace) else None,
         "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
-        "held_out": dict(during),
+        "held_out": {step: result.success for own in list(sets.values())[:1] for step, result in own},
+        "pass_at": {name: {"step": curve[-1][0], **curve[-1][1].pass_at} for name, curve in sets.items() if curve},
         "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
         "size": size,
         "split": split,
@@ -142,6 +144,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["success"] is not None:
         held_out = "".join(f"; held-out at {step}: {value:.2f}" for step, value in found["held_out"].items())
         yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
+    for name, newest in found["pass_at"].items():
+        passes = ", ".join(evaluation.said(k, one) for k, one in newest.items() if k != "step")
+        yield f"held-out  {name} at {newest['step']}: {passes}"
     dropped = (GroupState.EXPIRED, GroupState.FAILED)  # told by their reasons
     groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
     groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]

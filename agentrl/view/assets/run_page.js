@@ -105,6 +105,7 @@ export async function show({ root, id, query, signal }) {
   function kpis(run, values, times) {
     const points = Object.values(run.evaluations)[0] ?? [];
     const first = points[0]?.success;
+    const passes = Object.entries(points.at(-1)?.pass_at ?? {}).map(([k, one]) => `pass@${k} ${percent(one.value)} (${percent(one.low)} to ${percent(one.high)})`);
     const now = points.at(-1)?.success;
     const early = mean((values.outcome_mean ?? []).slice(0, 10).filter((one) => one !== null));
     const late = mean(recent(values.outcome_mean));
@@ -118,7 +119,7 @@ export async function show({ root, id, query, signal }) {
     fresh(facts, 
       fact("Reward", number(late), early === null ? "no step yet" : `${signed(late - early)} since the first steps`),
       fact("Success", percent(run.success), "of the last ten steps' episodes"),
-      fact("Held-out success", percent(now), points.length > 1 ? `from ${percent(first)}` : points.length ? `at step ${points[0].step}` : "not measured yet"),
+      fact("Held-out success", percent(now), [points.length > 1 ? `from ${percent(first)}` : points.length ? `at step ${points[0].step}` : "not measured yet", ...passes].join("; ")),
       fact("Speed", `${number(speed)}`, "tokens trained per second"),
       fact("Staleness", number(mean(recent(values.lag_mean))), `steps; the oldest ${number(last(values.lag_max))}`),
       fact("Learner waits", busy + idle ? percent(idle / (busy + idle)) : "–", "of its time"),

@@ -1,0 +1,42 @@
+"""pass@k: the probability that of k episodes of a task at least one succeeds, estimated over tasks, with its interval.
+
+Of a task with c successes in n episodes, 1 - C(n - c, k) / C(n, k) is unbiased for 1 - (1 - p)^k (Chen et al. 2021,
+arXiv:2107.03374, eq. 1). The estimate is the mean over tasks, and its interval is over tasks, as these were drawn:
+Wilson's score interval (Wilson 1927) with 95%. That is meant for shares of yes and no. A task's estimate lies between 0
+and 1, so its variance is at most that of a yes or no of the same mean, and the interval is, if anything, too wide.
+Unlike one of resampled tasks it does not shrink to nothing where all tasks agree. Standard library only: reports use it
+without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from statistics import NormalDist, fmean
+
+_Z = NormalDist().inv_cdf(0.975)
+
+
+def pass_at_k(n: int, successes: int, k: int) -> float:
+    """The chance that one of `k` of `n` episodes, drawn without replacement, succeeded."""
+    return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Wilson's interval of a share in `n` draws, with 95%."""
+    shrink = 1 + _Z**2 / n
+    middle = (share + _Z**2 / (2 * n)) / shrink
+    half = _Z / shrink * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def pass_at(tasks: Collection[tuple[int, int]]) -> dict[str, Mapping[str, float]]:
+    """By k = 1, 2, 4 and so on: `value`, and `low` and `high`, the ends of its interval, over the tasks with so many
+    (episodes, successes) that have k episodes or more."""
+    found: dict[str, Mapping[str, float]] = {}
+    k = 1
+    while own := [pass_at_k(n, c, k) for n, c in tasks if n >= k]:
+        low, high = wilson(fmean(own), len(own))
+        found[str(k)] = {"value": fmean(own), "low": low, "high": high}
+        k *= 2
+    return found
