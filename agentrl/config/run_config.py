@@ -498,10 +498,36 @@ class RunConfig(WithRoles, WithCluster, _Section):
                 if table.epochs is not None:
                     hint = "a curriculum decides how often a task is played: leave it out"
                     raise ConfigError(f"tasks.{at}.epochs", table.epochs, hint)
+        self._possible_engines_of_evaluation()
         names = [held_out.name for held_out in self.eval.sets]
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")
         return self
+
+    def _possible_engines_of_evaluation(self) -> None:
+        """Engines that measure one version, from a file of the learner's, while training goes on."""
+        engine, own = self.engine, self.eval
+        if own.gpus and (engine.kind != "vllm" or len(own.gpus) != own.engines):
+            hint = f"name the GPUs of each of eval.engines = {own.engines}, with vLLM alone: [[1], [2]]"
+            raise ConfigError("eval.gpus", own.gpus, hint)
+        if not own.engines:
+            return
+        memory = f"engine.sync = {self.sync!r} sends weights to the engines of training alone: give 'full'"
+        reasons = {
+            memory: self.syncs_memory,
+            "engine.colocated shares its GPU by turns: leave it out": engine.colocated,
+            "the run starts no engines beside engine.urls: leave them out": bool(engine.urls),
+            "the run starts no SGLang: give engine.kind = 'vllm'": engine.kind == "sglang",
+            "on Ray it shares the engines of training: give 0": self.cluster.on_ray,
+            "engine.weights_url keeps no version for it: leave it out": engine.weights_url is not None,
+            "roles with a model of their own, or past selves, have other engines: give 0": bool(
+                self.role_models or self.league_roles
+            ),
+            "name its GPUs: eval.gpus = [[1]]": engine.kind == "vllm" and not own.gpus,
+        }
+        for hint, holds in reasons.items():
+            if holds:
+                raise ConfigError("eval.engines", own.engines, hint)
 
     def _possible_algorithms(self) -> None:
         """Tasks of one environment have one algorithm, by which the learner knows theirs."""

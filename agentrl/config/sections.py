@@ -312,6 +312,8 @@ class Evaluation(Section):
     every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations during training; 0: only before and after
     during: list[str] | None = None  # the names of the sets that are measured then; default: the first
     n_during: Count = 96  # tasks of each set in such an evaluation
+    engines: Annotated[int, Field(ge=0)] = 0  # of evaluation during training alone; 0: it shares those of training
+    gpus: list[list[int]] = Field(default_factory=list[list[int]])  # of each of these engines, with vLLM
     samples: Count = 1  # episodes of each task: pass@k for k = 1, 2, 4, … up to it
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # 0: greedy; default: rollout's
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise

@@ -55,6 +55,7 @@ from agentrl.rollout.restore import replay, replay_after
 from agentrl.rollout.resume_modes import resumed
 from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
+from agentrl.store.episodes.groups import DURING
 from agentrl.store.interfaces import EpisodeStore
 from agentrl.tokens import images
 
@@ -72,6 +73,7 @@ class RolloutContext:
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
+    pinned: Engine | None = None  # of evaluations during training, whatever the others sample from by then
     adapted: Collection[str] = ()  # roles whose tokens an adapter of their own samples
     opponents: Opponents = field(default_factory=Opponents)  # past selves that play roles
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
@@ -150,6 +152,8 @@ class _Episode:
         self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
+        during = context.pinned is not None and DURING in claim.purpose
+        self._engine = context.pinned if during and context.pinned is not None else context.engine
         self._given = {*context.frozen, *context.opponents.roles(claim)}  # roles of policies that do not learn
 
     async def run(self) -> StopCause:
@@ -446,7 +450,7 @@ class _Episode:
         )
         every = context.settings.checkpoint_tokens
         turn = sample(
-            context.frozen.get(prompt.role, context.engine),
+            context.frozen.get(prompt.role, self._engine),
             request,
             begun,
             decode=context.renderer.decode,

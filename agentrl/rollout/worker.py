@@ -19,7 +19,7 @@ from agentrl.errors import DiskFull, WornOut
 from agentrl.host.disk_space import wait_for_space
 from agentrl.rollout.drain import HandedBack
 from agentrl.rollout.episode import RolloutContext, play
-from agentrl.store import Claim, LeaseLost
+from agentrl.store import TRAIN, Claim, LeaseLost
 from agentrl.store.episodes.endings import FAILURES
 from agentrl.store.interfaces import RolloutStore
 from agentrl.store.run_values import PHASE
@@ -112,26 +112,37 @@ class Worker:
     async def _fill(self, nursery: trio.Nursery) -> bool:
         """Start some of the episodes that may start, so that those that run are not kept waiting; returns whether any
         did."""
-        free = min(self.capacity - len(self._running), _AT_ONCE)
-        if free <= 0 or self.paused:
-            await trio.lowlevel.checkpoint()
-            return False
-        try:
-            claims = await self.store.claim(
-                self.name,
-                free,
-                lease_s=self.context.settings.lease_s,
-                now=self.now(),
-                ahead=self.ahead,
-            )
-        except DiskFull:  # the next look tries again
-            return False
+        if self.context.pinned is None:
+            claims = await self._claimed(len(self._running), None)
+        else:  # evaluation has engines of its own, and takes no place of training
+            evaluating = sum(claim.purpose != TRAIN for claim in self._running.values())
+            claims = await self._claimed(evaluating, True)
+            claims += await self._claimed(len(self._running) - evaluating, False)
         for claim in claims:
             if claim.episode_id in self._scopes:  # we lost it, and claim it again before we noticed
                 self._scopes[claim.episode_id].cancel()
             self._running[claim.episode_id] = claim
             nursery.start_soon(self._play, claim)
         return bool(claims)
+
+    async def _claimed(self, running: int, evaluation: bool | None) -> list[Claim]:
+        """Claims for the places that `running` episodes leave: of evaluations alone, of training alone, or of both."""
+        free = min(self.capacity - running, _AT_ONCE)
+        if free <= 0 or self.paused:
+            await trio.lowlevel.checkpoint()
+            return []
+        own = {} if evaluation is None else {"evaluation": evaluation}
+        try:
+            return await self.store.claim(
+                self.name,
+                free,
+                lease_s=self.context.settings.lease_s,
+                now=self.now(),
+                ahead=self.ahead,
+                **own,
+            )
+        except DiskFull:  # the next look tries again
+            return []
 
     async def _play(self, claim: Claim) -> None:
         try:

@@ -6,6 +6,7 @@
     RUN/store.folder        beside it: where this folder was when it last had the store
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/engines/            what each engine said at /metrics last
+    RUN/evaluation/         weights that wait to be measured, of a run with eval.engines
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/tokens/STEP.jsonl   what `agentrl retrain --dump` writes there for the page of runs
     RUN/notes.json          tags and a note that somebody wrote on the page of runs

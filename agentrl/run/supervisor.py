@@ -47,6 +47,7 @@ from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.autoscaler import Controller
 from agentrl.run.cluster.scaling import Size, wanted
 from agentrl.run.evaluation import held_out as evaluation
+from agentrl.run.evaluation.pinned import PinnedEvaluations
 from agentrl.run.processes.exit_status import leave_note
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.processes.keep_alive import live_with_parent
@@ -148,6 +149,7 @@ class Supervisor:
         await self._with_space(_enter("eval"))
         await self.processes.start_workers()
         self.processes.follow_size()
+        measuring = self._measuring()
         learned = learned if apart else self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
@@ -188,10 +190,21 @@ class Supervisor:
         if self.stop.error is not None:
             raise self.stop.error
         await self._with_space(_clock(TRAIN_ENDED_S))
+        while measuring is not None and measuring.pending:
+            self.phase = "evaluating what waits"
+            await self._tick(progress)
         await self._with_space(lambda store: store.end_late())
         await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
         await self.evaluate("after")
+
+    def _measuring(self) -> PinnedEvaluations | None:
+        """What measures on engines of its own, from now on; None if evaluation shares those of training."""
+        if not self.config.eval.engines:
+            return None
+        measuring = PinnedEvaluations(self.run, lambda: self.config, self._with_space, self.processes.pin)
+        self.processes.nursery.start_soon(measuring.keep_measuring)
+        return measuring
 
     async def obey(self) -> None:
         """End the run if a thread of this process wants it. While the learner trains, an error waits for its step."""
@@ -240,7 +253,7 @@ class Supervisor:
         `eval.every`."""
         every, sets = self.config.eval.every, self.config.eval.sets_during
         step = store.current_version().step
-        if not every or not sets or step < every or step >= self.config.train.steps:
+        if self.config.eval.engines or not every or not sets or step < every or step >= self.config.train.steps:
             return
         when = f"during@{step - step % every}"
         for held_out in sets:

@@ -110,6 +110,10 @@ ROLE_URLS: Final = _json("role_urls", cast("dict[str, list[str]]", {}))
 """The same by role, for roles with a model of their own."""
 GIVEN_URLS: Final = _json("given_urls", cast("dict[str, str]", {}))
 """URLs of engines whose weights do not change, by what they serve."""
+EVAL_URLS: Final = _json("eval_urls", cast("list[str]", []))
+"""URLs of the engines that measure during training alone."""
+PINNED: Final = Value[int | None]("pinned", None, int)
+"""The weight version that they measure; None before the first."""
 WORKERS: Final = _json("workers", cast("list[int] | None", None))
 """The numbers of the workers that the run has now; None: those of the run file."""
 WANTED_SIZE: Final = _json("wanted_size", cast("dict[str, Any]", {}))

@@ -285,7 +285,7 @@ def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> Non
     assert len(store.claim("many", 600, lease_s=1e9)) == 600
     with store._db.read():  # pyright: ignore[reportPrivateUsage]
         explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + translated(leases._CLAIMABLE)
-        (found,) = store._db._pipeline.send(explain, (time.time(), "me", 8, 1e9))  # type: ignore[attr-defined]
+        (found,) = store._db._pipeline.send(explain, (time.time(), "me", 8, 1e9, 0, 1))  # type: ignore[attr-defined]
     steps = [found[0][0]["Plan"]]
     for step in steps:
         steps += step.get("Plans", [])

@@ -92,14 +92,21 @@ def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
 
 
 def schedule(
-    store: ControlStore, config: RunConfig, held_out: HeldOut, when: str, n: int, *, again: bool = False
+    store: ControlStore,
+    config: RunConfig,
+    held_out: HeldOut,
+    when: str,
+    n: int,
+    *,
+    again: bool = False,
+    step: int | None = None,
 ) -> str:
     """Put an evaluation into the store unless it is there already (after a restart); `again`, also if all its episodes
-    failed. Returns its label."""
+    failed. `step` is that of the weights (None: those that sample now). Returns its label."""
     purpose = label(held_out.name, when)
     known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
     if not store.counts(purpose) or (known is not None and not known.n):
-        store.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose)
+        store.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
     return purpose
 
 

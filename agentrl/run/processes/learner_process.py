@@ -45,6 +45,7 @@ from agentrl.records import Group, WeightVersion
 from agentrl.run import live_settings
 from agentrl.run.alarms import LagBound, advice, raised
 from agentrl.run.cluster import scale_requests
+from agentrl.run.evaluation import pinned
 from agentrl.run.league import League
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.exit_status import give_up
@@ -452,6 +453,9 @@ class _Learning:
             sync |= self._turns.cost()
         if self._league is not None:  # first: groups that this version admits draw from all members before it
             trio.run(self._league.announce, self._publisher.urls())
+        whole = parcels[None]
+        if row and isinstance(whole, Parcel) and pinned.is_due(self._config, version.step):
+            self._patience(lambda: pinned.keep(self._run, version, whole.path))
         self._store.confirm_version(version)
         if row:
             values = {**row, **sync, "version": version.version}

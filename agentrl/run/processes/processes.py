@@ -33,9 +33,17 @@ from agentrl.records import WeightVersion
 from agentrl.run import league
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import Kind, NoRoom, Scaler, Size
+from agentrl.run.evaluation import pinned
 from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.run.processes.engine_metrics import EngineMetrics
-from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, WrongWeights, attach, current_weights
+from agentrl.run.processes.engine_process import (
+    ServedWeights,
+    SupervisedEngine,
+    WrongWeights,
+    attach,
+    current_weights,
+    fit,
+)
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import LOCAL, Launcher
@@ -44,13 +52,14 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint, where_it_stands
 from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.interfaces import ControlStore, ReadStore
-from agentrl.store.run_values import ENGINE_URLS, GIVEN_URLS, PHASE, ROLE_URLS, WORKERS, Value
+from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, GIVEN_URLS, PHASE, ROLE_URLS, WORKERS, Value
 
 _DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
 _PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
 _LEFT_S = 3.0  # in which workers see that an engine leaves, and ask another
 _STEPS = 4  # deadlines of a step: a worker that leaves has ended its own after so many
 _POLL_S = 0.1
+_PIN_S = 1.0  # until an engine of evaluation that is away is asked again
 _SOCKET_BYTES = 103  # of a socket's path: 107 on Linux, 103 on macOS
 
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of Hugging Face's: the models of roles are looked up there
@@ -98,6 +107,7 @@ class RunProcesses:
     _given: dict[str, SupervisedEngine] = field(
         default_factory=dict[str, SupervisedEngine]
     )  # by the model that plays a role
+    _evaluating: list[SupervisedEngine] = field(default_factory=list[SupervisedEngine])
     _away: set[str] = field(default_factory=set[str])  # children that are being started again
     _keepers: dict[str, _Keeper] = field(default_factory=dict[str, "_Keeper"])
     _closing: bool = False
@@ -117,6 +127,7 @@ class RunProcesses:
                 for replica in own.values():
                     nursery.start_soon(self._serve, replica, at_once)
         await self._start_frozen()
+        await self._start_evaluating()
         await self._name_engines()
         self._start_keeper("engine metrics", EngineMetrics(self._watches, self.run.engine_figures).run)
 
@@ -170,6 +181,7 @@ class RunProcesses:
         own = [*self.config.engine.urls, *urls.pop(None, [])]
         by_role = {role: own for role, own in urls.items() if role is not None}
         await self._set(GIVEN_URLS, given)
+        await self._set(EVAL_URLS, [replica.url for replica in self._evaluating])
         await self._set(ROLE_URLS, by_role)
         await self._set(ENGINE_URLS, own)  # last: a learner waits for these
 
@@ -190,6 +202,41 @@ class RunProcesses:
             self._keep_serving(replica, learns=False)
             self._given[policy] = replica
 
+    async def _start_evaluating(self) -> None:
+        """The engines that measure during training alone: the learner sends them nothing."""
+        for index in range(self.config.eval.engines):
+            name = f"engine-eval-{index}"
+            replica = SupervisedEngine(
+                child=self._child(name, [], self.config.engine.threads),
+                port=free_port(),
+                socket=self._socket(name),
+                scratch=self.run.scratch,
+                folder=self.run.path,
+                config=self.config,
+                weights=partial(self.looks, lambda _: pinned.weights_of(self.run, self.config)),
+                gpus=self.config.eval.gpus[index] if self.config.eval.gpus else [],
+            )
+            await replica.up()
+            self._keep_serving(replica, learns=False)
+            self._evaluating.append(replica)
+
+    async def pin(self, to: pinned.Pin) -> None:
+        """Have the engines of evaluation serve these weights. Raises RunFailed if one does not take them within
+        `engine.mending_deadline_s`."""
+        weights = partial(self.looks, lambda _: pinned.weights_of(self.run, self.config, to))
+        until = trio.current_time() + self.config.engine.mending_deadline_s
+        for replica in self._evaluating:
+            while True:
+                try:
+                    await fit(replica.child.name, replica.url, weights, self.config, self.run.locks)
+                    break
+                except EngineError as error:
+                    if trio.current_time() > until:
+                        within = f"within {self.config.engine.mending_deadline_s:g} s (engine.mending_deadline_s)"
+                        what = f"{replica.child.name} did not take version {to.version.version} to measure it"
+                        raise RunFailed(f"{what} {within}: {error}") from error
+                    await trio.sleep(_PIN_S)
+
     async def _serve(self, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
         async with at_once:
             await replica.up()
@@ -200,7 +247,7 @@ class RunProcesses:
 
         async def again() -> None:
             before = replica.url
-            await replica.again()
+            await (replica.again() if learns else replica.up())  # nobody sends the latter its weights later
             if replica.url != before:
                 watch.url = replica.url
                 await self._name_engines()

@@ -47,7 +47,7 @@ from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
 from agentrl.store.asynchronous import AsyncStore, Looks, Newest
 from agentrl.store.interfaces import ReadStore, RolloutStore
-from agentrl.store.run_values import CHANGES, CONFIG, GIVEN_URLS, PAUSED
+from agentrl.store.run_values import CHANGES, CONFIG, EVAL_URLS, GIVEN_URLS, PAUSED, PINNED
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
@@ -78,6 +78,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     sight = RunView(config, looks, known)
     fleet = _fleet(sight, known, renderer)
     own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
+    pinned = _pinned_fleet(sight, known, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(
         engine=Policies(fleet, own),
@@ -87,6 +88,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         make_env=make_env,
         rewarder=rewarder,
         frozen=_frozen(config, known, renderer),
+        pinned=pinned,
         adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts,
@@ -104,17 +106,17 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             nursery.start_soon(heartbeat.beat)
             nursery.start_soon(collect_after_growth)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            for one in (fleet, *own.values()):
+            for one in (fleet, *own.values(), *([] if pinned is None else [pinned])):
                 nursery.start_soon(partial(one.control, start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store, partial(_counts, worker))
-            nursery.start_soon(_follow, sight, {None: fleet, **own}, context.frozen, worker, index)
+            nursery.start_soon(_follow, sight, {None: fleet, **own}, pinned, context.frozen, worker, index)
             if index == 0:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(reward_services.serve, config, store)
             await worker.run()
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
-            for engine in (context.engine, *context.frozen.values()):
+            for engine in (context.engine, *context.frozen.values(), *([] if pinned is None else [pinned])):
                 await engine.aclose()
         await store.aclose()
         telemetry.close()
@@ -124,12 +126,13 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
-    and by the model that plays a role; which workers there are; the version that new clients begin with; whether the
-    run is paused (`PAUSED`); how often its settings changed."""
+    """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all
+    others), by the model that plays a role, and those of evaluation during training; which workers there are; the
+    version that new clients begin with; whether the run is paused (`PAUSED`); how often its settings changed."""
 
     urls: Mapping[str | None, list[str]]
     given: Mapping[str, str]
+    evaluating: list[str]
     workers: list[int]
     version: WeightVersion
     paused: Mapping[str, Any]
@@ -141,6 +144,7 @@ def known_of(config: RunConfig, store: ReadStore) -> FleetView:
     return FleetView(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
         given=GIVEN_URLS.of(store.meta),
+        evaluating=EVAL_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
         version=store.current_version(),
         paused=PAUSED.of(store.meta),
@@ -178,6 +182,14 @@ class RunView:
             self._minted.add(version)
         return True
 
+    async def pinned(self) -> int | None:
+        """The version that evaluation during training measures now; None before the first."""
+        return await self.looks(lambda store: PINNED.of(store.meta))
+
+    async def is_pinned(self, version: int) -> bool:
+        """Whether it is that version."""
+        return version == await self.pinned()
+
     async def adapter(self) -> int | None:
         """The newest adapter that the learner confirmed; before the first step there is none."""
         current = await self._current()
@@ -191,6 +203,7 @@ class RunView:
 async def _follow(
     sight: RunView,
     fleets: Mapping[str | None, Fleet],
+    pinned: Fleet | None,
     frozen: Mapping[str, Engine],
     worker: Worker,
     index: int,
@@ -205,6 +218,8 @@ async def _follow(
             known = await sight.looks(partial(known_of, sight.config))
             for role, fleet in fleets.items():
                 fleet.follow(known.urls[role], partial(_client, sight, known, role=role))
+            if pinned is not None and known.evaluating:
+                pinned.follow(known.evaluating, partial(_pinned_client, sight))
             for role, policy in sight.config.rollout.frozen_roles().items():
                 other = frozen.get(role)
                 if policy in known.given and isinstance(other, Fleet):
@@ -261,6 +276,23 @@ def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = No
         below = sight.below if engine.shared else None
         return AdapterClient(url, current=sight.adapter, below=below, **given)
     return EngineClient(url, version=version, **given)
+
+
+def _pinned_fleet(sight: RunView, known: FleetView, renderer: Renderer) -> Fleet | None:
+    """The engines of evaluation during training, if it has its own. Tokens of another version than the pinned one are
+    refused."""
+    if not known.evaluating:
+        return None
+    clients = [_pinned_client(sight, url) for url in known.evaluating]
+    engine, fits = sight.config.engine, sight.is_pinned
+    return Fleet.configured(clients, engine, decode=renderer.decode, fits=fits, knows=fits)
+
+
+def _pinned_client(sight: RunView, url: str) -> EngineClient:
+    config = sight.config
+    tokens = vocabulary(model_dir(config.model))
+    given: dict[str, Any] = {"api_key": config.engine.key_of(url), "kind": config.engine.kind, "vocabulary": tokens}
+    return AdapterClient(url, current=sight.pinned, **given) if config.sends_adapters else EngineClient(url, **given)
 
 
 def _concurrency(config: RunConfig) -> Aimd | None:

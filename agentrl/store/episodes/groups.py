@@ -81,6 +81,9 @@ def lost_groups(db: Database, max_replays: int) -> list[int]:
 TRAIN = "train"
 """The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
 
+DURING = ":during@"
+"""In the purpose of an evaluation during training."""
+
 LATE = "late = 1 AND taken_step IS NULL AND dropped IS NULL"
 """In SQL, of an episode: its group closed before it ended, and it has not left the buffer. Word for word the condition
 of the index `episodes_late`."""
@@ -136,12 +139,13 @@ class Groups(StorePart):
         replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
         return Room(groups, replays, first), version.step
 
-    def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
+    def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str, step: int | None = None) -> list[int]:
         """Start a group of `size` episodes for each task, outside admission; returns their ids. For evaluation: give
-        each evaluation its own purpose, such as "eval:held_out@20"."""
+        each evaluation its own purpose, such as "eval:held_out@20"; `step` is that of the weights that it measures
+        (None: those that sample now)."""
         with self._db.write():
             version = latest_confirmed(self._db)
-            step = 0 if version is None else version.step
+            step = (0 if version is None else version.step) if step is None else step
             return [create_group(self._db, task, size, purpose, step) for task in tasks]
 
     def rename_purpose(self, purpose: str, new: str) -> None:

@@ -59,13 +59,14 @@ class Free(NamedTuple):
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
-# a worker's death. ?1 now, ?2 holder, ?3 limit, ?4 the first training group that is too early. CROSS JOIN makes SQLite
-# begin with the few leases instead of the many running episodes. However many wait, only ?3 of each kind are read out.
+# a worker's death. ?1 now, ?2 holder, ?3 limit, ?4 the first training group that is too early, ?5 to ?6 whether
+# training (0) and evaluation (1) may be claimed. CROSS JOIN makes SQLite begin with the few leases instead of the many
+# running episodes. However many wait, only ?3 of each kind are read out.
 _CLAIMABLE = """
 SELECT deaths > 0, evaluation, fresh, group_id, id, deaths FROM (
     SELECT * FROM (
         SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
-            ORDER BY evaluation DESC, id LIMIT ?3) waiting
+            AND evaluation BETWEEN ?5 AND ?6 ORDER BY evaluation DESC, id LIMIT ?3) waiting
     UNION ALL
     SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
     UNION ALL
@@ -73,13 +74,14 @@ SELECT deaths > 0, evaluation, fresh, group_id, id, deaths FROM (
         SELECT e.id, e.group_id, e.evaluation, 0, 0
             FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
             WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths = 0
-                AND (e.evaluation = 1 OR e.group_id < ?4)
+                AND (e.evaluation = 1 OR e.group_id < ?4) AND e.evaluation BETWEEN ?5 AND ?6
             ORDER BY e.evaluation DESC, e.id LIMIT ?3) left_behind
     UNION ALL
     SELECT e.id, e.group_id, e.evaluation, 0, e.deaths
         FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
         WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths > 0
-) claimable WHERE evaluation = 1 OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
+) claimable WHERE (evaluation = 1 OR group_id < ?4) AND evaluation BETWEEN ?5 AND ?6
+ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
 _LOAD = (
@@ -116,21 +118,29 @@ class Leases(StorePart):
         self._life = uuid.uuid4().hex[:12]
 
     def claim(
-        self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
+        self,
+        worker: str,
+        limit: int,
+        *,
+        lease_s: float,
+        now: float | None = None,
+        ahead: int | None = None,
+        evaluation: bool | None = None,
     ) -> list[Claim]:
         """Claim up to `limit` episodes: evaluation first, then those of other workers whose lease expired before `now`
         (seconds since the epoch; default the store's clock), then oldest group first; last those suspected of a
         worker's death (see `worker_deaths`). If there are any, the worker's lease is renewed.
 
         Training episodes come only from the first `ahead` groups that the learner has yet to train. Admission starts no
-        others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
+        others, but after a rollback more may be open, and an episode played too early grows stale (law 5).
+        `evaluation`: only episodes of evaluations, or of training."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often: without work it must not take the write lock
-            if not self._claimable(worker, 1, now, ahead):
+            if not self._claimable(worker, 1, now, ahead, evaluation):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            return self._claim(holder, self._claimable(worker, limit, now, ahead), now)
+            return self._claim(holder, self._claimable(worker, limit, now, ahead, evaluation), now)
 
     def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
         self._db.execute_many(
@@ -171,13 +181,14 @@ class Leases(StorePart):
             )
         return cursor.rowcount
 
-    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[Free]:
+    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None, evaluation: bool | None) -> list[Free]:
         """At most `limit` of the episodes that a worker may claim. An episode with two deaths or more is claimed by a
         worker that plays nothing else under suspicion, and after all others: if the worker dies, that episode is to
         blame."""
         holder = self._holder(worker)
         sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
-        rows = self._db.rows(sql, (now, holder, limit, bound))
+        kinds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))
+        rows = self._db.rows(sql, (now, holder, limit, bound, *kinds))
         found = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
         if suspected := [claim for claim in found if claim.suspected]:
             ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays

@@ -1,0 +1,150 @@
+"""Evaluation during training on engines of its own (`[eval] engines`), each pinned to the version that it measures.
+
+    learner ─► weights of every k-th step ─► RUN/evaluation/STEP-VERSION ─► engines of evaluation ─► episodes ─► removed
+
+The learner sends these engines nothing, so a version stays there until its episodes have ended, while training goes on
+with newer ones. One version is measured after the other, oldest first; the next waits on disk. That folder is on the
+run's disk: a run that is killed and resumed finishes what it began. Owns the folder and the order; never an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.weight_sync import canary
+from agentrl.engine.weight_sync.canary import Canary
+from agentrl.models.resolve import model_dir
+from agentrl.records import WeightVersion
+from agentrl.run.evaluation import held_out
+from agentrl.run.processes.engine_process import ServedWeights
+from agentrl.run.run_folder import RunDir
+from agentrl.store.interfaces import ControlStore, Versions
+from agentrl.store.run_values import PINNED
+
+_LOOK_S = 0.5  # between two looks at the folder and at the episodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Weights that wait to be measured: a weight file, or the folder of an adapter, at `path`."""
+
+    version: WeightVersion
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+def is_due(config: RunConfig, step: int) -> bool:
+    """Whether the weights of an optimizer step are kept to be measured by engines of their own."""
+    every = config.eval.every
+    return bool(config.eval.engines and every and step % every == 0 and 0 < step < config.train.steps)
+
+
+def keep(run: RunDir, version: WeightVersion, weights: Path) -> None:
+    """Copy a version's weight file or adapter, with its canary, whole or not at all. They are no link: the learner's
+    may be in memory, and gone at a resume."""
+    root = run.path / "evaluation"
+    draft = root / f".draft-{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    (shutil.copytree if weights.is_dir() else shutil.copyfile)(weights, draft / weights.name)
+    if (proof := canary.beside(weights)).exists():
+        shutil.copyfile(proof, canary.beside(draft / weights.name))
+    draft.rename(root / f"{version.step}-{version.version}")
+
+
+def pins(run: RunDir) -> list[Pin]:
+    """What waits to be measured, oldest first."""
+    found: list[Pin] = []
+    for folder in (run.path / "evaluation").glob("[0-9]*-[0-9]*"):
+        step, version = map(int, folder.name.split("-"))
+        for path in folder.iterdir():
+            if not path.name.endswith(".canary"):
+                found.append(Pin(version=WeightVersion(version=version, step=step), path=path))
+    return sorted(found, key=lambda pin: pin.version.version)
+
+
+def weights_of(run: RunDir, config: RunConfig, pin: Pin | None = None) -> ServedWeights:
+    """What an engine of evaluation serves: the weights of `pin`, or of the oldest that waits; without any, the model
+    that the run began with, which nobody asks."""
+    waiting = pins(run)
+    pin = pin or (waiting[0] if waiting else None)
+    model, nobody = model_dir(config.model), WeightVersion(version=0, step=0)
+    if pin is None:
+        return ServedWeights(model=model, base=nobody, current=nobody)
+    proof = Canary.read(kept) if (kept := canary.beside(pin.path)).exists() else None
+    file, adapter = (None, pin.path) if config.sends_adapters else (pin.path, None)
+    return ServedWeights(model=model, base=nobody, current=pin.version, canary=proof, file=file, adapter=adapter)
+
+
+@dataclass(slots=True)
+class PinnedEvaluations:
+    """Measures what waits, one version after the other. `serve` has all engines of evaluation serve the weights of a
+    pin; `writes` makes calls of the store, on a full disk again and again."""
+
+    run: RunDir
+    config: Callable[[], RunConfig]
+    writes: Callable[[Callable[[ControlStore], bool]], Awaitable[bool]]
+    serve: Callable[[Pin], Awaitable[None]]
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits, or is being measured."""
+        return bool(pins(self.run))
+
+    async def keep_measuring(self) -> None:
+        """Measure for ever."""
+        while True:
+            if waiting := pins(self.run):
+                await self._measure(waiting[0])
+            else:
+                await trio.sleep(_LOOK_S)
+
+    async def _measure(self, pin: Pin) -> None:
+        if await self.writes(partial(_stands, pin)):
+            await self.serve(pin)
+            await self.writes(partial(_schedule, self.config(), pin))
+            await self._until(partial(_measured, pin))
+        shutil.rmtree(pin.folder, ignore_errors=True)
+
+    async def _until(self, look: Callable[[ControlStore], bool]) -> None:
+        while True:
+            if await self.writes(look):
+                return
+            await trio.sleep(_LOOK_S)
+
+
+def _when(pin: Pin) -> str:
+    return f"during@{pin.version.step}"
+
+
+def _stands(pin: Pin, store: Versions) -> bool:
+    """Whether it is a version of the run's lineage: a rollback may have undone it."""
+    version = pin.version.version
+    return store.knows_version(version) and not store.is_undone(version)
+
+
+def _schedule(config: RunConfig, pin: Pin, store: ControlStore) -> bool:
+    """The version first: no episode of these is claimed before workers can tell what the engines serve."""
+    PINNED.set(store, pin.version.version)
+    for one in config.eval.sets_during:
+        n = min(config.eval.n_during, one.n)
+        held_out.schedule(store, config, one, _when(pin), n, step=pin.version.step)
+    return True
+
+
+def _measured(pin: Pin, store: ControlStore) -> bool:
+    """Whether all episodes have ended, of sets that may have been named otherwise when it began. A rollback may undo
+    them amid that."""
+    labels = [purpose for purpose in store.purposes() if purpose.endswith(f":{_when(pin)}")]
+    return all(held_out.finished(store, purpose) for purpose in labels if not purpose.startswith("undone-"))
