@@ -81,7 +81,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         shows("run")
         assert page.locator(".plot svg").count() >= 5
         assert page.locator(".lanes .area").count() == 4 and page.locator(".pipe li").count() == 5
-        page.fill("input[list]", "kl_k3")
+        page.fill("input[list=names]", "kl_k3")
         page.keyboard.press("Enter")
         page.wait_for_selector("h2:has-text('kl_k3')")
 
