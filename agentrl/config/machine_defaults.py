@@ -67,7 +67,7 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
         "train.gradient_checkpointing": parameters > 1_000_000_000,
         "train.lora_rank": 0 if full else _LORA_RANK,
     }
-    if machine.vllm and not config.engine.urls:
+    if machine.vllm and not config.engine.urls and config.engine.kind != "sglang":
         cache_mb = int(_KV_SHARE * machine.gpu_bytes) >> 20
         wanted |= {"engine.kind": "vllm", "engine.dtype": "bfloat16", "engine.kv_cache_mb": cache_mb}
         wanted["rollout.max_running"] = max(256 if large else 128, config.rollout.group_size)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationEr
 
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
-from agentrl.config import algorithms, gpu_placement, shared_engines, vllm_arguments, weight_sync
+from agentrl.config import algorithms, gpu_placement, sglang_arguments, shared_engines, vllm_arguments, weight_sync
 from agentrl.config import cluster as cluster_settings
 from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
@@ -182,19 +182,19 @@ class Rollout(_Section):
 class EngineSettings(_Section):
     """Where tokens are sampled."""
 
-    kind: Literal["embedded", "vllm", "sglang"] = "embedded"  # ours for a CPU, vLLM, or SGLang at `urls`
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"  # ours for a CPU, vLLM, or SGLang
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
     api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
     secret_env: list[str] = Field(default_factory=list)  # variables with secrets that our engines and learner need too
     shared: bool = False  # with other runs, from `agentrl fleet FLEET.toml`: only adapters travel
     untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
     replicas: Count = 1  # engines that the run starts
-    gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
+    gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM or SGLang on each of these: [[0], [1, 2]]
     colocated: bool = False  # engine and learner take turns on one GPU: the engine sleeps while the learner steps
     threads: Count = 1  # of arithmetic, in each engine
     max_batch: Count = 128  # requests that an engine computes at once
     kv_cache_mb: Count = 512  # keys and values of an engine
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: str = "auto"  # how new weights travel: auto, full, delta, adapter, nccl, ipc, or a transport of yours
     weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
@@ -206,6 +206,7 @@ class EngineSettings(_Section):
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
     vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there
+    sglang: dict[str, Any] = Field(default_factory=dict)  # the same of SGLang's
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
@@ -270,15 +271,11 @@ class EngineSettings(_Section):
 
     @model_validator(mode="after")
     def _of_sglang(self) -> Self:
+        if self.sglang and (self.kind != "sglang" or self.urls):
+            hint = "it is for replicas of SGLang that the run starts: leave it out"
+            raise ConfigError("engine.sglang", self.sglang, hint)
         if self.kind != "sglang":
             return self
-        if not self.urls:
-            hint = (
-                "the run attaches to SGLang servers and starts none: start one with `python -m sglang.launch_server "
-                "--model-path MODEL --incremental-streaming-output --enable-metrics`, and give "
-                "engine.urls = ['http://127.0.0.1:30000']"
-            )
-            raise ConfigError("engine.kind", "sglang", hint)
         for name in ("colocated", "shared", "weights_url"):
             if value := getattr(self, name):
                 raise ConfigError(f"engine.{name}", value, "SGLang is not run so here: leave it out, or take 'vllm'")
@@ -289,16 +286,22 @@ class EngineSettings(_Section):
     def _spelled(cls, vllm: dict[str, Any]) -> dict[str, Any]:
         return vllm_arguments.normal(vllm)
 
+    @field_validator("sglang")
+    @classmethod
+    def _spelled_there(cls, sglang: dict[str, Any]) -> dict[str, Any]:
+        return sglang_arguments.normal(sglang)
+
     @model_validator(mode="after")
     def _of_gpus(self) -> Self:
-        if self.vllm and (self.kind == "embedded" or self.urls):
+        if self.vllm and (self.kind != "vllm" or self.urls):
             raise ConfigError("engine.vllm", self.vllm, "it is for replicas of vLLM that the run starts: leave it out")
         for own in self.gpus or [[]] * bool(self.vllm):
             vllm_arguments.split_over(self.vllm, max(1, len(own)))
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:
-            raise ConfigError("engine.gpus", self.gpus, "it is for replicas of vLLM that the run starts: leave it out")
+            hint = "it is for replicas of vLLM that the run starts, or SGLang: leave it out"
+            raise ConfigError("engine.gpus", self.gpus, hint)
         if self.replicas not in (1, len(self.gpus)):
             raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
         if any(len(set(own)) != len(own) for own in self.gpus):

@@ -59,12 +59,18 @@ _SPLITS = (
 def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by vLLM's spelling, with dashes. Raises ConfigError for one that the run decides, and for what is
     no name of an argument."""
+    return spelled(arguments, "engine.vllm", RESERVED, example="max-num-batched-tokens = 8192")
+
+
+def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str], *, example: str) -> dict[str, Any]:
+    """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with what
+    is said of it, and for what is no name of an argument."""
     found = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, value in found.items():
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-            raise ConfigError(f"engine.vllm.{name}", value, "write its long name, as max-num-batched-tokens = 8192")
-        if name in RESERVED:
-            raise ConfigError(f"engine.vllm.{name}", value, RESERVED[name])
+            raise ConfigError(f"{table}.{name}", value, f"write its long name, as {example}")
+        if name in reserved:
+            raise ConfigError(f"{table}.{name}", value, reserved[name])
     return found
 
 

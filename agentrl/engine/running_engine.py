@@ -23,7 +23,7 @@ from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.launch import PARSERS
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.env.tools.parsers import get_format
-from agentrl.errors import ModelError, UsageError
+from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host.janitor import owned_folder
 from agentrl.records import EngineKey
 
@@ -69,6 +69,9 @@ async def running_engine(
         ) as engine:
             yield engine.url, engine.process
         return
+    if settings.kind == "sglang":
+        hint = "a run starts SGLang's servers (agentrl train); else start them and attach: EngineFleet.attach"
+        raise ConfigError("engine.kind", "sglang", hint)
     if door.host is not None and door.port:
         check_free(door.host, door.port)
     async with owned_folder(patience_s=_PATIENCE_S) as owner:

@@ -238,6 +238,8 @@ def _fitted(config: RunConfig) -> RunConfig:
 
 def check_startable(config: RunConfig) -> None:
     """Fail early, in this process: model, environment and reward must be found before anything is started."""
+    from agentrl.engine import server_start
+    from agentrl.engine.sglang import server_launch
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
     for package in _TRAINING:
@@ -248,8 +250,11 @@ def check_startable(config: RunConfig) -> None:
     if config.syncs_memory:
         check_sender(config.transport.backend, untested=config.engine.untested_vllm)
     _check_store(config)
-    if config.engine.gpus:
-        check_gpus([gpu for own in config.engine.gpus for gpu in own])
+    taken, sglang = [gpu for own in config.engine.gpus for gpu in own], config.engine.kind == "sglang"
+    if taken:
+        (server_start.visible if sglang else check_gpus)(taken)
+    if sglang and not config.engine.urls and not config.cluster.on_ray:
+        server_launch.find_build()
     take_order(config)
     renderer_of(config)
     check_arguments(config)

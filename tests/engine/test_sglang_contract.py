@@ -197,7 +197,6 @@ URLS = ["http://127.0.0.1:30000"]
 @pytest.mark.parametrize(
     ("engine", "field"),
     [
-        ({}, "engine.kind"),
         ({"urls": URLS, "sync": "nccl"}, "engine.sync"),
         ({"urls": URLS, "sync": "adapter"}, "engine.sync"),
         ({"urls": URLS, "colocated": True}, "engine.colocated"),

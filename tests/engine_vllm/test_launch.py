@@ -213,7 +213,7 @@ def test_another_version_can_be_allowed_and_is_warned_of(monkeypatch: pytest.Mon
     says = r"here has vLLM 0\.33\.0; agentrl speaks .*: it is tried because engine\.untested_vllm is true"
     with pytest.warns(UserWarning, match=says):
         check_version("0.33.0", "here", untested=True)
-    monkeypatch.setattr(launch, "_installed", lambda _: {"vllm": "0.33.0"})
+    monkeypatch.setattr(launch, "installed", lambda *_: {"vllm": "0.33.0"})
     settings = EngineSettings(kind="vllm", untested_vllm=True)
     with pytest.warns(UserWarning, match="0\\.33\\.0"):
         one = vllm_server(Path("/m"), settings, port=1, plugin_folder=Path("/p"), max_context=64)
@@ -232,7 +232,7 @@ def test_other_versions_are_refused_with_what_to_install(version: str) -> None:
 
 
 def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_installed", lambda _: {})
+    monkeypatch.setattr(launch, "installed", lambda *_: {})
     with pytest.raises(UsageError, match=r"'/no/python' has no vLLM"):
         find_build("/no/python")
     monkeypatch.setenv(launch.PYTHON_VARIABLE, "/other/python")

@@ -1,1 +1,1 @@
-"""SGLang's servers: the dialect that the client speaks to them, and what one must have for training."""
+"""SGLang's servers: started, asked what training needs of them, and the dialect that the client speaks to them."""

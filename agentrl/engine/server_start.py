@@ -1,0 +1,160 @@
+"""What starting other people's engine servers has in common: finding one, its process, the wait for it, its log.
+
+Each kind of server has its own command line beside its dialect: `agentrl.engine.vllm.launch`,
+`agentrl.engine.sglang.server_launch`. Never knows a flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import trio
+
+from agentrl.engine.embedded_process import end_group
+from agentrl.errors import ConfigError, RunFailed
+from agentrl.host import json_log
+
+_POLL_S = 0.1
+_SAY_S = 10.0  # between two lines about a server that is not up yet
+_GRACE_S = 8.0  # between asking a server to end and killing it
+_ASK = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """An interpreter that has a server: its version, and whether it is built for a CPU."""
+
+    python: Path
+    version: str
+    cpu: bool = False
+
+
+@functools.cache
+def installed(python: Path, distributions: Sequence[str]) -> dict[str, str]:
+    """The versions of those of the distributions that an interpreter has; empty if it has none or is none."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK, *distributions], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return cast("dict[str, str]", json.loads(done.stdout))
+
+
+def visible(gpus: Sequence[int]) -> list[str]:
+    """What CUDA calls GPUs that torch counts: where this process sees a few only, it counts those. Raises ConfigError
+    for one that it does not see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return [str(gpu) for gpu in gpus]
+    names = [name.strip() for name in seen.split(",") if name.strip()]
+    if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
+        hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
+        raise ConfigError("engine.gpus", beyond, hint)
+    return [names[gpu] for gpu in gpus]
+
+
+@asynccontextmanager
+async def server_process(
+    python: Path, argv: Sequence[str], env: Mapping[str, str], log: Path
+) -> AsyncGenerator[trio.Process]:
+    """The process of a server for as long as the block runs. Its standard input is its lifeline."""
+    command = [str(python), *argv]
+    with log.open("ab") as output:
+        process = await trio.lowlevel.open_process(
+            json_log.wrapped(command, "engine") if json_log.wanted() else command,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    try:
+        yield process
+    finally:
+        with trio.CancelScope(shield=True):
+            await _end(process)
+
+
+def has_ended(process: trio.Process) -> bool:
+    """Whether a process is over."""
+    return process.poll() is not None
+
+
+async def _end(process: trio.Process) -> None:
+    """Close the lifeline and wait; after a grace kill it, then what is left of its group."""
+    if process.stdin is not None:
+        await process.stdin.aclose()
+    with trio.move_on_after(_GRACE_S):
+        await process.wait()
+    process.kill()
+    await process.wait()
+    await end_group(process.pid)
+
+
+async def wait_for(
+    serves: Callable[[], Awaitable[bool]],
+    *,
+    name: str,
+    model: Path,
+    ended: Callable[[], bool],
+    why: Callable[[], str],
+    log: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Wait, within the caller's deadline, until a server `serves`; `say` gets a line from time to time about what is
+    waited for. Raises RunFailed, with `why`, once `ended` says that its process is gone."""
+    began = said = trio.current_time()
+    while not await serves():
+        if ended():
+            raise RunFailed(f"{name} ended before it was ready: {why()}")
+        if (now := trio.current_time()) - said >= _SAY_S:
+            said = now
+            say(f"{name} imports and loads {model}: {now - began:.0f} s; {_last_line(log)}")
+        await trio.sleep(_POLL_S)
+
+
+def _last_line(log: Path | None) -> str:
+    """What a server wrote last."""
+    if log is None or not log.exists():
+        return "no log is kept"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in _lines(file.read().decode(errors="replace")) if line.strip()]
+    return f"its log says: {lines[-1][:160]}" if lines else "it has written nothing yet"
+
+
+def why_it_ended(log: Path | None, hints: Sequence[tuple[str, str]]) -> str:
+    """The line of a log that says why a server ended, and how to mend that, if one of `hints` (a pattern and the mend)
+    knows it."""
+    if log is None or not log.exists():
+        return "no log was kept"
+    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in _lines(log.read_text(errors="replace"))]
+    for pattern, hint in hints:
+        if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
+            return f"{hit[:300]} ({hint}); see {log}"
+    # The first error is the cause; those after it tell of its consequences.
+    errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
+    return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"
+
+
+def _lines(text: str) -> list[str]:
+    return [json_log.message(line) for line in text.splitlines()]
