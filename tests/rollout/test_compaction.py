@@ -22,20 +22,21 @@ from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conftest import ScriptedEnv, done, going, said
+from .test_partial_turns import Killed, Mortal
 
 NOTES = "It is 7."
 AT = {"max_context": 400, "max_tokens_per_turn": 40}
 REQUEST = "NOTES?"
 
 
-def writing(renderer: Renderer) -> FakeEngine:
+def writing(renderer: Renderer, chunk_tokens: int = 4) -> FakeEngine:
     """Answers the request for notes with NOTES, and everything else with "act"."""
 
     def script(request: GenerateRequest) -> list[int]:
         asked = renderer.decode(request.token_ids).rstrip().endswith(f"{REQUEST}<|im_end|>\n<|im_start|>assistant")
         return [*renderer._encode(NOTES if asked else "act"), *request.sampling.stop_token_ids[:1]]
 
-    return FakeEngine(script, version=1)
+    return FakeEngine(script, version=1, chunk_tokens=chunk_tokens)
 
 
 def by(function: Any) -> dict[str, Any]:
@@ -101,9 +102,6 @@ async def test_killed_between_request_notes_and_going_on_it_does_the_same_again(
     claim, writes, auditor = claim_one(), 0, OutsideAuditor(store.path)
     real = RunStore.journal_turn, RunStore.journal_step
 
-    class Killed(Exception):
-        """As if the process had died here."""
-
     def dying(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             function(*args, **kwargs)
@@ -132,6 +130,27 @@ async def test_killed_between_request_notes_and_going_on_it_does_the_same_again(
     assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
     assert env.actions == ["act"] * 4
     assert auditor.look(ended=True) == [] and auditor.abandoned == 0 and audit(store).ok
+
+
+async def test_killed_in_the_middle_of_its_notes_it_writes_the_rest_of_them(
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies while the notes come, after two of their tokens: none of these is sampled anew."""
+    claim, settings = claim_one(), summary(checkpoint_tokens=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mortal = Mortal(writing(renderer, chunk_tokens=1), store, patch, at=2, number=2)
+        await play(claim, context(ScriptedEnv(ANSWERS), mortal, **settings))
+    store.release_all()
+    (claim,) = [found for found in store.claim("second", 9, lease_s=10) if found.episode_id == claim.episode_id]
+    begun = tuple(renderer._encode(NOTES)[:2])
+    assert claim.partial is not None and claim.partial.token_ids == begun
+    env, engine = ScriptedEnv(ANSWERS), writing(renderer)
+    await play(claim, context(env, engine, **settings))
+    goes_on = engine.requests[0]
+    assert goes_on.sampled == 2 and goes_on.token_ids[-2:] == begun
+    episode = store.trajectory(claim.episode_id)
+    assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
+    assert env.actions == ["act"] * 4 and audit(store).ok
 
 
 async def test_without_it_the_episode_ends_at_its_context(

@@ -32,12 +32,19 @@ class Killed(Exception):
 
 
 class Mortal:
-    """An engine whose caller dies at chunk `at` (from 0) of its first request."""
+    """An engine whose caller dies at chunk `at` (from 0) of its request number `number` (from 0)."""
 
-    def __init__(self, engine: Any, store: RunStore, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    def __init__(
+        self, engine: Any, store: RunStore, monkeypatch: pytest.MonkeyPatch, at: int, *, number: int = 0
+    ) -> None:
         self.engine, self.store, self.patch, self.left, self.received = engine, store, monkeypatch, at, 0
+        self.number = number
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        if self.number:
+            self.number -= 1
+            return await self.engine.generate(request)
+
         def dead(*_: Any, **__: Any) -> None:
             raise Killed
 
