@@ -520,7 +520,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
             memory: self.syncs_memory,
             "engine.colocated shares its GPU by turns: leave it out": engine.colocated,
             "the run starts no engines beside engine.urls: leave them out": bool(engine.urls),
-            "the run starts no SGLang: give engine.kind = 'vllm'": engine.kind == "sglang",
+            "it starts none of SGLang: give engine.kind = 'vllm', or leave it out": engine.kind == "sglang",
             "on Ray it shares the engines of training: give 0": self.cluster.on_ray,
             "engine.weights_url keeps no version for it: leave it out": engine.weights_url is not None,
             "roles with a model of their own, or past selves, have other engines: give 0": bool(
