@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,15 +148,25 @@ class RunProcesses:
     def _replica(self, role: str | None, index: int) -> SupervisedEngine:
         """One of a policy that learns."""
         name = f"engine-{index}" if role is None else f"engine-role-{role}-{index}"
+        return self._engine(name, partial(self._weights, role), self._gpus(index), folder=self.run.path)
+
+    def _engine(
+        self,
+        name: str,
+        weights: Callable[[ReadStore], ServedWeights],
+        gpus: Sequence[int] = (),
+        *,
+        folder: Path | None = None,
+    ) -> SupervisedEngine:
         return SupervisedEngine(
             child=self._child(name, [], self.config.engine.threads),
             port=free_port(),
             socket=self._socket(name),
             scratch=self.run.scratch,
-            folder=self.run.path,
+            folder=folder,
             config=self.config,
-            weights=partial(self.looks, partial(self._weights, role)),
-            gpus=self._gpus(index),
+            weights=partial(self.looks, weights),
+            gpus=gpus,
         )
 
     def _socket(self, name: str) -> Path | None:
@@ -190,14 +200,7 @@ class RunProcesses:
         first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
         for number, policy in enumerate(sorted(self.config.rollout.given_models())):
             weights = ServedWeights(model=given_model_dir(self.config, policy), base=first, current=first)
-            replica = SupervisedEngine(
-                child=self._child(f"engine-given-{number}", [], self.config.engine.threads),
-                port=free_port(),
-                socket=self._socket(f"engine-given-{number}"),
-                scratch=self.run.scratch,
-                config=self.config,
-                weights=partial(self.looks, lambda _, weights=weights: weights),
-            )
+            replica = self._engine(f"engine-given-{number}", lambda _, weights=weights: weights)
             await replica.up()
             self._keep_serving(replica, learns=False)
             self._given[policy] = replica
@@ -205,17 +208,9 @@ class RunProcesses:
     async def _start_evaluating(self) -> None:
         """The engines that measure during training alone: the learner sends them nothing."""
         for index in range(self.config.eval.engines):
-            name = f"engine-eval-{index}"
-            replica = SupervisedEngine(
-                child=self._child(name, [], self.config.engine.threads),
-                port=free_port(),
-                socket=self._socket(name),
-                scratch=self.run.scratch,
-                folder=self.run.path,
-                config=self.config,
-                weights=partial(self.looks, lambda _: pinned.weights_of(self.run, self.config)),
-                gpus=self.config.eval.gpus[index] if self.config.eval.gpus else [],
-            )
+            gpus = self.config.eval.gpus[index] if self.config.eval.gpus else ()
+            name, folder = f"engine-eval-{index}", self.run.path
+            replica = self._engine(name, lambda _: pinned.weights_of(self.run, self.config), gpus, folder=folder)
             await replica.up()
             self._keep_serving(replica, learns=False)
             self._evaluating.append(replica)
