@@ -1,4 +1,4 @@
-"""What somebody asks of a run on its page: `agentrl pause`, `resume` and `set`, from JSON. Knows no HTTP.
+"""What somebody asks of a run on its page: `agentrl pause`, `resume`, `set` and `requeue`, from JSON. Knows no HTTP.
 
 A run under way is steered, no other: settings that a run takes up at its next start may name programs, and belong to
 whoever starts it.
@@ -44,6 +44,15 @@ def change(run: RunDir, said: Any) -> Json:
         if not isinstance(one, str) or len(one) > _CHARS:
             raise UsageError(f"settings has {str(one)[:50]!r}: give a text of {_CHARS} characters at most")
     return {"told": steering.change_under_way(run, cast("list[str]", settings))}
+
+
+def requeue(run: RunDir, said: Any) -> Json:
+    """Play again what failed through no doing of the policy, and what was given up. Raises UsageError for a run that is
+    not under way."""
+    _document(said)
+    if not steering.under_way(run):
+        raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} --failed, before it goes on")
+    return {"told": "; ".join(steering.requeued_lines(run, steering.requeue(run)))}
 
 
 def steered(opened: OpenedRun) -> Json:

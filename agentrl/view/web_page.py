@@ -3,9 +3,9 @@
 The page's own files hold nothing of a run, and go to everybody. Each answer under `/api/` needs the token in the header
 `Authorization`, where no link, no cookie and no script of another origin can put it. `Host` must name this server, so
 that a name which an attacker points here (DNS rebinding) gets nothing. Every request only looks, but for those of
-`_WRITES`: `POST /api/runs/RUN/notes` keeps tags and a note in the run's folder, `pause`, `resume` and `set` steer a run
-under way, unless the page was started without that. They must come from this page itself (`Origin`), and be JSON, which
-a form of another page cannot send.
+`_WRITES`: `POST /api/runs/RUN/notes` keeps tags and a note in the run's folder, `pause`, `resume`, `set` and `requeue`
+steer a run under way, unless the page was started without that. They must come from this page itself (`Origin`), and be
+JSON, which a form of another page cannot send.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ _WRITES: Final[Mapping[str, Callable[[RunDir, Any], Any]]] = {
     "pause": page_steering.pause,
     "resume": page_steering.resume,
     "set": page_steering.change,
+    "requeue": page_steering.requeue,
 }
 _SENT_BYTES = 1 << 17  # at most, by who writes
 _LONGEST_S = 15.0  # that an answer is taken as known

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from agentrl.cli.main import app
-from agentrl.run import live_settings
+from agentrl.run import live_settings, steering
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.run_values import PAUSED, WANTED_SETTINGS
@@ -111,6 +111,20 @@ def test_settings_are_asked_for_and_refused_with_the_reason(run: RunDir, page: T
         assert event in found["marks"]["events"]
 
 
+def test_failures_are_played_again_as_by_the_command(run: RunDir, page: TestClient) -> None:
+    with run.lock():
+        planned = steering.requeued_lines(run, steering.requeue(run, dry_run=True))
+        status, told = ask(page, "requeue", {})
+        assert (status, told) == (200, "; ".join(planned).replace("would play again", "plays again"))
+        assert "plays again: nothing" not in told
+        assert "plays again: nothing" in ask(page, "requeue", {})[1], "each thing once"
+        assert ask(page, "requeue", {"failed": True})[0] == 400
+    assert ask(page, "requeue", {}) == (
+        400,
+        f"{run.path} is not under way: agentrl requeue {run.path} --failed, before it goes on",
+    )
+
+
 def test_a_run_that_is_not_under_way_is_changed_by_who_starts_it(run: RunDir, page: TestClient) -> None:
     """At a start a run takes up programs, too: no page may name them."""
     before = run.config()
@@ -147,7 +161,7 @@ def test_a_page_that_only_looks_keeps_notes_and_steers_nothing(run: RunDir) -> N
     runs = OpenedRuns([run.path.parent])
     page = client(runs, steer=False)
     with run.lock():
-        for what in ("pause", "resume", "set"):
+        for what in ("pause", "resume", "set", "requeue"):
             assert ask(page, what, {})[0] == 405
         assert page.post("/api/runs/made/notes", json={"tags": [], "note": "x"}).status_code == 200
         assert shown(page)["steers"] is False and held(run) == ({}, [])

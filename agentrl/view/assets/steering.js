@@ -1,4 +1,4 @@
-// Steers a run under way, as the commands pause, resume and set do: asks, and shows as text what was answered.
+// Steers a run under way, as the commands pause, resume, set and requeue do: asks, and shows as text what was answered.
 
 import { post } from "./api.js";
 import { chip, fresh, h } from "./dom.js";
@@ -34,6 +34,7 @@ export function steering(id, changed) {
   const pause = button("Pause", "pause", { now: false }, "Turns and a step under way end first");
   const now = button("Pause now", "pause", { now: true }, "Turns stop amid their tokens, which are kept");
   const resume = button("Resume", "resume", {}, "The run goes on");
+  const again = button("Play failures again", "requeue", {}, "What failed through no doing of the policy, and what was given up");
 
   const known = h("datalist", { id: "settings" });
   const key = h("input", { type: "text", list: "settings", placeholder: "train.lr", "aria-label": "Setting", autocomplete: "off", spellcheck: "false", oninput: () => { value.placeholder = key.value in settings ? typed(settings[key.value]) : "1e-6"; } });
@@ -47,7 +48,7 @@ export function steering(id, changed) {
   const state = h("span", {});
   const awaited = h("p", { class: "note" });
   const box = h("details", { class: "card steer", hidden: true }, h("summary", {}, "Steer this run", state),
-    h("div", { class: "row" }, pause, now, resume, h("span", { class: "grow" }), form), awaited, said);
+    h("div", { class: "row" }, pause, now, resume, again, h("span", { class: "grow" }), form), awaited, said);
 
   box.update = (run) => {
     const { paused, wanted, settings: held } = run.steering;
