@@ -66,8 +66,10 @@ def read(id: str, run: RunDir) -> list[Found]:
 
 
 def _wandb(run: RunDir) -> list[Found]:
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # on a busy machine its process still writes what it has taken
     runs: dict[str, Found] = {}
     for file in sorted((run.path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         found = None
