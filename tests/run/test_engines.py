@@ -156,6 +156,7 @@ async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
                 return Going(run, store, started[-1])
 
             yield start  # pyright: ignore[reportReturnType]
+            nursery.cancel_scope.cancel()  # what a run keeps for as long as it goes
 
 
 async def test_an_engine_started_again_takes_the_checkpoint_of_now_and_not_the_one_resumed_from(going: Any) -> None:
@@ -285,4 +286,5 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
                 await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
+                nursery.cancel_scope.cancel()
     assert sorted(started[:2]) == [("engine-0", "1"), ("engine-1", "2,3")] and started[2:] == [("engine-0", None)]
