@@ -109,6 +109,7 @@ class Start:
                 )
                 with pytest.raises(Enough):
                     await one.train()
+                nursery.cancel_scope.cancel()
             return self.said
 
 

@@ -184,7 +184,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
         watch = EngineWatch(url="http://nowhere", config=config, looks=looks, weights=tell, locks=tmp_path)  # type: ignore[arg-type]
         again = Waiting(RunStore.read(far))
         asked: dict[str, Callable[[], Awaitable[object]]] = {
-            "where engines are": partial(worker_process._follow, sight, {None: fleet}, {}, leaves, 0),
+            "where engines are": partial(worker_process._follow, sight, {None: fleet}, None, {}, leaves, 0),
             "an adapter": sight.adapter,
             "whether weights fit": partial(sight.fits, 99),
             "whether to end": partial(supervisor._stop_when_asked, run, looks),

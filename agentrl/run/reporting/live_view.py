@@ -1,9 +1,8 @@
 """The live view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
 
 It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step, of at most $COLUMNS
-columns if that is set. `Warnings` prints
-nothing, and logs what a person must not miss. If no step comes, it says who is waited for: a learner that hangs is seen
-by what it does not take.
+columns if that is set; what went wrong is never cut. `Warnings` prints nothing, and logs what a person must not miss.
+If no step comes, it says who is waited for: a learner that hangs is seen by what it does not take.
 """
 
 from __future__ import annotations
@@ -202,14 +201,15 @@ class LiveView:
             self._print(
                 f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
                 f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
-                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s"
+                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
+                cut=True,
             )
             for line in self._alerts.of_step(v):
                 self._print(line)
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, *, cut: bool = False) -> None:
         drawn = self._live is not None or self.console.is_jupyter
-        self.console.print(line if drawn else one_line(line), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(line if drawn else one_line(line, cut=cut), markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
         config, store = supervisor.config, supervisor.store
@@ -253,11 +253,11 @@ class LiveView:
         table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
 
 
-def one_line(text: str) -> str:
-    """A text as one line without control characters, cut with an ellipsis at $COLUMNS columns if that is set: a pager
-    or a pane of logs that wraps lines hides where one begins. JSON is never cut."""
+def one_line(text: str, *, cut: bool = False) -> str:
+    """A text as one line without control characters; `cut`, with an ellipsis, at $COLUMNS columns if that is set: a
+    pager or a pane of logs that wraps lines hides where one begins. JSON is never cut."""
     columns, line = os.environ.get("COLUMNS", ""), Text(printable(text))
-    if columns.isascii() and columns.isdecimal() and int(columns) and not json_log.wanted():
+    if columns.isascii() and columns.isdecimal() and int(columns) and cut and not json_log.wanted():
         line.truncate(int(columns), overflow="ellipsis")
     return line.plain
 
