@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from agentrl_environments.models.tokenizer import build_tokenizer
 
 VOCABULARY, DIALS = 320, 5
 STEPS, EPISODES = 600, 32
+Conversation = Callable[[random.Random], list[dict[str, str]]]
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
 
 
@@ -58,11 +59,11 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
     return messages
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(conversation: Conversation = conversation, size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Learn the vocabulary from conversations."""
-    render, rng = build_tokenizer([], VOCABULARY), random.Random(0)
+    render, rng = build_tokenizer([], size), random.Random(0)
     texts = [str(render.apply_chat_template(conversation(rng), tokenize=False)) for _ in range(200)]
-    return build_tokenizer(texts, VOCABULARY)
+    return build_tokenizer(texts, size)
 
 
 def encode(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
@@ -86,10 +87,10 @@ def encode(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -
     return ids, written
 
 
-def make_model(tokenizer: Any) -> Qwen3ForCausalLM:
+def make_model(tokenizer: Any, size: int = VOCABULARY) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCABULARY,
+            vocab_size=size,
             hidden_size=64,
             intermediate_size=192,
             num_hidden_layers=2,
@@ -106,7 +107,9 @@ def make_model(tokenizer: Any) -> Qwen3ForCausalLM:
     )
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, conversation: Conversation
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids [B, T], padded on the right, and what was written [B, T], for ever."""
     while True:
         rows = [encode(conversation(rng), tokenizer) for _ in range(EPISODES)]
@@ -117,14 +120,20 @@ def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[
         )
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> None:
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    rng: random.Random,
+    conversation: Conversation = conversation,
+) -> None:
     """Muon on the matrices, AdamW on the rest; the rates fall to zero over the second half."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original")
     adam = torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    for step, (ids_BT, written_BT) in zip(range(steps), batches(tokenizer, rng), strict=False):
+    for step, (ids_BT, written_BT) in zip(range(steps), batches(tokenizer, rng, conversation), strict=False):
         rate = min(1.0, (step + 1) / 50, 2 * (1 - step / steps))
         for optimizer, base in ((muon, MATRIX_RATE), (adam, OTHER_RATE)):
             optimizer.param_groups[0]["lr"] = base * rate
