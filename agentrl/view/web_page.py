@@ -71,6 +71,7 @@ _WRITES: Final[Mapping[str, Callable[[RunDir, Any], Any]]] = {
 }
 _SENT_BYTES = 1 << 17  # at most, by who writes
 _LONGEST_S = 15.0  # that an answer is taken as known
+_SHARE = 0.002  # of a core, for each answer that viewers ask for again and again
 _SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
 _KEPT_ANSWERS, _KEPT_CHARS = 64, 1 << 20
 
@@ -92,8 +93,8 @@ class Visitors(NamedTuple):
 
 
 class _Shared:
-    """Answers that many viewers ask for at once are made once, and are taken as known for `_LOOK_S`, or for ten times
-    what it took to make them: looking must not cost the run, however many look."""
+    """Answers that many viewers ask for at once are made once, and are taken as known for `_LOOK_S`, or for so long
+    that making them takes `_SHARE` of a core: looking must not cost the run, however many look."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -114,7 +115,7 @@ class _Shared:
                 took = self._clock() - began
                 self._kept.pop(key, None)
                 if len(text) <= _KEPT_CHARS:
-                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, 10 * took)), text
+                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took / _SHARE)), text
                 while len(self._kept) > _KEPT_ANSWERS:
                     del self._kept[next(iter(self._kept))]
                 return text
