@@ -28,6 +28,7 @@ import _reading_model
 import torch
 import trio
 import trio.testing
+from _page import write_between
 
 import agentrl
 from agentrl import config
@@ -214,13 +215,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     pyplot.rcParams["svg.hashsalt"] = "agentrl"  # the same file for the same rows
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
     for way, color in zip(WAYS, ("#1f4e79", "#c0792a"), strict=True):
-        for row in found(rows, way):
-            rates = smoothed(row["success"])
-            axes.plot(range(1, len(rates) + 1), rates, color=color, linewidth=1.2, label=way)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        *zip(*{label: (handle, label) for handle, label in zip(handles, labels, strict=True)}.values(), strict=True)
-    )
+        for number, row in enumerate(found(rows, way)):
+            rates, label = smoothed(row["success"]), None if number else way
+            axes.plot(range(1, len(rates) + 1), rates, color=color, linewidth=1.2, label=label)
+    axes.legend()
     axes.set_ylim(0, 1)
     axes.set_xlabel("optimizer step", fontsize=9)
     axes.set_ylabel(f"training success, mean of {WINDOW} steps", fontsize=9)
@@ -231,9 +229,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def publish_page(rows: Sequence[Row], page: Path = PAGE, picture: Path = PLOT) -> None:
     """Write the table into the page, between its marks, and the plot."""
-    before, rest = page.read_text().split(BEGIN)
-    lines = "\n".join(table(rows))
-    page.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
+    write_between(page, BEGIN, END, table(rows))
     plot(rows, picture)
 
 

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _page import write_between
+
 from agentrl import registry
 
 HERE = Path(__file__).resolve().parent
@@ -338,9 +340,7 @@ def plot(rows: Sequence[Row], chosen: Sequence[Configuration], path: Path) -> No
 def publish(rows: Sequence[Row], page: Path = PAGE, picture: Path = PLOT) -> None:
     """Write the table into the page, between its marks, and the plot."""
     every = configurations()
-    before, rest = page.read_text().split(BEGIN)
-    lines = "\n".join(table(rows, every))
-    page.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
+    write_between(page, BEGIN, END, table(rows, every))
     plot(rows, every, picture)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from _page import write_between
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl import config
@@ -232,9 +233,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def publish(rows: Sequence[Row], page: Path = PAGE, picture: Path = PLOT) -> None:
     """Write the tables into the page, between its marks, and the plot."""
-    before, rest = page.read_text().split(BEGIN)
-    lines = "\n".join(table(rows))
-    page.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
+    write_between(page, BEGIN, END, table(rows))
     plot(rows, picture)
 
 
