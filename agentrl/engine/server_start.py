@@ -20,7 +20,7 @@ from typing import cast
 import trio
 
 from agentrl.engine.embedded_process import end_group
-from agentrl.errors import ConfigError, RunFailed
+from agentrl.errors import ConfigError, EngineError, EngineTimeout, RunFailed
 from agentrl.host import json_log
 
 _POLL_S = 0.1
@@ -108,6 +108,19 @@ async def _end(process: trio.Process) -> None:
     process.kill()
     await process.wait()
     await end_group(process.pid)
+
+
+@asynccontextmanager
+async def starting(name: str, *, deadline_s: float, why: Callable[[], str]) -> AsyncGenerator[None]:
+    """Inside, a server is waited for and asked for the first time. Raises RunFailed, with `why`, if it does not serve
+    within the deadline."""
+    try:
+        with trio.fail_after(deadline_s):
+            yield
+    except (trio.TooSlowError, EngineTimeout) as error:
+        raise RunFailed(f"{name} was not ready within {deadline_s:g} s (engine.start_deadline_s): {why()}") from error
+    except EngineError as error:
+        raise RunFailed(f"{name} started but does not serve: {error}; {why()}") from error
 
 
 async def wait_for(

@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import trio
-
 from agentrl.config.vllm_arguments import words
 from agentrl.engine.client import EngineClient
-from agentrl.engine.server_start import Build, installed, visible, wait_for, why_it_ended
+from agentrl.engine.server_start import Build, installed, starting, visible, wait_for, why_it_ended
 from agentrl.engine.sglang import server_facts
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, RunFailed, UsageError
 from agentrl.records import EngineKey
@@ -140,7 +138,7 @@ async def ready(
     client = EngineClient(server.url, kind="sglang", version=version, api_key=server.key)
     stranger = EngineClient(server.url, kind="sglang")
     try:
-        with trio.fail_after(deadline_s):
+        async with starting("SGLang", deadline_s=deadline_s, why=why):
             await wait_for(
                 partial(_serves, client, stranger),
                 name="SGLang",
@@ -152,10 +150,6 @@ async def ready(
             )
             await client.dialect.announce(client, version, deadline_s=10.0)
             await server_facts.require(client, context=server.max_model_len, adapters=bool(server.lora_rank))
-    except (trio.TooSlowError, EngineTimeout) as error:
-        raise RunFailed(f"SGLang was not ready within {deadline_s:g} s (engine.start_deadline_s): {why()}") from error
-    except EngineError as error:
-        raise RunFailed(f"SGLang started but does not serve: {error}; {why()}") from error
     finally:
         await client.aclose()
         await stranger.aclose()

@@ -31,10 +31,19 @@ import agentrl
 from agentrl.config.vllm_arguments import RESERVED, split_over, words
 from agentrl.engine.auth import OPEN
 from agentrl.engine.client import EngineClient
-from agentrl.engine.server_start import Build, has_ended, installed, server_process, visible, wait_for, why_it_ended
+from agentrl.engine.server_start import (
+    Build,
+    has_ended,
+    installed,
+    server_process,
+    starting,
+    visible,
+    wait_for,
+    why_it_ended,
+)
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.engine.weight_sync.weight_sources import everyday
-from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
+from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host import compile_cache
 from agentrl.host.ports import free_port
 from agentrl.protocols import GenerateRequest
@@ -312,26 +321,21 @@ async def ready(
 
     `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time
     runs out."""
+    why = partial(explain, log)
     client = EngineClient(server.url, version=version, api_key=server.key)
     try:
-        with trio.fail_after(deadline_s):
+        async with starting("vLLM", deadline_s=deadline_s, why=why):
             await wait_for(
                 partial(client.proves, server.key, deadline_s=2.0),
                 name="vLLM",
                 model=server.model,
                 ended=ended,
-                why=partial(explain, log),
+                why=why,
                 log=log,
                 say=say,
             )
             await client.dialect.announce(client, version, deadline_s=10.0)
             await _warm_up(client, deadline_s)
-    except (trio.TooSlowError, EngineTimeout) as error:
-        raise RunFailed(
-            f"vLLM was not ready within {deadline_s:g} s (engine.start_deadline_s): {explain(log)}"
-        ) from error
-    except EngineError as error:
-        raise RunFailed(f"vLLM started but does not serve: {error}; {explain(log)}") from error
     finally:
         await client.aclose()
 
