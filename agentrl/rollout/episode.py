@@ -152,8 +152,8 @@ class _Episode:
         self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
-        during = context.pinned is not None and DURING in claim.purpose
-        self._engine = context.pinned if during and context.pinned is not None else context.engine
+        own = context.pinned if DURING in claim.purpose else None
+        self._engine = context.engine if own is None else own
         self._given = {*context.frozen, *context.opponents.roles(claim)}  # roles of policies that do not learn
 
     async def run(self) -> StopCause:
