@@ -72,7 +72,9 @@ class Unread(io.TextIOBase):
                     try:
                         rest = rest[os.write(self._fd, rest) :]
                     except BlockingIOError:  # another program made the terminal so
-                        select.select([], [self._fd], [])
+                        ready = select.poll()  # select() knows no descriptor above 1,023
+                        ready.register(self._fd, select.POLLOUT)
+                        ready.poll()
 
     def _next(self) -> str | None:
         with self._changed:

@@ -26,9 +26,9 @@ psycopg in `databases/postgres`.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,7 @@ class RunStore(
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
             wakes = [] if signal.wakes is None else [signal.wakes]
-            select.select(wakes, [], [], min(signal.pause_s, left_s))
+            connection.wait(wakes, min(signal.pause_s, left_s))
 
     def close(self) -> None:
         """Close this process's handle; no call may follow."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import shutil
 import sqlite3
 import threading
@@ -119,6 +121,20 @@ def test_law_1_a_server_that_fell_comes_back_with_all_that_was_written(store: Ru
         store.begin(one.episode_id, one.fence, START)
         assert reader.counts() == store.counts() != {}
         assert any(signal.changed() for _ in range(10)), "something may have been written while nobody listened"
+
+
+def test_the_wait_for_work_holds_in_a_process_of_thousands_of_descriptors(store: RunStore) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 4096), max(before[1], 4096)))
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):  # select() takes no descriptor above 1,023
+            held.callback(os.close, os.dup(0))
+        with RunStore.read(store.path) as reader:
+            reader.wait_for_work("learner", 5.0)
+            reader.wait_for_work("learner", 0.01)
+            wakes = reader.signal("learner").wakes
+            assert wakes is not None and wakes > 1023
 
 
 def test_while_the_server_is_away_a_write_waits_no_longer_than_for_a_lock(store: RunStore, server: Server) -> None:

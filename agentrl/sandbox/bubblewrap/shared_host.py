@@ -20,13 +20,13 @@ import itertools
 import math
 import os
 import secrets
-import select
 import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Final
 
@@ -62,8 +62,7 @@ class Enclosure:
         maker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             assert maker.stdout
-            ready, _, _ = select.select([maker.stdout], [], [], _START_S)
-            if not ready or maker.stdout.readline() != b"ready\n":
+            if not connection.wait([maker.stdout.fileno()], _START_S) or maker.stdout.readline() != b"ready\n":
                 maker.kill()
                 _, words = maker.communicate()
                 raise OSError(words.decode(errors="replace").strip() or "no namespace of one's own")
