@@ -25,6 +25,7 @@ from pathlib import Path
 
 from view import cpu_s, page, viewers
 
+from agentrl.errors import UsageError
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
@@ -48,13 +49,20 @@ def running(folder: Path) -> Generator[tuple[RunDir, int]]:
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + _BEGINS_S
-            while not run.store_path.exists() or _counts(run)[1] < 2:
+            while not _begun(run):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"the run has not begun within {_BEGINS_S:.0f} s")
                 time.sleep(1.0)
             yield run, process.pid
         finally:
             process.terminate()
+
+
+def _begun(run: RunDir) -> bool:
+    try:
+        return run.store_path.exists() and _counts(run)[1] >= 2
+    except UsageError:  # its store is being made
+        return False
 
 
 def _counts(run: RunDir) -> tuple[int, int]:

@@ -31,6 +31,7 @@ def served(places: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, st
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=3,
         limit_concurrency=256,
         ws="none",

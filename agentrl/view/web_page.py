@@ -10,7 +10,6 @@ JSON, which a form of another page cannot send.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -44,14 +43,14 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS: Final = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
-}
+_HEADERS: Final = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -73,7 +72,7 @@ _SENT_BYTES = 1 << 17  # at most, by who writes
 _LONGEST_S = 15.0  # that an answer is taken as known
 _SHARE = 0.002  # of a core, for each answer that viewers ask for again and again
 _SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
-_KEPT_ANSWERS, _KEPT_CHARS = 64, 1 << 20
+_KEPT_ANSWERS, _KEPT_BYTES = 64, 1 << 20
 
 Query = Mapping[str, str]
 
@@ -98,27 +97,30 @@ class _Shared:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[object, tuple[float, str]] = {}  # until when, and the answer
+        self._kept: dict[object, tuple[float, bytes]] = {}  # until when, and the answer
         self._locks: dict[object, anyio.Lock] = {}
 
-    async def __call__(self, key: object, make: Callable[[], Any]) -> str:
+    def known(self, key: object) -> bytes | None:
+        """The answer, if it is taken as known."""
+        until, answer = self._kept.get(key, (0.0, None))
+        return answer if self._clock() < until else None
+
+    async def __call__(self, key: object, make: Callable[[], Any]) -> bytes:
         """The answer of `make`, which runs in a thread, as JSON."""
         lock = self._locks.setdefault(key, anyio.Lock())
         try:
             async with lock:
-                known = self._kept.get(key)
-                if known is not None and self._clock() < known[0]:
-                    return known[1]
+                if (known := self.known(key)) is not None:
+                    return known
                 began = self._clock()
-                # ASCII, since a text of a policy may hold what UTF-8 cannot
-                text = await to_thread.run_sync(lambda: json.dumps(make(), allow_nan=False))
+                answer = await to_thread.run_sync(lambda: _encoded(make()))
                 took = self._clock() - began
                 self._kept.pop(key, None)
-                if len(text) <= _KEPT_CHARS:
-                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took / _SHARE)), text
+                if len(answer) <= _KEPT_BYTES:
+                    self._kept[key] = self._clock() + max(_LOOK_S, min(_LONGEST_S, took / _SHARE)), answer
                 while len(self._kept) > _KEPT_ANSWERS:
                     del self._kept[next(iter(self._kept))]
-                return text
+                return answer
         finally:
             if not lock.locked():  # nobody waited for it
                 self._locks.pop(key, None)
@@ -171,14 +173,16 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/events", partial(_events, runs, shared)),
         ]
     )
-    return _Guard(app, visitors)
+    return _Guard(app, visitors, shared)
 
 
 class _Guard:
-    """Lets requests through that may ask, and gives every answer the headers."""
+    """Lets requests through that may ask, and gives every answer the headers. Viewers ask again and again: an answer
+    that is known goes out from here, past all that finds out which one is meant."""
 
-    def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
-        self._app, self._visitors = app, visitors
+    def __init__(self, app: ASGIApp, visitors: Visitors, shared: _Shared) -> None:
+        self._app, self._visitors, self._shared = app, visitors, shared
+        self._right = f"Bearer {visitors.token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -186,12 +190,17 @@ class _Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message["headers"] = [*message.get("headers", ()), *named]
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
             await send(message)
 
         refusal = self._refusal(scope)
-        await (refusal or self._app)(scope, receive, with_headers)
+        known = self._shared.known(_asked(scope)) if refusal is None and scope["method"] == "GET" else None
+        if known is None:
+            await (refusal or self._app)(scope, receive, with_headers)
+            return
+        told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(known))]
+        await with_headers({"type": "http.response.start", "status": 200, "headers": told})
+        await send({"type": "http.response.body", "body": known})
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -203,7 +212,7 @@ class _Guard:
         elif scope["method"] not in ("GET", "HEAD"):
             return _problem(405, "this page only looks")
         shown = headers.get(b"authorization", b"")
-        if scope["path"].startswith("/api/") and not _same(shown, f"Bearer {self._visitors.token}".encode()):
+        if scope["path"].startswith("/api/") and not hmac.compare_digest(shown, self._right):
             return _problem(401, "open the address that the command printed: it ends in the token")
         return None
 
@@ -231,8 +240,9 @@ def _from_here(headers: Mapping[bytes, bytes]) -> bool:
     return ours and asked_by == b"same-origin" and headers.get(b"content-type", b"") == b"application/json"
 
 
-def _same(shown: bytes, right: bytes) -> bool:
-    return hmac.compare_digest(hashlib.sha256(shown).digest(), hashlib.sha256(right).digest())
+def _asked(scope: Scope) -> tuple[str, bytes]:
+    """What a request asks for: two with the same get the same answer."""
+    return scope["path"], scope["query_string"]
 
 
 async def _answered(
@@ -240,7 +250,7 @@ async def _answered(
 ) -> Response:
     """What a call answers, made in a thread; its errors as an answer of one line."""
     try:
-        return _sent(await shared((request.url.path, request.url.query), lambda: answer(runs, request)))
+        return _sent(await shared(_asked(request.scope), lambda: answer(runs, request)))
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
     except UsageError as error:
@@ -321,7 +331,7 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
     finally:
         opened.look_anew()
         shared.forget()
-    return _sent(json.dumps(done))
+    return _sent(_encoded(done))
 
 
 async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
@@ -340,10 +350,10 @@ async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncI
         try:
             now = await shared(("news", opened.id), lambda: run_answers.fingerprint(opened))
         except (AgentRLError, OSError) as error:
-            now = json.dumps([str(error)])
+            now = _encoded([str(error)])
         if now != last:
             last, quiet = now, 0
-            yield f"event: change\ndata: {now}\n\n"
+            yield f"event: change\ndata: {now.decode()}\n\n"
         elif (quiet := quiet + 1) == _SETTLED_LOOKS:
             yield "event: change\ndata: again\n\n"
         elif quiet % _QUIET_LOOKS == 0:
@@ -351,9 +361,14 @@ async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncI
         await anyio.sleep(_LOOK_S)
 
 
-def _sent(text: str, status: int = 200) -> Response:
-    return Response(text, status_code=status, media_type="application/json")
+def _encoded(document: Any) -> bytes:
+    """As JSON in ASCII, since a text of a policy may hold what UTF-8 cannot."""
+    return json.dumps(document, allow_nan=False).encode("ascii")
+
+
+def _sent(answer: bytes, status: int = 200) -> Response:
+    return Response(answer, status_code=status, media_type="application/json")
 
 
 def _problem(status: int, text: str) -> Response:
-    return _sent(json.dumps({"error": text}), status)
+    return _sent(_encoded({"error": text}), status)

@@ -320,16 +320,16 @@ def test_ten_viewers_are_answered_once(runs: OpenedRuns, monkeypatch: pytest.Mon
         now += 0.3
         return "x" * len(asked)
 
-    async def look() -> list[str]:
+    async def look() -> list[bytes]:
         return list(await asyncio.gather(*(shared("key", slow) for _ in range(10))))
 
-    assert asyncio.run(look()) == ['"x"'] * 10 and asked == [100.0]
+    assert asyncio.run(look()) == [b'"x"'] * 10 and asked == [100.0]
     now += 14.9
-    assert asyncio.run(look()) == ['"x"'] * 10, "it took 0.3 s: nobody asks again for as long as an answer is kept"
+    assert asyncio.run(look()) == [b'"x"'] * 10, "it took 0.3 s: nobody asks again for as long as an answer is kept"
     now += 0.2
-    assert asyncio.run(look()) == ['"xx"'] * 10 and len(asked) == 2
+    assert asyncio.run(look()) == [b'"xx"'] * 10 and len(asked) == 2
     shared.forget()
-    assert asyncio.run(look()) == ['"xxx"'] * 10
+    assert asyncio.run(look()) == [b'"xxx"'] * 10
 
     def quick() -> str:
         nonlocal now
@@ -349,8 +349,31 @@ def test_ten_viewers_are_answered_once(runs: OpenedRuns, monkeypatch: pytest.Mon
     for _ in range(2):
         with pytest.raises(UsageError):
             asyncio.run(shared("other", fails))
-    assert asyncio.run(shared("other", lambda: 1)) == "1", "a failure is not kept"
+    assert asyncio.run(shared("other", lambda: 1)) == b"1", "a failure is not kept"
     assert not shared._locks, "each question that was ever asked would leave one"
+
+
+def test_what_is_known_goes_out_past_the_routes_to_those_who_may_ask(
+    page: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "_LOOK_S", 60.0)
+    names = "/api/runs/made/metrics?names=loss"
+    first = page.get(names)
+
+    def no_route(*_: Any) -> Any:
+        raise AssertionError("a route was asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(web_page, "_sent", no_route)
+        again = page.get(names)
+        assert (again.content, dict(again.headers)) == (first.content, dict(first.headers))
+        with pytest.raises(AssertionError, match="a route was asked"):
+            page.get("/api/runs/made/metrics?names=entropy")
+    refused = [{"authorization": "Bearer of another"}, {"authorization": ""}, {"host": "evil.example"}]
+    assert [page.get(names, headers=headers).status_code for headers in refused] == [401, 401, 421]
+    assert page.post(names).status_code == 405
+    head = page.head(names)
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(first.content)))
 
 
 def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:
