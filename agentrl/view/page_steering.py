@@ -47,12 +47,18 @@ def change(run: RunDir, said: Any) -> Json:
 
 
 def requeue(run: RunDir, said: Any) -> Json:
-    """Play again what failed through no doing of the policy, and what was given up. Raises UsageError for a run that is
-    not under way."""
-    _document(said)
+    """Play again what failed through no doing of the policy, and what was given up, in all groups or in one `group`.
+    Raises UsageError as `steering.requeue`, and for a run that is not under way."""
+    one = isinstance(said, dict) and "group" in said
+    document, groups, what = _document(said, *["group"] * one), None, "--failed"
+    if one:
+        group = document["group"]
+        if not isinstance(group, int) or isinstance(group, bool) or not 0 < group < 1 << 63:
+            raise UsageError(f"group = {str(group)[:50]!r}: give the number of a group")
+        groups, what = [group], f"--group {group}"
     if not steering.under_way(run):
-        raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} --failed, before it goes on")
-    return {"told": "; ".join(steering.requeued_lines(run, steering.requeue(run)))}
+        raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} {what}, before it goes on")
+    return {"told": "; ".join(steering.requeued_lines(run, steering.requeue(run, groups)))}
 
 
 def steered(opened: OpenedRun) -> Json:

@@ -128,6 +128,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         page.click("a:has-text('Group 1')")
         shows("group")
         assert page.locator(".member").count() == 2
+        assert page.locator("button:has-text('again')").is_hidden(), "nobody plays what this run lost"
         page.click("a:has-text('taken by step 1')")
         shows("step")
         page.keyboard.press("t")

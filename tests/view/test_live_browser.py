@@ -106,6 +106,13 @@ def test_a_run_of_another_process_comes_by_itself_and_is_steered(
         assert page.evaluate("window.hacked === undefined && window.same") and steering(run) == ({}, [])
         assert page.locator("main img").count() == 0
         assert asked["made"] >= 2 and asked["events"] == 1, "news come over one request"
+
+        page.evaluate("location.hash = '#/run/made/group/2'")
+        page.wait_for_selector(".page-group .member:has-text('env failed')")
+        page.click("button:has-text('Play its failures again')")
+        page.wait_for_selector(".told.done:has-text('plays again: 1 failed episode(s) of open groups')")
+        page.wait_for_selector(".page-group .member:has-text('running')")
+        assert page.locator(".page-group .member:has-text('env failed')").count() == 0
     assert wrong == ["error: Failed to load resource: the server responded with a status of 400 (Bad Request)"]
 
 

@@ -125,6 +125,25 @@ def test_failures_are_played_again_as_by_the_command(run: RunDir, page: TestClie
     )
 
 
+def test_failures_of_one_group_are_played_again_as_by_the_command(run: RunDir, page: TestClient) -> None:
+    with run.lock():
+        for group, planned in ((1, "plays again: nothing"), (2, "plays again: 1 failed episode(s) of open groups")):
+            would = "; ".join(steering.requeued_lines(run, steering.requeue(run, [group], dry_run=True), dry_run=True))
+            status, told = ask(page, "requeue", {"group": group})
+            assert (status, told) == (200, would.replace("would play again", "plays again")) and planned in told
+        assert page.get("/api/runs/made/groups/2").json()["members"][0]["stop_reason"] is None, "it waits again"
+        status, told = ask(page, "requeue", {"group": 99})
+        assert (status, f"no group 99 in {run.store_path}" in told) == (400, True)
+        for bad in ("2", 2.0, True, None, [2], 0, -1, 1 << 63, "x" * 999):
+            status, told = ask(page, "requeue", {"group": bad})
+            assert (status, told) == (400, f"group = {str(bad)[:50]!r}: give the number of a group")
+        assert ask(page, "requeue", {"group": 2, "failed": True})[0] == 400
+    assert ask(page, "requeue", {"group": 2}) == (
+        400,
+        f"{run.path} is not under way: agentrl requeue {run.path} --group 2, before it goes on",
+    )
+
+
 def test_a_run_that_is_not_under_way_is_changed_by_who_starts_it(run: RunDir, page: TestClient) -> None:
     """At a start a run takes up programs, too: no page may name them."""
     before = run.config()
@@ -163,6 +182,7 @@ def test_a_page_that_only_looks_keeps_notes_and_steers_nothing(run: RunDir) -> N
     with run.lock():
         for what in ("pause", "resume", "set", "requeue"):
             assert ask(page, what, {})[0] == 405
+        assert ask(page, "requeue", {"group": 2})[0] == 405
         assert page.post("/api/runs/made/notes", json={"tags": [], "note": "x"}).status_code == 200
         assert shown(page)["steers"] is False and held(run) == ({}, [])
     runs.close()

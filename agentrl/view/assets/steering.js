@@ -6,14 +6,14 @@ import { chip, fresh, h } from "./dom.js";
 // A value as somebody types it.
 const typed = (value) => (value === null ? "off" : typeof value === "string" ? value : JSON.stringify(value));
 
-export function steering(id, changed) {
-  let asking = false;
-  let settings = {};
+// Buttons that ask for a change, and the answer to the last one.
+function asking(id, changed) {
+  let busy = false;
   const said = h("p", { class: "told", role: "status" });
 
   async function ask(what, document) {
-    if (asking) return false;
-    asking = true;
+    if (busy) return false;
+    busy = true;
     said.className = "told note";
     said.textContent = "Asked…";
     try {
@@ -25,16 +25,33 @@ export function steering(id, changed) {
       said.className = "told refused";
       return false;
     } finally {
-      asking = false;
+      busy = false;
       await changed().catch(() => {}); // the next news ask again
     }
   }
 
   const button = (text, what, document, hint) => h("button", { type: "button", class: "button", title: hint, onclick: () => ask(what, document) }, text);
+  return { ask, button, said };
+}
+
+const AGAIN = "What failed through no doing of the policy, and what was given up";
+const steers = (run) => run.steers && run.live;
+
+// For the page of a group: what failed in it is played again.
+export function playAgain(id, group, changed) {
+  const { button, said } = asking(id, changed);
+  const box = h("div", { class: "card steer", hidden: true }, button("Play its failures again", "requeue", { group: Number(group) }, AGAIN), said);
+  box.update = (run) => { box.hidden = !steers(run); };
+  return box;
+}
+
+export function steering(id, changed) {
+  const { ask, button, said } = asking(id, changed);
+  let settings = {};
   const pause = button("Pause", "pause", { now: false }, "Turns and a step under way end first");
   const now = button("Pause now", "pause", { now: true }, "Turns stop amid their tokens, which are kept");
   const resume = button("Resume", "resume", {}, "The run goes on");
-  const again = button("Play failures again", "requeue", {}, "What failed through no doing of the policy, and what was given up");
+  const again = button("Play failures again", "requeue", {}, AGAIN);
 
   const known = h("datalist", { id: "settings" });
   const key = h("input", { type: "text", list: "settings", placeholder: "train.lr", "aria-label": "Setting", autocomplete: "off", spellcheck: "false", oninput: () => { value.placeholder = key.value in settings ? typed(settings[key.value]) : "1e-6"; } });
@@ -52,7 +69,7 @@ export function steering(id, changed) {
 
   box.update = (run) => {
     const { paused, wanted, settings: held } = run.steering;
-    box.hidden = !(run.steers && run.live);
+    box.hidden = !steers(run);
     pause.hidden = Boolean(paused);
     now.hidden = Boolean(paused?.now);
     resume.hidden = !paused;
