@@ -127,8 +127,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         page.wait_for_selector("#turn-0.linked")
         page.click("a:has-text('Group 1')")
         shows("group")
-        assert page.locator(".member").count() == 2
-        assert page.locator("button:has-text('again')").is_hidden(), "nobody plays what this run lost"
+        assert page.locator(".member").count() == 2 and page.locator("text=Play its failures again").is_hidden()
         page.click("a:has-text('taken by step 1')")
         shows("step")
         page.keyboard.press("t")
@@ -209,6 +208,16 @@ def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> N
         page.click(".run a[href='#/run/made']")
         page.wait_for_selector(".page-run .plot svg")
         page.wait_for_selector("p:has-text('Nothing is wrong')")
+        assert page.locator(".legend:has-text('tasks') >> text=95% interval").count() == 1
+        (ends,) = page.locator("line.whisker").evaluate_all(
+            "all => all.map((one) => one.y2.baseVal.value - one.y1.baseVal.value)"
+        )
+        # Wilson's interval of one success in one task reaches from 1 / (1 + 1.96²) to 1; the axis is 146 px high
+        assert abs(ends) == pytest.approx(146 * 1.96**2 / (1 + 1.96**2), abs=0.1)
+        page.goto(f"{page.url.partition('#')[0]}#/compare?runs=made")
+        page.wait_for_selector(".plot:has-text('Held-out success') .legend:has-text('95% interval')")
+        page.go_back()
+        page.wait_for_selector(".page-run .plot svg")
         page.keyboard.press("e")
         page.fill("input[aria-label='Search texts']", "onerror=")
         page.keyboard.press("Enter")

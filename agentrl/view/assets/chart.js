@@ -1,6 +1,6 @@
 // Curves and bars in SVG, drawn anew at the width they have. Colours are classes; a text is a text node.
 
-import { h, number, s } from "./dom.js";
+import { fresh, h, number, s } from "./dom.js";
 
 const PAD = { left: 50, right: 12, top: 10, bottom: 34 };
 const DOTS = 48; // points up to which each is a dot
@@ -25,7 +25,7 @@ const tick = (value) => {
 const known = (values) => values.filter((value) => value !== null && value !== undefined);
 
 function bounds(series, fixed) {
-  const values = series.flatMap((one) => known(one.y));
+  const values = series.flatMap((one) => known([...one.y, ...(one.low ?? []), ...(one.high ?? [])]));
   let low = fixed?.[0] ?? Math.min(...values);
   let high = fixed?.[1] ?? Math.max(...values);
   if (!values.length) return [0, 1];
@@ -59,8 +59,26 @@ function curve(xs, ys, at) {
   return text;
 }
 
+// The area between two curves.
+function area(xs, lows, highs, at) {
+  const there = xs.map((_, k) => k).filter((k) => known([lows[k], highs[k]]).length === 2);
+  const back = there.toReversed();
+  return curve([...there, ...back].map((k) => xs[k]), [...there.map((k) => highs[k]), ...back.map((k) => lows[k])], at);
+}
+
+// The curves of a held-out set by its points: success, and pass@k for the most episodes of a task, with their intervals.
+export function heldOut(set, points) {
+  const most = Math.max(1, ...points.flatMap((one) => Object.keys(one.pass_at).map(Number)));
+  const of = (name, k, value) => ({
+    name, dots: true, x: points.map((one) => one.step), y: points.map((one) => value(one) ?? null),
+    low: points.map((one) => one.pass_at[k]?.low ?? null), high: points.map((one) => one.pass_at[k]?.high ?? null),
+  });
+  return [of(set, 1, (one) => one.success), ...(most > 1 ? [of(`${set}, pass@${most}`, most, (one) => one.pass_at[most]?.value)] : [])];
+}
+
 // Lines by optimizer step. `options`: label (of the numbers), fixed ([low, high]), marks ([{step, kind, text}], checkpoints and weights as ticks at the axis),
-// pick (called with a step), smooth (0 to 1), height. Series: {name, x, y, tone (0 to 7), dots}.
+// pick (called with a step), smooth (0 to 1), height. Series: {name, x, y, tone (0 to 7), dots, low and high (the ends of
+// y's interval)}.
 export function lineChart(options) {
   const box = h("div", { class: "chart", tabindex: "0", role: "img" });
   const tip = h("div", { class: "tip", hidden: true });
@@ -101,6 +119,12 @@ export function lineChart(options) {
       s("text", { class: "label", x: width - PAD.right, y: height - 4, "text-anchor": "end" }, options.across ?? "optimizer step"),
       s("text", { class: "label", x: 0, y: height - 4 }, options.label ?? ""),
     );
+    for (const one of drawn.filter(({ low: ends }) => ends)) {
+      svg.append(s("path", { class: `band tone${one.tone ?? 0}`, d: area(one.x, one.low, one.high, (a, b) => [px(a), py(b)]) }));
+      one.x.forEach((x, k) => {
+        if (known([one.low[k], one.high[k]]).length === 2) svg.append(s("line", { class: `whisker tone${one.tone ?? 0}`, x1: px(x), x2: px(x), y1: py(one.low[k]), y2: py(one.high[k]) }));
+      });
+    }
     for (const one of drawn) {
       const few = one.dots || known(one.y).length <= DOTS;
       const smooth = few && one.dots ? 0 : options.smooth ?? 0;
@@ -139,7 +163,7 @@ export function lineChart(options) {
       line.setAttribute("visibility", "visible");
       const rows = drawn.map((one) => {
         const at = one.x.indexOf(x);
-        return at < 0 || one.y[at] === null ? null : h("div", {}, h("i", { class: `key tone${one.tone ?? 0}` }), `${one.name} `, h("b", {}, number(one.y[at])));
+        return at < 0 || one.y[at] === null ? null : h("div", {}, h("i", { class: `key tone${one.tone ?? 0}` }), `${one.name} `, h("b", {}, number(one.y[at])), known([one.low?.[at]]).length ? ` (${number(one.low[at])} to ${number(one.high[at])})` : null);
       });
       const here = marks.filter((mark) => mark.step === x).slice(0, 3).map((mark) => h("div", { class: "told" }, `${SIGNS[mark.kind] ?? ""} ${mark.text}`));
       tip.replaceChildren(h("div", { class: "at" }, `step ${number(x)}`), ...rows.filter(Boolean), ...here);
@@ -174,7 +198,8 @@ export function lineChart(options) {
     series = given;
     marks = news ?? marks;
     const named = given.length > 1 || options.named ? given : [];
-    legend.replaceChildren(...named.map((one) => h("span", {}, h("i", { class: `key tone${one.tone ?? 0}` }), one.name)));
+    const banded = given.some((one) => known(one.low ?? []).length);
+    fresh(legend, named.map((one) => h("span", {}, h("i", { class: `key tone${one.tone ?? 0}` }), one.name)), banded ? h("span", {}, h("i", { class: "key band" }), "95% interval") : null);
     draw();
   };
   whole.set = (changes) => { Object.assign(options, changes); draw(); };

@@ -1,7 +1,7 @@
 // Up to eight runs over one another: curves, how they ended, what their configurations do not share.
 
 import { get } from "./api.js";
-import { lineChart } from "./chart.js";
+import { heldOut, lineChart } from "./chart.js";
 import { card, fresh, h, link, notesLine, number, path, percent, stateChip } from "./dom.js";
 
 export const name = "compare";
@@ -36,8 +36,7 @@ export async function show({ root, query, signal }) {
     charts.forEach((chart, k) => {
       chart.update(runs.map((run, tone) => {
         if (k < CURVES.length) return { name: run.id, tone, x: curves[tone].step, y: curves[tone].values[CURVES[k][0]] };
-        const points = Object.values(run.evaluations)[0] ?? [];
-        return { name: run.id, tone, dots: true, x: points.map((one) => one.step), y: points.map((one) => one.success) };
+        return { ...heldOut(run.id, Object.values(run.evaluations)[0] ?? [])[0], tone };
       }));
     });
     const head = (...cells) => h("tr", {}, cells.map((cell, k) => h("th", { class: k > 1 ? "num" : "" }, cell)));

@@ -1,7 +1,7 @@
 // One run: how far it is, how well it does, why; every number that it measured.
 
 import { get, post, writes } from "./api.js";
-import { bars, lineChart } from "./chart.js";
+import { bars, heldOut, lineChart } from "./chart.js";
 import { ago, card, duration, fresh, h, link, notesLine, number, path, percent, signed, stateChip } from "./dom.js";
 import { runLanes } from "./lanes.js";
 import { steering } from "./steering.js";
@@ -177,7 +177,8 @@ export async function show({ root, id, query, signal }) {
     charts.forEach((chart, k) => {
       const series = curves[k].map(line);
       if (CURVES[k][0] === "Success") {
-        Object.entries(run.evaluations).forEach(([set, points], at) => series.push({ name: set, tone: at + 1, dots: true, x: points.map((one) => one.step), y: points.map((one) => one.success) }));
+        const sets = Object.entries(run.evaluations).flatMap(([set, points]) => heldOut(set, points));
+        sets.forEach((one, at) => series.push({ ...one, tone: (at % 7) + 1 }));
       }
       chart.update(series, marks);
     });
