@@ -31,6 +31,7 @@ _COLUMNS: Final[dict[EpisodeOrder, str]] = {
     "step": "e.taken_step",
     "ended": "e.ended_s",
 }
+_ALWAYS: Final = ("episode", "group", "turns", "tokens")  # orders by what every episode has
 _FROM = " FROM episodes e JOIN groups g ON g.id = e.group_id"
 _CHUNK = 500  # episodes whose texts are searched in one statement
 _SOME_TURNS = 2000  # whose roles stand for those of all
@@ -126,22 +127,23 @@ class EpisodeSearch(StorePart):
         limit: int = 100,
     ) -> list[EpisodeRow]:
         """At most `limit` episodes that a filter lets through, in an order; those without a value come last."""
-        where, parameters = _where(wanted)
+        found, parameters = _found(wanted)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
+        # the newest are found without a look at all others, unless an expression hides that ids are in order
+        last = "" if by in _ALWAYS else f"{column} IS NULL, "
         with self._db.read():
             ids = self._db.rows(
-                f"SELECT e.id{_FROM} WHERE {where} ORDER BY {column} IS NULL, {column} {way}, e.id {way}"
-                " LIMIT ? OFFSET ?",
+                f"SELECT e.id{found} ORDER BY {last}{column} {way}, e.id {way} LIMIT ? OFFSET ?",
                 (*parameters, limit, offset),
             )
-            found = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
-        return [found[id] for (id,) in ids]
+            rows = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
+        return [rows[id] for (id,) in ids]
 
     def outcomes(self, wanted: EpisodeFilter) -> dict[float | None, int]:
         """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
-        where, parameters = _where(wanted)
+        found, parameters = _found(wanted)
         with self._db.read():
-            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){_FROM} WHERE {where} GROUP BY e.outcome", parameters)
+            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){found} GROUP BY e.outcome", parameters)
         return dict(rows)
 
     def search_texts(
@@ -242,11 +244,12 @@ class EpisodeSearch(StorePart):
         return (id for (id,) in rows)
 
 
-def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
-    """A filter in SQL, with its parameters."""
+def _found(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
+    """FROM and WHERE of a filter, with their parameters. Groups are looked up only if they are asked for something."""
     conditions, parameters = ["TRUE"], list[str | int | float]()
     compared: dict[str, str | int | float | None] = {
-        "g.purpose = ?": wanted.purpose,
+        "e.evaluation = ?": 0 if wanted.purpose == TRAIN else None,
+        "g.purpose = ?": None if wanted.purpose == TRAIN else wanted.purpose,
         "g.task LIKE ? ESCAPE '!'": None if wanted.env is None else _task_of(wanted.env),
         "e.group_id = ?": wanted.group,
         "e.taken_step = ?": wanted.step,
@@ -279,7 +282,8 @@ def _where(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
         among, ids = _among(wanted.ids)
         conditions.append(among)
         parameters += ids
-    return " AND ".join(conditions), parameters
+    where = " AND ".join(conditions)
+    return f"{_FROM if 'g.' in where else ' FROM episodes e'} WHERE {where}", parameters
 
 
 def _among(ids: list[int] | tuple[int, ...]) -> tuple[str, list[int]]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.play import START, turn
+from store.play import START, serve, turn
 
-from agentrl.store import RunStore
+from agentrl.records import Task
+from agentrl.store import EpisodeFilter, RunStore
 from agentrl.view import episode_answers
 from agentrl.view.file_edits import edits_of
 from agentrl.view.lanes import lanes
@@ -79,6 +80,28 @@ def test_an_episode_keeps_its_lengths_and_versions_when_its_tokens_are_gone(open
     for answer in (before, after):
         assert [turn["n_tokens"] for turn in answer["turns"]] == [3, 3]
         assert [member["tokens"] for member in answer["siblings"]] == [3, 6]
+
+
+def test_a_list_of_the_newest_looks_at_no_others(tmp_path: Path) -> None:
+    def work(episodes: int) -> int:
+        """The instructions of SQLite, by the hundred."""
+        done = 0
+
+        def count() -> int:
+            nonlocal done
+            done += 1
+            return 0
+
+        with RunStore.create(tmp_path / f"{episodes}.sqlite", "{}") as store:
+            serve(store, 0)
+            tasks = [Task(index=0, env="e", seed=seed) for seed in range(episodes)]
+            store.add_groups(tasks, size=1, purpose="train")
+            store._db._connection.set_progress_handler(count, 100)  # pyright: ignore
+            rows = store.find_episodes(EpisodeFilter(), descending=True, limit=5)
+        assert [row.id for row in rows] == list(range(episodes, episodes - 5, -1))
+        return done
+
+    assert work(400) <= work(40) + 2
 
 
 def test_what_a_step_did_to_each_token_is_read_from_its_dump(opened: OpenedRun) -> None:
