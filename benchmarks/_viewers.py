@@ -12,6 +12,7 @@ _ASKED = ("", "/metrics?names=loss,kl_k3,entropy,lag_mean", "/lanes", "/health")
 
 
 async def _look(client: httpx.AsyncClient, run: str, begun: anyio.Semaphore) -> None:
+    known = dict[str, float]()  # until when an answer would be the same
     async with client.stream("GET", f"/api/runs/{run}/events") as news:
         begun.release()
         async for line in news.aiter_lines():
@@ -19,7 +20,10 @@ async def _look(client: httpx.AsyncClient, run: str, begun: anyio.Semaphore) -> 
                 continue
             began = time.perf_counter()
             for path in _ASKED:
-                (await client.get(f"/api/runs/{run}{path}")).raise_for_status()
+                if time.perf_counter() >= known.get(path, 0.0):
+                    sent = time.perf_counter()
+                    answer = (await client.get(f"/api/runs/{run}{path}")).raise_for_status()
+                    known[path] = sent + float(answer.headers.get("x-known-s", 0.0))
             await anyio.sleep(min(15.0, max(0.7, 10 * (time.perf_counter() - began))))
 
 

@@ -72,6 +72,7 @@ _SENT_BYTES = 1 << 17  # at most, by who writes
 _LONGEST_S = 15.0  # that an answer is taken as known
 _SHARE = 0.002  # of a core, for each answer that viewers ask for again and again
 _SETTLED_LOOKS = 16  # after so many since the last change, all kept answers are newer: the page asks once more
+_KNOWN: Final = "x-known-s"  # header: for how long the same question gets the same answer, in seconds
 _KEPT_ANSWERS, _KEPT_BYTES = 64, 1 << 20
 
 Query = Mapping[str, str]
@@ -99,11 +100,13 @@ class _Shared:
         self._clock = clock
         self._kept: dict[object, tuple[float, bytes]] = {}  # until when, and the answer
         self._locks: dict[object, anyio.Lock] = {}
+        self.writes = 0  # how often all was forgotten
 
-    def known(self, key: object) -> bytes | None:
-        """The answer, if it is taken as known."""
-        until, answer = self._kept.get(key, (0.0, None))
-        return answer if self._clock() < until else None
+    def known(self, key: object) -> tuple[bytes, float] | None:
+        """The answer, if it is taken as known, and for how many seconds it still is."""
+        until, answer = self._kept.get(key, (0.0, b""))
+        left_s = until - self._clock()
+        return (answer, left_s) if left_s > 0 else None
 
     async def __call__(self, key: object, make: Callable[[], Any]) -> bytes:
         """The answer of `make`, which runs in a thread, as JSON."""
@@ -111,7 +114,7 @@ class _Shared:
         try:
             async with lock:
                 if (known := self.known(key)) is not None:
-                    return known
+                    return known[0]
                 began = self._clock()
                 answer = await to_thread.run_sync(lambda: _encoded(make()))
                 took = self._clock() - began
@@ -128,6 +131,7 @@ class _Shared:
     def forget(self) -> None:
         """Something was written."""
         self._kept.clear()
+        self.writes += 1
 
 
 def page_files() -> dict[str, bytes]:
@@ -198,9 +202,14 @@ class _Guard:
         if known is None:
             await (refusal or self._app)(scope, receive, with_headers)
             return
-        told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(known))]
+        answer, left_s = known
+        told = [
+            (b"content-length", b"%d" % len(answer)),
+            (b"content-type", b"application/json"),
+            (_KNOWN.encode(), f"{left_s:.3f}".encode()),
+        ]
         await with_headers({"type": "http.response.start", "status": 200, "headers": told})
-        await send({"type": "http.response.body", "body": known})
+        await send({"type": "http.response.body", "body": answer})
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -249,8 +258,12 @@ async def _answered(
     runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
 ) -> Response:
     """What a call answers, made in a thread; its errors as an answer of one line."""
+    asked = _asked(request.scope)
     try:
-        return _sent(await shared(_asked(request.scope), lambda: answer(runs, request)))
+        response = _sent(await shared(asked, lambda: answer(runs, request)))
+        if (known := shared.known(asked)) is not None:
+            response.headers[_KNOWN] = f"{known[1]:.3f}"
+        return response
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
     except UsageError as error:
@@ -335,7 +348,8 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
 
 
 async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Response:
-    """Server-sent events: one whenever the run's page has something new to show."""
+    """Server-sent events: one whenever the run's page has something new to show, and one when somebody wrote to a run:
+    no answer from before holds then."""
     try:
         opened = await to_thread.run_sync(runs.__getitem__, request.path_params["run"])
     except KeyError as error:
@@ -345,8 +359,11 @@ async def _events(runs: OpenedRuns, shared: _Shared, request: Request) -> Respon
 
 async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncIterator[str]:
     last: object = None
-    quiet = 0
+    quiet, writes = 0, shared.writes
     while not closing.is_set():
+        if writes != shared.writes:
+            writes = shared.writes
+            yield "event: written\ndata: again\n\n"
         try:
             now = await shared(("news", opened.id), lambda: run_answers.fingerprint(opened))
         except (AgentRLError, OSError) as error:

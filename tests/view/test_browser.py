@@ -15,6 +15,7 @@ import pytest
 
 from agentrl.rewards.score_failures import KIND
 from agentrl.store import RunStore
+from agentrl.view import web_page
 from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
 from agentrl.view.recorded_run import recorded_run
@@ -140,7 +141,25 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
     assert wrong == []
 
 
-def test_the_health_of_a_run_says_what_to_type_as_text(browser: Any, tmp_path: Path) -> None:
+# Asks until an answer comes from what the page knows, and what it asks after it wrote.
+KNOWN = """async () => {
+    const { get, post } = await import("./assets/api.js");
+    let asked = 0;
+    const real = window.fetch;
+    window.fetch = (...given) => { asked += 1; return real(...given); };
+    const asks = async () => { const before = asked; await get(["runs", "made"]); return asked - before; };
+    let tries = 0;
+    while (await asks() && (tries += 1) < 250) await new Promise((resume) => setTimeout(resume, 20));
+    const known = await get(["runs", "made"]);
+    await post("made", "notes", { tags: [], note: "written" });
+    return [tries < 250, known.note, await asks(), (await get(["runs", "made"])).note];
+}"""
+
+
+def test_the_health_of_a_run_says_what_to_type_as_text(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "_LOOK_S", 60.0)
     reason = HOSTILE.replace("\x00", "").replace("\ud800", "")
     judge = {"calls": 9, "calls_failed": 9, "turns": 4, "turns_failed": 2, "reason": reason}
     wrong: list[str] = []
@@ -161,6 +180,7 @@ def test_the_health_of_a_run_says_what_to_type_as_text(browser: Any, tmp_path: P
         assert page.evaluate("window.hacked === undefined")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.evaluate(UNREADABLE) == []
+        assert page.evaluate(KNOWN) == [True, "", 1, "written"]
         context.close()
     assert wrong == []
 

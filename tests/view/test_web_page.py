@@ -296,17 +296,20 @@ def test_a_change_of_the_run_is_told_once(runs: OpenedRuns, folder: Path, monkey
     monkeypatch.setattr(web_page, "_LONGEST_S", 0.0)
 
     async def listen() -> list[str]:
-        told = web_page._changes(runs["made"], web_page._Shared(), runs.closing)
+        shared = web_page._Shared()
+        told = web_page._changes(runs["made"], shared, runs.closing)
         heard = [await anext(told), await anext(told)]
         with RunStore.open(folder / "made" / "store.sqlite") as store:
             admit(store, max_running=1000, groups_per_step=8)
         heard += [await anext(told), await anext(told), await anext(told)]
-        return heard
+        shared.forget()
+        return [*heard, await anext(told)]
 
-    first, quiet, changed, again, last = asyncio.run(asyncio.wait_for(listen(), 60))
+    first, quiet, changed, again, last, written = asyncio.run(asyncio.wait_for(listen(), 60))
     assert first.startswith("event: change\n") and changed.startswith("event: change\n") and first != changed
     assert quiet == again == ": nothing new\n\n"
     assert last == "event: change\ndata: again\n\n", "an answer that was kept may be older than the last change"
+    assert written == "event: written\ndata: again\n\n", "no viewer keeps an answer from before"
 
 
 def test_ten_viewers_are_answered_once(runs: OpenedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +369,8 @@ def test_what_is_known_goes_out_past_the_routes_to_those_who_may_ask(
     with monkeypatch.context() as patch:
         patch.setattr(web_page, "_sent", no_route)
         again = page.get(names)
+        left = [float(answer.headers.pop("x-known-s")) for answer in (first, again)]
+        assert 0 < left[1] < left[0] <= 60, "for so long a viewer need not ask"
         assert (again.content, dict(again.headers)) == (first.content, dict(first.headers))
         with pytest.raises(AssertionError, match="a route was asked"):
             page.get("/api/runs/made/metrics?names=entropy")

@@ -26,13 +26,34 @@ export async function get(parts, query = {}, signal = undefined) {
   }
 }
 
+// Texts by address, until when the server would answer the same: it is not asked meanwhile, as long as it tells us of
+// everything that is written to a run.
+const known = new Map();
+const MOST_KNOWN = 32;
+let listening = 0;
+let forgotten = 0;
+
+function forget() {
+  known.clear();
+  forgotten += 1;
+}
+
 async function answered(parts, query, signal) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const asked = given.length ? `?${new URLSearchParams(given)}` : "";
-  const answer = await fetch(url(parts) + asked, { headers: headers(), signal });
-  const document = await answer.json();
+  const address = url(parts) + asked;
+  const kept = known.get(address);
+  const began = performance.now();
+  if (listening && kept && began < kept.until) return JSON.parse(kept.text);
+  const before = forgotten;
+  const answer = await fetch(address, { headers: headers(), signal });
+  const text = await answer.text();
+  const document = JSON.parse(text);
   if (answer.status === 401) throw new Refused(document.error);
   if (!answer.ok) throw new Error(document.error ?? `${answer.status}`);
+  if (known.size >= MOST_KNOWN) known.clear();
+  const seconds = Number(answer.headers.get("x-known-s") ?? 0);
+  if (seconds > 0 && before === forgotten) known.set(address, { text, until: began + 1000 * seconds });
   return document;
 }
 
@@ -49,6 +70,7 @@ export const writes = true;
 // Asks for a change of a run: notes, pause, resume, set. Its answer; throws the reason of a refusal.
 export async function post(run, what, said) {
   const answer = await fetch(url(["runs", run, what]), { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(said) });
+  forget();
   const document = await answer.json();
   if (!answer.ok) throw new Error(document.error ?? `${answer.status}`);
   return document;
@@ -58,10 +80,14 @@ export async function post(run, what, said) {
 // EventSource cannot show a token.
 export async function watch(run, changed, lost, signal) {
   while (!signal.aborted) {
+    let heard = 0;
     try {
       const answer = await fetch(url(["runs", run, "events"]), { headers: headers(), signal });
       if (!answer.ok) return;
       lost(false);
+      forget();
+      heard = 1;
+      listening += heard;
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";
       for (;;) {
@@ -69,10 +95,13 @@ export async function watch(run, changed, lost, signal) {
         if (done) break;
         const parts = (text + value).split("\n\n");
         text = parts.pop();
-        if (parts.some((part) => part.startsWith("event: change"))) changed();
+        if (parts.some((part) => part.startsWith("event: written"))) forget();
+        if (parts.some((part) => part.startsWith("event: "))) changed();
       }
     } catch {
       if (signal.aborted) return;
+    } finally {
+      listening -= heard;
     }
     lost(true);
     await new Promise((resume) => { setTimeout(resume, 3000); });
