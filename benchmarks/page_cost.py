@@ -1,12 +1,13 @@
 """What a page costs the run that it shows: CPU of a turn, turns and steps a second, with and without viewers.
 
-    agentrl bench page_cost [--rounds 5] [--window 12] [--out FILE.json]
+    agentrl bench page_cost [--rounds 5] [--window 12] [--beside TREE] [--out FILE.json]
 
 A real run of the tiny coder goes on, and beside it, as processes of their own, `agentrl view` and its viewers: each
 follows the news and asks as the page does. Time is cut into windows. In each round every number of viewers has one
 window, in an order that changes from round to round, and so has "nobody" a second time: what these two differ by is
 noise. A round's figures are divided by those of its first window without a viewer. On a busy machine the CPU of a turn
-says more than the turns a second. Prints the table of page_cost.md.
+says more than the turns a second. With `--beside` the server of another checkout takes turns with this one's, at the
+same run. Prints the table of page_cost.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from view import cpu_s, page, viewers
@@ -30,6 +31,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
 ARMS = {"nobody": 0, "nobody, once more": 0, "1 viewer": 1, "10 viewers": 10}
+BESIDE = ("1 viewer", "10 viewers")  # those that another checkout's server has, too
 SETTINGS = (
     *("rollout.group_size=4", "rollout.max_running=16", "rollout.max_turns=4", "rollout.max_tokens_per_turn=12"),
     *("engine.max_batch=16", "buffer.groups_per_step=2", "buffer.skip_without_signal=false"),
@@ -109,7 +111,7 @@ def table(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
     """A row for each number of viewers: medians over the rounds, with the quartiles of what is compared."""
     lines = ["| | CPU of a turn | turns a second | steps a second | the page, of the run's CPU | of a core |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
-    for arm in ARMS:
+    for arm in rounds[0]:
         cells = [arm]
         for figure in ("CPU of a turn", "turns a second", "steps a second"):
             ratios = [one[arm][figure] / one["nobody"][figure] for one in rounds if one["nobody"][figure]]
@@ -126,19 +128,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="2 at least")
     parser.add_argument("--window", type=float, default=12.0, help="seconds")
+    parser.add_argument("--beside", type=Path, metavar="TREE", help="the folder of another checkout of agentrl")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []
-    arms = list(ARMS.items())
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder)) as (run, pid),
-        page(Path(folder)) as (address, server),
-    ):
-        watch(run, pid, address, server, 10, given.window)  # what is read once, at the beginning
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run, pid = stack.enter_context(running(folder))
+        ours = stack.enter_context(page(folder))
+        arms = [(arm, *ours, n) for arm, n in ARMS.items()]
+        if given.beside is not None:
+            other = stack.enter_context(page(folder, given.beside))
+            arms += [(f"{arm}, of {given.beside.name}", *other, ARMS[arm]) for arm in BESIDE]
+        for _, address, server, n in arms:
+            watch(run, pid, address, server, n, 2.0)  # what is read once, at the beginning
         for k in range(max(2, given.rounds)):
             turned = arms[k % len(arms) :] + arms[: k % len(arms)]
-            rounds.append({arm: watch(run, pid, address, server, n, given.window) for arm, n in turned})
+            found = {arm: watch(run, pid, address, server, n, given.window) for arm, address, server, n in turned}
+            rounds.append({arm: found[arm] for arm, *_ in arms})
             print(
                 f"round {k + 1}, load {os.getloadavg()[0]:.1f}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True
             )

@@ -79,10 +79,11 @@ def make_run(path: Path, episodes: int, turns: int) -> None:
 
 
 @contextmanager
-def page(runs: Path) -> Generator[tuple[str, int]]:
-    """The command beside us: its address with the token, and its process."""
+def page(runs: Path, tree: Path | None = None) -> Generator[tuple[str, int]]:
+    """The command beside us, of this working tree or of another: its address with the token, and its process."""
     words = [str(Path(sys.executable).with_name("agentrl")), "view", str(runs), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    env = os.environ if tree is None else {**os.environ, "PYTHONPATH": str(tree.resolve())}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as server:
         try:
             assert server.stdout is not None
             yield server.stdout.readline().strip(), server.pid
@@ -208,9 +209,8 @@ def viewers(address: str, n: int, run: str) -> Generator[None]:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The CPU time of a process so far, to the microsecond: the clock that `clock_getcpuclockid(3)` names."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 def table(found: dict[str, float]) -> str:
