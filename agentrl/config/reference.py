@@ -27,6 +27,7 @@ _NUMBERS = (
     (r"Weight", "number from 0"),
     (r"Wait", 'number from 0, or `"always"`'),
     (r"Share", "number from 0 to 1"),
+    (r"Count \| Literal\['auto'\]", 'integer from 1, or `"auto"`'),
     (r"Count", "integer from 1"),
     (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
     (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),

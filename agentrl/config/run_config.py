@@ -191,7 +191,7 @@ class EngineSettings(_Section):
     replicas: Count = 1  # engines that the run starts
     gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM or SGLang on each of these: [[0], [1, 2]]
     colocated: bool = False  # engine and learner take turns on one GPU: the engine sleeps while the learner steps
-    threads: Count = 1  # of arithmetic, in each engine
+    threads: Count | Literal["auto"] = "auto"  # of arithmetic, in each engine; auto: idle cores (embedded), or 1
     max_batch: Count = 128  # requests that an engine computes at once
     kv_cache_mb: Count = 512  # keys and values of an engine
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of weights and cache; embedded is float32
@@ -238,6 +238,11 @@ class EngineSettings(_Section):
         if url.rstrip("/").removesuffix("/v1") not in self.urls:
             return self.own_key
         return None if self.api_key_env is None else key_in(self.api_key_env, "engine.api_key_env")
+
+    @property
+    def fixed_threads(self) -> int:
+        """For an engine that does not follow what idles, and for the rest of one that does."""
+        return 1 if self.threads == "auto" else self.threads
 
     @property
     def weight_backend(self) -> str:

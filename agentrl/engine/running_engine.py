@@ -161,7 +161,7 @@ def vllm_server(
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_mb << 20,
         stream_tokens=settings.stream_tokens,
-        threads=settings.threads,
+        threads=settings.fixed_threads,
         gpus=tuple(gpus),
         lora_rank=lora_rank,
         lora_targets=tuple(lora_targets),

@@ -17,11 +17,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host import json_log
+from agentrl.host.spare_cores import SpareCores
 from agentrl.records import EngineKey
+
+_LARGE: Final = 20_000_000  # parameters from which a second thread is worth its waits
 
 if TYPE_CHECKING:
     from agentrl.engine.embedded.chat import Chat
@@ -45,7 +48,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help=f"without --socket; its key is ${EngineKey.VALUE}")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--no-key", action="store_true", help="let everybody who reaches --host use and change it")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
+    parser.add_argument(
+        "--threads", type=_threads, default="auto", help="of the arithmetic, or auto: as many as cores idle"
+    )
     parser.add_argument("--max-batch", type=int, default=128, help="requests that run at once")
     parser.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and generation together")
     parser.add_argument("--kv-cache-mb", type=int, default=512)
@@ -60,6 +65,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ready-file", type=Path, default=None, help="written as JSON {url, pid} once serving")
     parser.add_argument("--lifeline", action="store_true", help="exit when standard input reaches its end")
     return parser.parse_args(arguments)
+
+
+def _threads(text: str) -> int | Literal["auto"]:
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1, or auto")
+    return "auto" if text == "auto" else int(text)
 
 
 def build(arguments: argparse.Namespace) -> EngineServer:
@@ -77,7 +88,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     from agentrl.engine.embedded.vision_tower import VisionTower
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1 if arguments.threads == "auto" else arguments.threads)
     length = arguments.max_model_len or min(architecture.max_positions, 2048)
     if not 2 <= length <= architecture.max_positions:
         raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
@@ -103,7 +114,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
     name = arguments.served_model_name or str(arguments.model)
     kind = EngineServer if arguments.api == "vllm" else SGLangServer
-    return kind(batcher, name=name, sources=sources, chat=_chat(arguments))
+    shares = arguments.threads == "auto" and sum(weight.numel() for weight in weights.values()) >= _LARGE
+    return kind(batcher, name=name, sources=sources, chat=_chat(arguments), spare=SpareCores() if shares else None)
 
 
 def _chat(arguments: argparse.Namespace) -> Chat | None:

@@ -34,6 +34,7 @@ from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
 from agentrl.host import json_log
+from agentrl.host.spare_cores import SpareCores
 from agentrl.tokens import images
 
 log = logging.getLogger(__name__)
@@ -120,8 +121,17 @@ class EngineServer:
     """One model served over HTTP, which takes weights from `sources`. `drive` runs passes until cancelled; `app` is the
     ASGI application."""
 
-    def __init__(self, batcher: Batcher, *, name: str, sources: Sources, chat: Chat | None = None) -> None:
-        self._batcher, self._name, self._chats = batcher, name, chat
+    def __init__(
+        self,
+        batcher: Batcher,
+        *,
+        name: str,
+        sources: Sources,
+        chat: Chat | None = None,
+        spare: SpareCores | None = None,
+    ) -> None:
+        """With `spare`, a pass has as many threads as it tells."""
+        self._batcher, self._name, self._chats, self._spare = batcher, name, chat, spare
         self._sources, self._inbox = sources, uploads.Inbox(uploads.new_place())
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._paused = False
@@ -171,6 +181,8 @@ class EngineServer:
                 await self._wake.wait()
                 continue
             self._idle.clear()
+            if self._spare is not None and (threads := self._spare.threads()) != torch.get_num_threads():
+                torch.set_num_threads(threads)
             self._batcher.step()
             for _ in range(_POLLS):
                 await asyncio.sleep(0)

@@ -245,7 +245,7 @@ class SupervisedEngine:
             max_batch=config.engine.max_batch,
             dtype=config.engine.dtype,
             stream_tokens=config.engine.stream_tokens,
-            threads=config.engine.threads,
+            threads=config.engine.fixed_threads,
             gpus=tuple(self.gpus),
             lora_rank=config.train.lora_rank if config.sends_adapters else 0,
             lora_targets=tuple(config.train.lora_targets),

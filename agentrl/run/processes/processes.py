@@ -159,7 +159,7 @@ class RunProcesses:
         folder: Path | None = None,
     ) -> SupervisedEngine:
         return SupervisedEngine(
-            child=self._child(name, [], self.config.engine.threads),
+            child=self._child(name, [], self.config.engine.fixed_threads),
             port=free_port(),
             socket=self._socket(name),
             scratch=self.run.scratch,

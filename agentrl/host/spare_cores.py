@@ -1,0 +1,69 @@
+"""How many threads a computation may take just now: what it used of the machine and what nobody did, together.
+
+So an engine takes the core of a learner that waits, and gives it back when the learner computes. Owns the reading of
+this machine's counters; never starts or binds a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from agentrl.host.cores import cores
+
+_WINDOW_S: Final = 0.25
+"""Counters of idle time have steps of 0.01 s."""
+
+_ENOUGH: Final = 0.75
+"""The part of a core that has to be free for one more thread: one that idled less would make the others wait."""
+
+_STAT: Final = Path("/proc/stat")
+
+
+class SpareCores:
+    """Tells the threads that a computation may take: from 1 to all cores of this process. Where the machine does not
+    tell what idles, 1. Asked before each piece of work, it looks four times a second at most."""
+
+    def __init__(
+        self,
+        *,
+        most: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        used_s: Callable[[], float] = time.process_time,
+        idle_s: Callable[[], float | None] | None = None,
+    ) -> None:
+        """`used_s` tells the CPU time of this process, `idle_s` that in which its cores had nothing to do, or None."""
+        self._most = most or cores()
+        self._clock, self._used_s, self._idle_s = clock, used_s, idle_s or idle_time_s
+        self._threads = 1
+        self._since = self._look()
+
+    def threads(self) -> int:
+        """From 1 to the cores of this process."""
+        now = self._clock()
+        if self._most == 1 or now - self._since[0] < _WINDOW_S:
+            return self._threads
+        began, used, idle = self._since
+        self._since = self._look()
+        if idle is not None and self._since[2] is not None:
+            free = (self._since[1] - used + self._since[2] - idle) / (now - began)
+            self._threads = min(self._most, max(1, int(free + 1 - _ENOUGH)))
+        return self._threads
+
+    def _look(self) -> tuple[float, float, float | None]:
+        return self._clock(), self._used_s(), self._idle_s()
+
+
+def idle_time_s(stat: Path = _STAT) -> float | None:
+    """Seconds in which the cores that this process is bound to had nothing to do, since the machine started; None if
+    `stat`, in the format of proc(5), does not say it."""
+    try:
+        bound = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        rows = [line.split() for line in stat.read_text().splitlines()]
+        ticks = [int(row[4]) + int(row[5]) for row in rows if row and row[0] in bound]  # idle, and idle for a disk
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
