@@ -22,6 +22,8 @@ _SHARE: Final = 0.5  # the part of a GPU's memory for them; the rest is for acti
 _LORA_RANK: Final = 32
 _LARGE_GIB: Final = 40
 _KV_SHARE: Final = 0.2
+_DEVICES: Final = Path("/dev")
+_DRIVERS: Final = ("nvidia*", "nvhost*", "dxg", "kfd")  # NVIDIA's, on its boards and in WSL too, and AMD's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,9 @@ class Machine:
 
     @classmethod
     def seen(cls) -> Machine:
-        """This machine, as torch sees it; without torch it has no GPU."""
-        if importlib.util.find_spec("torch") is None:
+        """This machine, as torch sees it; without torch it has no GPU. Torch, a second of import, is asked only where
+        the device of a driver is."""
+        if importlib.util.find_spec("torch") is None or not any(any(_DEVICES.glob(name)) for name in _DRIVERS):
             return cls()
         import torch
 

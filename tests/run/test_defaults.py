@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,3 +108,20 @@ def test_a_run_writes_what_was_chosen_and_says_it_first(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("agentrl: chosen for this machine and model: train.device = 'cuda', train.tokens_per_batch")
     assert "dtype" not in line
+
+
+def test_torch_is_asked_about_gpus_only_where_a_driver_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_defaults, "_DEVICES", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)  # who imports it fails
+    monkeypatch.setattr(machine_defaults.importlib.util, "find_spec", lambda name: name == "torch" or None)
+    (tmp_path / "null").touch()
+    assert Machine.seen() == Machine()
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(ImportError, match="torch"):
+        Machine.seen()
+    properties = SimpleNamespace(total_memory=80 << 30)
+    cuda = SimpleNamespace(
+        is_available=lambda: True, get_device_properties=lambda index: properties, device_count=lambda: 2
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert Machine.seen() == Machine(gpus=2, gpu_bytes=80 << 30)
