@@ -36,6 +36,7 @@ from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
 
 if TYPE_CHECKING:
+    from agentrl.config import EngineSettings
     from agentrl.env.checks.validate import Validation
     from agentrl.run.evaluation.held_out import EvalResult
 
@@ -519,7 +520,7 @@ def serve(
     kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="dtype of vLLM's weights")] = "float32",
     gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
-    lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM; for --training 32)")] = 0,
     lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
     routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
@@ -540,22 +541,6 @@ def serve(
     """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it; with --training,
     how a client of Tinker trains adapters on it."""
     _log_as(log_format, "serve")
-    if training:
-        _serve_training(
-            kind,
-            model=model,
-            state=state,
-            host=host,
-            port=port,
-            key_variable=api_key_env,
-            no_key=no_key,
-            max_context=max_context,
-            threads=threads or 1,
-            max_batch=max_batch,
-            kv_cache_mb=kv_cache_mb,
-            device=device,
-        )
-        return
     from agentrl.config import EngineSettings
     from agentrl.engine.running_engine import Door
     from agentrl.models.resolve import model_dir
@@ -576,6 +561,21 @@ def serve(
         routed_experts=routed_experts,
         weights_from=weights_from or [],
     )
+    if training:
+        _refuse_options_of_runs(lora_targets, sync, routed_experts, kept_sets, weights_from)
+        _serve_training(
+            settings,
+            lora_rank,
+            model=model,
+            state=state,
+            host=host,
+            port=port,
+            key_variable=api_key_env,
+            no_key=no_key,
+            max_context=max_context,
+            device=device,
+        )
+        return
     targets = tuple(target for target in lora_targets.split(",") if target)
     serve_model(
         model_dir(model),
@@ -605,19 +605,33 @@ def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts
     if gpus:
         raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
     if lora_rank:
-        raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
+        raise UsageError("--lora-rank is for --kind vllm; the embedded engine makes no room beforehand: leave it out")
     if sync != "auto":
         raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
     if routed_experts:
         raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
 
 
-def _serve_training(kind: str, **settings: Any) -> None:
+def _refuse_options_of_runs(
+    lora_targets: str, sync: str, routed_experts: bool, kept_sets: bool, weights_from: list[str] | None
+) -> None:
+    given = {
+        "--lora-targets": lora_targets,
+        "--sync": sync != "auto",
+        "--routed-experts": routed_experts,
+        "--kept-sets": kept_sets,
+        "--weights-from": weights_from,
+    }
+    if found := [name for name, value in given.items() if value]:
+        hint = "leave it out: the server trains the adapters that its engine gets"
+        raise UsageError(f"{found[0]} is for engines of runs, not for --training: {hint}")
+
+
+def _serve_training(engine: EngineSettings, lora_rank: int, **settings: Any) -> None:
     from agentrl.run.training_server.training_server import TrainingServerSettings, serve_training
 
-    if kind != "embedded":
-        raise UsageError(f"--training and --kind {kind}: a training server samples with the embedded engine")
-    serve_training(TrainingServerSettings(**settings))
+    ranks = {"lora_rank": lora_rank} if lora_rank else {}
+    serve_training(TrainingServerSettings(engine=engine, **ranks, **settings))
 
 
 @app.command("vllm-plugin")

@@ -94,7 +94,7 @@ async def running_engine(
         server = replace(server, weights_from=(*everyday(), *settings.weights_from))
         server = server if door.key is None else replace(server, key=door.key)
         if door.host is None:
-            server = replace(server, socket=owner.path / "engine.sock", open=False)
+            server = replace(server, socket=owner.path / "engine.sock")
         else:
             server = replace(server, host=door.host)
             server = server if door.port else server.on_free_port()

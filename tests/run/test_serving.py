@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import httpx
@@ -32,6 +33,7 @@ from agentrl.errors import RunFailed, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
 from agentrl.run.serving.serve import key_of
+from agentrl.run.training_server import training_server
 from agentrl.testing.faults import processes
 from agentrl.testing.http import listening
 from agentrl.testing.vllm_server import FakeVLLM
@@ -151,6 +153,49 @@ def test_a_server_is_started_on_the_gpus_it_is_given(
         main()
     assert ended.value.code == RunFailed.exit_code and "it ended" in capsys.readouterr().err
     assert [server.gpus for server in given] == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lora-rank", "8"], "--lora-rank is for --kind vllm"),
+        (["--kind", "vllm", "--sync", "nccl"], "--sync is for engines of runs, not for --training: leave it out"),
+        (["--kind", "vllm", "--lora-targets", "q_proj"], "--lora-targets is for engines of runs"),
+    ],
+)
+def test_what_a_training_server_has_no_use_for_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agentrl", "serve", "agentrl/tiny-coder", "--training", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == UsageError.exit_code and said in capsys.readouterr().err
+
+
+@pytest.mark.tinker
+@pytest.mark.parametrize(("given", "rank"), [([], 32), (["--lora-rank", "64"], 64)])
+def test_a_training_servers_vllm_has_room_for_adapters_and_is_reached_by_its_user_alone(
+    given: list[str], rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Up to the start of its process. Who reaches the socket needs no key."""
+    servers: list[VLLMServer] = []
+
+    def running(server: VLLMServer, **_: object) -> AbstractAsyncContextManager[object]:
+        servers.append(server)
+        raise RunFailed("it ended")
+
+    monkeypatch.setattr(launch, "find_build", lambda **_: Build(python=Path("/bin/false"), version="0.32.0", cpu=True))
+    monkeypatch.setattr(launch, "running", running)
+    monkeypatch.setattr(training_server, "_learner", lambda *_: SimpleNamespace(vocab=544))
+    command = ["serve", "agentrl/tiny-coder", "--training", "--kind", "vllm", "--dtype", "bfloat16", "--port", "0"]
+    monkeypatch.setattr(sys, "argv", ["agentrl", *command, "--state", str(tmp_path), *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == RunFailed.exit_code and "it ended" in capsys.readouterr().err
+    (server,) = servers
+    assert server.socket is not None and server.open
+    assert (server.lora_rank, server.max_loras, server.dtype) == (rank, 8, "bfloat16")
+    assert server.weights_from[-1] == str(tmp_path)
 
 
 async def test_the_log_of_a_server_has_a_name_that_nobody_can_guess(

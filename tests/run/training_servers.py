@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 
+from agentrl.config import EngineSettings
 from agentrl.run.training_server.training_server import (
     RunningTrainingServer,
     TrainingServerSettings,
@@ -27,7 +28,8 @@ START_S = 300.0
 @contextmanager
 def in_thread(state: Path, **settings: object) -> Generator[RunningTrainingServer]:
     """A server with this folder for as long as the block runs."""
-    given: dict[str, Any] = {"model": MODEL, "kv_cache_mb": 64, "max_context": 256, **settings}
+    engine = EngineSettings(kv_cache_mb=64)
+    given: dict[str, Any] = {"model": MODEL, "engine": engine, "max_context": 256, **settings}
     made = TrainingServerSettings(state=state, port=0, **given)
     news: SimpleQueue[object] = SimpleQueue()
 

@@ -6,6 +6,7 @@
     training_calls    calls of training clients, each client's in its order, sessions in fair turns
     target_losses     the losses that a call may name
     sampling_calls    samples and log-probs by an engine, with the adapter that a sampling client names
+    held_adapters     the adapters that the engine holds, and their files for as long
     sessions          which sessions go on, and which have ended
     kept_engine       an engine that is started again when it ends
     fair_turns        places that sessions share

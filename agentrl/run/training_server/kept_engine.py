@@ -16,6 +16,7 @@ from agentrl.errors import AgentRLError, EngineUnavailable
 
 _AGAIN_S = (1.0, 60.0)  # between two starts: at first, and at most
 _DYING_S = 5.0  # from a connection that broke to a process that has ended
+_SILENT_S = 60.0  # an engine that answers nothing for so long is ended
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +72,19 @@ class KeptEngine:
         raise EngineUnavailable(f"the engine ended, and no other one was up within {self._patience_s:g} s")
 
     async def has_ended(self, client: EngineClient) -> bool:
-        """Whether the engine of a client has ended, or does so in a moment."""
+        """Whether the engine of a client has ended, or does so in a moment; one that no longer answers is ended."""
+        await self._another(client)
+        if self._client is client and not await client.alive(deadline_s=_SILENT_S):
+            if self._client is client and self.process is not None:
+                _log.warning("the engine does not answer any more: it is ended")
+                self.process.kill()
+            await self._another(client)
+        return self._client is not client
+
+    async def _another(self, client: EngineClient) -> None:
         with trio.move_on_after(_DYING_S):
             while self._client is client:
                 await self._changed.wait()
-        return self._client is not client
 
     def _now(self, client: EngineClient | None, process: trio.Process) -> None:
         self._client, self.process = client, process

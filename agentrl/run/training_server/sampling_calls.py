@@ -1,24 +1,27 @@
 """The calls of sampling clients: samples and log-probs by an engine, each with the adapter of its client.
 
-Owns which adapters the engine holds. A call that a killed server had accepted, or whose engine ended, is sampled again:
+A call that a killed server had accepted, or whose engine ended, is sampled again:
 nobody has seen a token of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trio
 
+from agentrl.config.sections import check_temperatures
 from agentrl.engine.client import EngineClient
-from agentrl.errors import AgentRLError, ConfigError, EngineRefusal, EngineUnavailable, UsageError
+from agentrl.errors import AgentRLError, ConfigError, EngineRefusal, EngineTimeout, EngineUnavailable, UsageError
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
 from agentrl.run.training_server.call_log import Call, CallAnswer, CallLog
 from agentrl.run.training_server.fair_turns import FairTurns
+from agentrl.run.training_server.held_adapters import HeldAdapters
 from agentrl.run.training_server.kept_engine import KeptEngine
 from agentrl.run.training_server.sessions import SESSION_ENDED
 from agentrl.run.training_server.tinker_messages import (
@@ -29,12 +32,11 @@ from agentrl.run.training_server.tinker_messages import (
     prompt_tokens,
     sample_answer,
 )
-from agentrl.run.training_server.training_calls import weights_folder
+from agentrl.run.training_server.training_calls import check_rank, weights_folder
 
 SAMPLE = "sample"
 _DEADLINE_S = 1800.0  # of one sequence, and of scoring a prompt
-_ADMIN_S = 120.0
-_HELD = 8  # adapters in the engine at once
+HELD = 8  # adapters in the engine at once
 _ENGINES = 3  # that may end while they compute a call
 _UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
@@ -42,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 class SamplingCalls:
-    """`ends` are the tokens that end a turn if a client names no others; `answered` is told of each call that has its
-    answer."""
+    """`kind` is the engine's, which has room for adapters of `most_rank` and knows the tokens below `vocab`; `ends` are
+    those that end a turn if a client names no others. `answered` is told of each call that has its answer."""
 
     def __init__(
         self,
@@ -51,15 +53,19 @@ class SamplingCalls:
         engine: KeptEngine,
         folder: Path,
         *,
+        kind: str,
+        most_rank: int,
+        vocab: int,
         max_context: int,
         places: int,
         ends: Sequence[int],
         answered: Callable[[str], None],
     ) -> None:
         self._log, self._engine, self._folder, self._answered = log, engine, folder, answered
+        self._kind, self._most_rank, self._vocab = kind, most_rank, vocab
         self._max_context, self._ends = max_context, tuple(ends)
         self._turns = FairTurns(places)
-        self._adapters: _Adapters | None = None
+        self._adapters: HeldAdapters | None = None
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -93,15 +99,17 @@ class SamplingCalls:
         for _ in range(_ENGINES):
             client = await self._engine.client()
             if self._adapters is None or self._adapters.client is not client:
-                self._adapters = _Adapters(client)
+                links = self._folder / "held"
+                shutil.rmtree(links, ignore_errors=True)  # those of an engine that has ended
+                self._adapters = HeldAdapters(client, links / secrets.token_hex(4), most=HELD)
             try:
                 return await self._answer(call, self._adapters)
-            except EngineUnavailable:
+            except (EngineUnavailable, EngineTimeout):
                 if not await self._engine.has_ended(client):
                     raise
         raise EngineUnavailable(f"{_ENGINES} engines ended while they computed it: the server's log says how")
 
-    async def _answer(self, call: Call, adapters: _Adapters) -> CallAnswer:
+    async def _answer(self, call: Call, adapters: HeldAdapters) -> CallAnswer:
         asked: SampleRequest = parse(SampleRequest, call.body)
         for name in _UNSUPPORTED:
             if value := getattr(asked, name):
@@ -111,6 +119,8 @@ class SamplingCalls:
         if not tokens or room < 1:
             hint = f"give 1 to {self._max_context - 1}: the server was started with --max-context {self._max_context}"
             raise ConfigError("prompt", f"{len(tokens)} tokens", hint)
+        if beyond := [token for token in tokens if not 0 <= token < self._vocab]:
+            raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {self._vocab - 1}")
         sampling = self._sampling(asked.sampling_params, room)
         sampler = self._log.sampler(call.owner)
         assert sampler is not None
@@ -160,6 +170,7 @@ class SamplingCalls:
     def _sampling(self, asked: SamplingFields, room: int) -> SamplingParams:
         if asked.seed is not None:
             raise ConfigError("sampling_params.seed", asked.seed, "the engine has no seeds: leave it out")
+        check_temperatures(self._kind, sampling_params=asked.temperature)
         stops: list[int] | list[str] = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         ids = tuple(stop for stop in stops if isinstance(stop, int))
         texts = tuple(stop for stop in stops if isinstance(stop, str))
@@ -179,37 +190,5 @@ class SamplingCalls:
         weights = self._log.weights(path)
         if weights is None:
             raise ConfigError("model_path", path, "its weights are gone: unnamed weights go with their session")
+        check_rank("model_path", path, weights.rank, self._most_rank)
         return f"w{weights.number}", weights_folder(self._folder, weights.number)
-
-
-class _Adapters:
-    """The adapters that an engine has."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-        self._users = dict[str, int]()  # by name, the longest unused first
-        self._loading = trio.Lock()
-
-    @asynccontextmanager
-    async def held(self, adapter: tuple[str, Path] | None) -> AsyncGenerator[str | None]:
-        """Inside, the engine has an adapter of this name and folder, and its name is what it is asked for."""
-        if adapter is None:
-            yield None
-            return
-        name, folder = adapter
-        async with self._loading:
-            users = self._users.pop(name, None)
-            if users is None:
-                await self._call("load", lora_name=name, lora_path=str(folder))
-            self._users[name] = (users or 0) + 1
-        try:
-            async with self._loading:
-                for other in [one for one, of in self._users.items() if not of][: max(0, len(self._users) - _HELD)]:
-                    del self._users[other]
-                    await self._call("unload", lora_name=other)
-            yield name
-        finally:
-            self._users[name] -= 1
-
-    async def _call(self, what: str, **asked: str) -> None:
-        await self.client.call("POST", f"/v1/{what}_lora_adapter", json=asked, deadline_s=_ADMIN_S)

@@ -32,7 +32,7 @@ from agentrl.records import Generation
 from agentrl.run.training_server.call_log import CallAnswer
 from agentrl.run.training_server.target_losses import TargetLoss
 
-_MOST_RANK = 512
+MOST_RANK = 512
 _MOST_NUMBERS = 1 << 26  # of one tensor
 
 
@@ -54,7 +54,7 @@ class TinkerRequest(BaseModel):
 class LoraFields(TinkerRequest):
     """`lora_config` of a request for a training client."""
 
-    rank: int = Field(ge=1, le=_MOST_RANK)
+    rank: int = Field(ge=1, le=MOST_RANK)
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True

@@ -30,6 +30,7 @@ from agentrl.run.training_server.fair_turns import FairTurns
 from agentrl.run.training_server.sessions import SESSION_ENDED
 from agentrl.run.training_server.target_losses import TargetLoss, target_loss
 from agentrl.run.training_server.tinker_messages import (
+    MOST_RANK,
     CreateModel,
     ForwardBackwardRequest,
     LoadWeights,
@@ -52,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingCalls:
-    """`answered` is told of each call that has its answer. A call waits `patience_s` for the one before it to come."""
+    """`most_rank` is that of the adapters which the engine has room for. `answered` is told of each call that has its
+    answer. A call waits `patience_s` for the one before it to come."""
 
     def __init__(
         self,
@@ -61,11 +63,12 @@ class TrainingCalls:
         folder: Path,
         *,
         most_tokens: int,
+        most_rank: int = MOST_RANK,
         answered: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._log, self._learner, self._folder, self._answered = log, learner, folder, answered
-        self._most_tokens, self._patience_s = most_tokens, patience_s
+        self._most_tokens, self._most_rank, self._patience_s = most_tokens, most_rank, patience_s
         self._turns, self._thread = FairTurns(1), trio.CapacityLimiter(1)
         self._driven = dict[str, trio.Event]()  # by model: set when a call came since its driver looked
         self._recent = dict[str, None]()  # the adapters in memory, the longest unused first
@@ -155,6 +158,7 @@ class TrainingCalls:
         if lora is None:
             raise ConfigError("lora_config", None, "this server trains adapters: give a rank")
         _check_optimizer(asked.optimizer_config.type)
+        check_rank("lora_config.rank", lora.rank, lora.rank, self._most_rank)
         if not (lora.train_attn or lora.train_mlp):
             hint = "this server does not train the unembedding: set train_attn or train_mlp"
             raise ConfigError("lora_config.train_unembed", True, hint)
@@ -242,6 +246,7 @@ class TrainingCalls:
             raise ConfigError("path", asked.path, "this server has no such checkpoint of save_state")
         if asked.optimizer_config is not None:
             _check_optimizer(asked.optimizer_config.type)
+        check_rank("path", asked.path, weights.rank, self._most_rank)
         shape = AdapterShape(weights.rank, attention=weights.attention, mlp=weights.mlp)
         if record.state is None:
             self._learner.create(_name(record), shape, seed=0)
@@ -347,3 +352,10 @@ def _name(record: ModelRecord) -> str:
 def _check_optimizer(kind: str) -> None:
     if kind != "adamw":
         raise ConfigError("optimizer_config.type", kind, "this server has adamw")
+
+
+def check_rank(field: str, value: object, rank: int, most: int) -> None:
+    """Raises ConfigError, naming the field of the request, for an adapter that the engine has no room for."""
+    if rank > most:
+        hint = f"its adapter has rank {rank}, the engine has room for {most}: start the server with --lora-rank {rank}"
+        raise ConfigError(field, value, hint)

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +26,10 @@ from agentrl.models.resolve import model_dir
 from agentrl.run.serving.serve import end_on_signal
 from agentrl.run.training_server.call_log import CallLog
 from agentrl.run.training_server.kept_engine import KeptEngine
-from agentrl.run.training_server.sampling_calls import SamplingCalls
+from agentrl.run.training_server.sampling_calls import HELD, SamplingCalls
 from agentrl.run.training_server.sessions import SILENT_S, Sessions
 from agentrl.run.training_server.tinker_api import TinkerApi
-from agentrl.run.training_server.tinker_messages import messages
+from agentrl.run.training_server.tinker_messages import MOST_RANK, messages
 from agentrl.run.training_server.training_calls import TrainingCalls
 
 _PREFIX = "tml-"  # the client takes no other keys
@@ -38,9 +38,10 @@ _BOUNDS = ServerBounds(body_bytes=256 << 20)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingServerSettings:
-    """`state` is the folder that outlives the server; `key_variable` names the environment variable with the key, None:
-    that of the folder, which the first life makes; `no_key`: everybody who reaches the address may train. A session
-    that is silent for `silent_s` ends."""
+    """`state` is the folder that outlives the server. `engine` samples, and the learner has its `fixed_threads`; a vLLM
+    makes room for adapters of `lora_rank` at most, the embedded engine takes all. `key_variable` names the environment
+    variable with the key, None: that of the folder, which the first life makes; `no_key`: everybody who reaches the
+    address may train. A session that is silent for `silent_s` ends."""
 
     model: str
     state: Path
@@ -49,9 +50,8 @@ class TrainingServerSettings:
     key_variable: str | None = None
     no_key: bool = False
     max_context: int = 2048
-    threads: int = 1
-    max_batch: int = 128
-    kv_cache_mb: int = 512
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    lora_rank: int = 32
     device: str = "cpu"
     silent_s: float = SILENT_S
 
@@ -93,17 +93,18 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
         key, model = _key(settings, folder), model_dir(settings.model)
         listeners = await _listening(settings)
         learner = await trio.to_thread.run_sync(_learner, settings, model)
-        engine = EngineSettings(
-            threads=settings.threads,
-            max_batch=settings.max_batch,
-            kv_cache_mb=settings.kv_cache_mb,
-            weights_from=[str(folder)],
+        engine = settings.engine.model_copy(update={"weights_from": [*settings.engine.weights_from, str(folder)]})
+        most_rank = settings.lora_rank if engine.kind == "vllm" else MOST_RANK
+        start = partial(
+            running_engine,
+            model,
+            engine,
+            door=Door(),
+            max_context=settings.max_context,
+            lora_rank=most_rank,
+            max_loras=HELD,
         )
-        kept = KeptEngine(
-            lambda: running_engine(model, engine, door=Door(), max_context=settings.max_context),
-            vocabulary=learner.vocab,
-            patience_s=engine.start_deadline_s,
-        )
+        kept = KeptEngine(start, vocabulary=learner.vocab, patience_s=engine.start_deadline_s)
         with CallLog(folder / "calls.sqlite") as log:
             async with trio.open_nursery() as nursery:
                 await nursery.start(kept.run)
@@ -111,14 +112,22 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                     log, key=key, name=settings.model, tokenizer=str(model), max_context=settings.max_context
                 )
                 api.training = TrainingCalls(
-                    log, learner, folder, most_tokens=settings.max_context, answered=api.answered
+                    log,
+                    learner,
+                    folder,
+                    most_tokens=settings.max_context,
+                    most_rank=most_rank,
+                    answered=api.answered,
                 )
                 api.sampling = SamplingCalls(
                     log,
                     kept,
                     folder,
+                    kind=engine.kind,
+                    most_rank=most_rank,
+                    vocab=learner.vocab,
                     max_context=settings.max_context,
-                    places=settings.max_batch,
+                    places=engine.max_batch,
                     ends=Renderer(model).stop_token_ids,
                     answered=api.answered,
                 )
@@ -143,7 +152,7 @@ async def _listening(settings: TrainingServerSettings) -> list[trio.SocketListen
 
 
 def _learner(settings: TrainingServerSettings, model: Path) -> AdapterLearner:
-    return AdapterLearner(model, device=settings.device, threads=settings.threads)
+    return AdapterLearner(model, device=settings.device, threads=settings.engine.fixed_threads)
 
 
 def _announced(settings: TrainingServerSettings, server: RunningTrainingServer) -> list[str]:

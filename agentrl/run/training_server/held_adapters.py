@@ -1,0 +1,90 @@
+"""The adapters that an engine holds for sampling clients: loaded when a call names one, at most so many at once.
+
+Owns their names at the engine, and links of their files. vLLM reads an adapter's folder again whenever its own cache
+has dropped the adapter, and dies if the files are gone: with their session, or because other weights took their name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from agentrl.engine.auth import folder_digest
+from agentrl.engine.client import EngineClient
+from agentrl.errors import StoreError, UsageError
+
+_ADMIN_S = 120.0
+
+
+class HeldAdapters:
+    """The adapters of the engine of `client`, at most `most` at once; `folder`, for links of their files, is its
+    own."""
+
+    def __init__(self, client: EngineClient, folder: Path, *, most: int) -> None:
+        self.client = client
+        self._folder, self._most = folder, most
+        self._users = dict[str, int]()  # by name, the longest unused first
+        self._changing = trio.Lock()  # its waiters come in their order, so none waits for ever
+        self._left = trio.Event()  # when a user of an adapter left since somebody looked
+
+    @asynccontextmanager
+    async def held(self, adapter: tuple[str, Path] | None) -> AsyncGenerator[str | None]:
+        """Inside, the engine has an adapter of this name and folder, and its name is what it is asked for. If all that
+        the engine may hold are in use, it is waited until one is not. Raises UsageError if the folder is gone."""
+        if adapter is None:
+            yield None
+            return
+        name, folder = adapter
+        async with self._changing:
+            if name not in self._users:
+                await self._make_room()
+                await self._load(name, folder)
+            self._users[name] = self._users.pop(name, 0) + 1
+        try:
+            yield name
+        finally:
+            self._users[name] -= 1
+            self._left.set()
+
+    async def _make_room(self) -> None:
+        while len(self._users) >= self._most:
+            self._left = trio.Event()
+            unused = next((name for name, users in self._users.items() if not users), None)
+            if unused is None:
+                await self._left.wait()
+                continue
+            del self._users[unused]
+            await self.client.dialect.unload_adapter(self.client, unused, deadline_s=_ADMIN_S)
+            await trio.to_thread.run_sync(shutil.rmtree, self._folder / unused, True)
+
+    async def _load(self, name: str, folder: Path) -> None:
+        place = self._folder / name
+        digest = await trio.to_thread.run_sync(_linked, folder, place)
+        await self.client.dialect.load_adapter(self.client, name, str(place), digest, deadline_s=_ADMIN_S)
+        self._users[name] = 0
+
+
+def _linked(folder: Path, place: Path) -> str:
+    """Link the files of `folder` into `place`; returns their digest."""
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        shutil.copytree(folder, place, copy_function=_link)
+        return folder_digest(place)
+    except (OSError, shutil.Error) as error:
+        if not folder.is_dir():
+            raise UsageError(
+                "the weights of this sampling client are gone: its session ended, or others took their name"
+            ) from None
+        raise StoreError(f"cannot link {str(folder)!r} to {str(place)!r}: {error}") from error
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
