@@ -311,7 +311,8 @@ class GenerateRequest:
     gives `policy`, the role, and for a past self `version`: its weight version, 0 for the model that the run began
     with (None: the current one). `experts_from` asks a mixture for the experts
     of tokens from this index on. `kept` asks for the set that each token was drawn from, in the column of that name
-    (`agentrl.tokens.sampling_mask`). `images` are those that `token_ids` name, see `agentrl.tokens.images`.
+    (`agentrl.tokens.sampling_mask`). `images` are those that `token_ids` name, see `agentrl.tokens.images`. With
+    `ignore_eos` nothing but the stops of `sampling` ends it; else some servers also end at the model's own end token.
 
     The last `sampled` of `token_ids` were sampled earlier in this turn, maybe elsewhere: a stop text may begin in them.
     `max_tokens`, `deadline_s` and the answer cover only the rest. `on_chunk` is called with each chunk as it comes, and
@@ -328,6 +329,7 @@ class GenerateRequest:
     experts_from: int | None = None
     kept: bool = False
     images: tuple[Image, ...] = ()
+    ignore_eos: bool = False
     sampled: int = 0
     on_chunk: Callable[[Chunk], None] | None = field(default=None, compare=False, repr=False)
 

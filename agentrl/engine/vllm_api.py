@@ -66,6 +66,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop:
         params["stop"] = list(sampling.stop)
+    if request.ignore_eos:
+        params["ignore_eos"] = True
     if request.experts_from is not None:
         params["routed_experts_prompt_start"] = request.experts_from
     body: dict[str, Json] = {

@@ -70,7 +70,7 @@ async def test_all_that_is_asked_is_what_their_types_take(tmp_path: Path) -> Non
     )
     await client.generate(ask())
     client.version = 4
-    await client.generate(ask(sampling=everything, model="policy-3"))
+    await client.generate(ask(sampling=everything, model="policy-3", ignore_eos=True))
     (tmp_path / "weights").write_bytes(b"")
     update = WeightUpdate(
         version=5,
@@ -86,7 +86,7 @@ async def test_all_that_is_asked_is_what_their_types_take(tmp_path: Path) -> Non
     await client.dialect.load_adapter(client, "policy-3", str(tmp_path), "", deadline_s=60)
     await client.dialect.unload_adapter(client, "policy-3", deadline_s=60)
     bodies = [body for path, body in recorder.asked if path == "/generate"]
-    bodies.append(client.dialect.request_json(ask(sampling=everything, kept=True)))
+    bodies.append(client.dialect.request_json(ask(sampling=everything, kept=True, ignore_eos=True)))
     bodies.append(client.dialect.score_json((1, 2, 3), None))
     io_struct = "sglang.srt.managers.io_struct"
     built = [[io_struct, TYPES[path], body] for path, body in recorder.asked if path in TYPES]

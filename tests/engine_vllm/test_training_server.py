@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
+EOS = 1  # of the shared server's model
 PROMPT = [5, 9, 40, 77, 12, 30]
 
 
@@ -118,6 +119,12 @@ def test_samples_of_several_adapters_are_those_that_their_trainers_compute(
         samplers = [trainer.save_weights_and_get_sampling_client().result() for trainer in trainers]
         for at in (0, 1, 2, 0):
             assert error(trainers[at], samplers[at]) <= EXACT
+        for _ in range(6):
+            step(trainers[2], [5, *[EOS] * 8], 0.1)
+        ending = trainers[2].save_weights_and_get_sampling_client().result()
+        asked = types.SamplingParams(max_tokens=4, temperature=0, stop=[])  # nothing ends it, no end token either
+        (sequence,) = ending.sample(types.ModelInput.from_ints([5, EOS]), 1, asked).result().sequences
+        assert list(sequence.tokens) == [EOS] * 4
         prompt = types.ModelInput.from_ints(PROMPT)
         scored = [sampler.compute_logprobs(prompt).result()[-1] for sampler in (base, *samplers)]
         assert len({round(one, 3) for one in scored}) == 4

@@ -37,7 +37,7 @@ from agentrl.errors import ModelError, WeightSyncError
 from agentrl.records import Json
 
 _RENAMED = {"max_new_tokens": "max_tokens"}
-_SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "n"}
+_SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "n"}
 _SAMPLING_NOT_HERE = {"frequency_penalty", "presence_penalty", "logit_bias"}  # refused behind, unless they do nothing
 _TEXT_ALONE = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
 

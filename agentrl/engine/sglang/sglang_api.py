@@ -43,6 +43,8 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop:
         params["stop"] = list(sampling.stop)
+    if request.ignore_eos:
+        params["ignore_eos"] = True
     body: dict[str, Json] = {
         "rid": request.request_id + RID_END,
         "input_ids": list(request.token_ids),

@@ -152,6 +152,7 @@ class SamplingCalls:
                 sampling=sampling,
                 deadline_s=_DEADLINE_S,
                 model=name,
+                ignore_eos=True,
             )
             try:
                 async with self._turns.turn(call.session, len(tokens) + sampling.max_tokens):
