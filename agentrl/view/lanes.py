@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from agentrl.run import steering
 from agentrl.store.metrics import Metric
-from agentrl.view.opened_runs import OpenedRun, is_live
+from agentrl.view.opened_runs import OpenedRun
 
 Json = dict[str, Any]
 _MINUTES_S: Final = 600.0
@@ -30,7 +31,7 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
     if not turns:
         return None
     last = max([ended for _, ended, _ in turns] + [row.time_s for row in steps])
-    until = max(last, now()) if is_live(opened.state()) else last
+    until = max(last, now()) if steering.under_way(opened.run) else last
     first = min([began for began, _, _ in turns] + [began for began, _ in episodes])
     if len(turns) == _MOST_TURNS:  # there are older ones
         first = min(ended for _, ended, _ in turns)
@@ -96,12 +97,20 @@ def _learner(steps: Sequence[Metric]) -> tuple[list[tuple[float, float, float]],
 def _spread(spans: Iterable[tuple[float, float, float]], since: float, width: float) -> list[float]:
     """The mean over each bin of the sum of values that hold from a time to another."""
     bins = [0.0] * _BINS
+    until = since + _BINS * width
     for began, ended, value in spans:
-        first = max(0, int((began - since) / width))
-        for at in range(first, min(_BINS - 1, int((ended - since) / width)) + 1):
-            left = since + at * width
-            bins[at] += value * max(0.0, min(ended, left + width) - max(began, left)) / width
-    return [round(value, 3) for value in bins]
+        began, ended = max(began, since), min(ended, until)
+        if ended <= began:
+            continue
+        first, last = int((began - since) / width), min(_BINS - 1, int((ended - since) / width))
+        if first == last:
+            bins[first] += value * (ended - began)
+            continue
+        bins[first] += value * (since + (first + 1) * width - began)
+        for at in range(first + 1, last):
+            bins[at] += value * width
+        bins[last] += value * (ended - since - last * width)
+    return [round(value / width, 3) for value in bins]
 
 
 def _idle(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:

@@ -15,6 +15,7 @@ from agentrl.run.evaluation import held_out
 from agentrl.run.health.examine import examine
 from agentrl.run.health.run_facts import read_facts
 from agentrl.run.reporting import status
+from agentrl.run.steering import under_way
 from agentrl.store.metrics import Metric, finite
 from agentrl.store.run_values import CHANGES, CREATED_S, PAUSED, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S, WANTED_SETTINGS
 from agentrl.view.notes import notes_of
@@ -98,8 +99,8 @@ def summary(opened: OpenedRun) -> Json:
 
 def health(opened: OpenedRun) -> list[Json]:
     """The advice on a run, causes first, with what to type; none for a healthy one."""
-    live = is_live(opened.state())
     path = opened.run.path
+    live = under_way(opened.run)
     found = opened.seldom("health", lambda store: examine(read_facts(store, opened.config, path, live=live)))
     return [advice.document(path) for advice in found]
 
