@@ -114,7 +114,7 @@ class OpenedRun:
                 at, known = self._status
                 if self._clock() - at < (_LIVE_S if is_live(known) else _OVER_S):
                     return known
-            found = status.status(self.run)
+            found = status.status(self.run, rows=self.steps())
             self._status = self._clock(), found
             return found
 

@@ -101,7 +101,8 @@ def health(opened: OpenedRun) -> list[Json]:
     """The advice on a run, causes first, with what to type; none for a healthy one."""
     path = opened.run.path
     live = under_way(opened.run)
-    found = opened.seldom("health", lambda store: examine(read_facts(store, opened.config, path, live=live)))
+    rows = opened.steps()
+    found = opened.seldom("health", lambda store: examine(read_facts(store, opened.config, path, live=live, rows=rows)))
     return [advice.document(path) for advice in found]
 
 

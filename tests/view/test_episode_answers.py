@@ -13,7 +13,7 @@ from store.play import START, serve, turn
 
 from agentrl.records import Task
 from agentrl.store import EpisodeFilter, RunStore
-from agentrl.view import episode_answers
+from agentrl.view import episode_answers, run_answers
 from agentrl.view.file_edits import edits_of
 from agentrl.view.lanes import lanes
 from agentrl.view.opened_runs import OpenedRun
@@ -159,6 +159,21 @@ def test_lanes_say_who_did_something_when(opened: OpenedRun, monkeypatch: pytest
     assert sum(found["worker"]["episodes"]) * width == pytest.approx(3.5, abs=0.01)
     assert sum(found["worker"]["environment"]) * width == pytest.approx(2.5, abs=0.01)
     assert found["learner"]["idle"] is None and found["marks"] == []
+
+
+def test_the_rows_of_steps_are_read_once(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    real = RunStore.metrics
+
+    def metrics(self: RunStore, kind: str, *, undone: bool = False, after: int = -1) -> Any:
+        asked.append((kind, after))
+        return real(self, kind, undone=undone, after=after)
+
+    monkeypatch.setattr(RunStore, "metrics", metrics)
+    for _ in range(2):
+        opened.look_anew()
+        assert run_answers.summary(opened)["step"] == 3 and run_answers.health(opened) == []
+    assert [after for kind, after in asked if kind == "step"].count(-1) == 1
 
 
 def test_the_learners_lane_is_of_its_steps(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:

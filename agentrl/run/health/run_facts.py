@@ -28,6 +28,7 @@ from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import EpisodeFilter, EpisodeRow, RunStore
 from agentrl.store.interfaces import ReadStore
+from agentrl.store.metrics import Metric
 from agentrl.store.run_values import PHASE
 
 RECENT = 3
@@ -187,10 +188,17 @@ def facts_of(run: RunDir) -> RunFacts:
 
 
 def read_facts(
-    store: ReadStore, config: RunConfig, path: Path, *, live: bool, now: Callable[[], float] = time.time
+    store: ReadStore,
+    config: RunConfig,
+    path: Path,
+    *,
+    live: bool,
+    now: Callable[[], float] = time.time,
+    rows: Sequence[Metric] | None = None,
 ) -> RunFacts:
-    """The facts of a run as its store has them now. `now` gives seconds since the epoch."""
-    rows = store.metrics("step")
+    """The facts of a run as its store has them now. `now` gives seconds since the epoch. `rows`: those of the steps, by
+    somebody who has read them."""
+    rows = store.metrics("step") if rows is None else rows
     times = [row.time_s for row in rows]
     since = _time(times, RECENT)
     attempts = [row.attempt for row in rows[-1 - RECENT :]]

@@ -63,12 +63,14 @@ def holder(run: RunDir) -> Holder:
     return Holder("frozen" if heartbeat.stopped(pid) else "here", pid)
 
 
-def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
+def status(
+    run: RunDir, now: Callable[[], float] = time.time, *, rows: Sequence[Metric] | None = None
+) -> dict[str, Any]:
     """What stands in `agentrl status --json`. `late` is the seconds since the last step if they are far more than a
-    step takes, else None."""
+    step takes, else None. `rows`: those of the steps, by somebody who has read them."""
     held, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
-        rows = store.metrics("step")
+        rows = store.metrics("step") if rows is None else rows
         counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
         sets, drops = {one.name: list(report.measured(store, one.name)) for one in config.eval.sets}, store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
