@@ -30,7 +30,7 @@ async def _look(client: httpx.AsyncClient, run: str, begun: anyio.Semaphore) -> 
 async def _main(address: str, n: int, run: str) -> None:
     base, _, token = address.partition("/#token=")
     begun = anyio.Semaphore(0)
-    limits = httpx.Limits(max_connections=4 * n)
+    limits = httpx.Limits(max_connections=4 * n, keepalive_expiry=2.0)  # the server closes an idle one after 5
     headers = {"authorization": f"Bearer {token}"}
     async with (
         httpx.AsyncClient(base_url=base, headers=headers, timeout=120, limits=limits) as client,

@@ -204,6 +204,8 @@ def viewers(address: str, n: int, run: str) -> Generator[None]:
         try:
             assert process.stdout is not None and process.stdout.readline() == "all look\n"
             yield
+            if process.poll() is not None:
+                raise SystemExit("the viewers ended before their window did: it says nothing")
         finally:
             process.terminate()
 
