@@ -196,7 +196,9 @@ def train(
 def evaluate(
     what: Annotated[
         str | None,
-        typer.Argument(autocompletion=run_folders, help="A run directory, a model folder, a registered or hub id"),
+        typer.Argument(
+            autocompletion=run_folders, help="A run directory or file, a model folder, a registered or hub id"
+        ),
     ] = None,
     env: Annotated[
         str | None, typer.Option(autocompletion=environment_ids, help="Environment id; default: the run's own")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, UsageError
 from agentrl.models.resolve import model_dir
 from agentrl.run.evaluation.of_checkpoint import measured
 
@@ -146,3 +146,18 @@ def test_a_run_that_is_missing_is_named_without_its_folder(tmp_path: Path, monke
         model_dir("runs/none")
     with pytest.raises(ModelError, match=r"no folder 'runs/none' with a model or a run; nor is its parent"):
         measured("runs/none", None, None)
+
+
+def test_a_run_file_is_measured_by_the_model_that_it_begins_with_on_its_own_sets(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/CodeRepair-v0"\n[rollout]\nmax_turns = 2\n'
+        '[[eval.sets]]\nname = "far"\nn = 7\nkwargs = { split = "held_out_templates" }\n'
+    )
+    config, adapters = measured(str(file), None, None, ["rollout.max_turns=1"])
+    assert (config.model, config.rollout.max_turns, adapters) == ("agentrl/tiny-coder", 1, None)
+    assert [(held_out.name, held_out.n) for held_out in config.eval.sets] == [("far", 7)]
+    assert measured(file, None, 3)[0].eval.sets[0].n == 3
+    file.write_text("model = 3")
+    with pytest.raises(UsageError, match="model"):
+        measured(file, None, None)

@@ -1,4 +1,4 @@
-"""What `agentrl eval` measures: the newest checkpoint of a run, or a model as it is.
+"""What `agentrl eval` measures: the newest checkpoint of a run, the model of a run file, or a model as it is.
 
 A checkpoint is a whole model, the shared adapter merged, and is measured as such, as is that of each role with a model
 of its own. If roles have adapters of their own,
@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
@@ -26,6 +26,8 @@ from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.run_values import LEAGUE
+
+RUN_FILE: Final = ".toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,11 @@ def measured(
     what: str | Path | RunConfig, env: str | None, n: int | None, settings: Sequence[str] = ()
 ) -> tuple[RunConfig, Adapters | None]:
     """The configuration with which `n` episodes of each held-out set (None: as many as it has) measure `what`: a run's
-    folder, a model, or the model of a configuration; under `settings` (`section.key=value`). And its adapters, if they
-    are measured as such. Raises UsageError."""
+    folder, a model, or the model of a configuration or of its file; under `settings` (`section.key=value`). And its
+    adapters, if they are measured as such. Raises UsageError."""
     adapters = None
+    if not isinstance(what, RunConfig) and Path(what).suffix == RUN_FILE and Path(what).is_file():
+        what = configuration.load(Path(what), [*settings])
     document: dict[str, Any]
     if isinstance(what, RunConfig):
         document = what.model_dump(mode="json", exclude_unset=True)
