@@ -29,6 +29,7 @@ _LARGE: Final = 20_000_000  # parameters from which a second thread is worth its
 if TYPE_CHECKING:
     from agentrl.engine.embedded.chat import Chat
     from agentrl.engine.embedded.server import EngineServer
+    from agentrl.engine.embedded.vision_tower import VisionTower
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +86,6 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
     from agentrl.engine.embedded.server import EngineServer
     from agentrl.engine.embedded.sglang_server import SGLangServer
-    from agentrl.engine.embedded.vision_tower import VisionTower
     from agentrl.engine.weight_sync.weight_sources import Sources, everyday
 
     torch.set_num_threads(1 if arguments.threads == "auto" else arguments.threads)
@@ -99,7 +99,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     # More slots than twice the running requests would only hold prefixes that nobody comes back for.
     slots = min(slots, 2 * arguments.max_batch)
     weights = read_weights(arguments.weights or arguments.model)
-    tower = VisionTower(arguments.model) if architecture.vision else None
+    tower = _tower(arguments.model) if architecture.vision else None
     model = EmbeddedModel(architecture, weights, length=length, tower=tower)
     batcher = Batcher(
         model,
@@ -116,6 +116,13 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     kind = EngineServer if arguments.api == "vllm" else SGLangServer
     shares = arguments.threads == "auto" and sum(weight.numel() for weight in weights.values()) >= _LARGE
     return kind(batcher, name=name, sources=sources, chat=_chat(arguments), spare=SpareCores() if shares else None)
+
+
+def _tower(model: Path) -> VisionTower:
+    """Imports transformers, which takes longer than all else that an engine does until it serves."""
+    from agentrl.engine.embedded.vision_tower import VisionTower
+
+    return VisionTower(model)
 
 
 def _chat(arguments: argparse.Namespace) -> Chat | None:
