@@ -241,8 +241,9 @@ def client_side_modules() -> list[str]:
         (["agentrl.blocks.sync"], "torch transformers ray docker"),
         (["agentrl.sandbox", "agentrl.cli"], "torch transformers ray docker swerex inspect_ai"),
         (["agentrl_environments", "agentrl_tools"], "torch transformers ray docker"),
+        (["agentrl.run.trainer", "agentrl.run.processes.worker_process"], "torch transformers ray docker matplotlib"),
     ],
-    ids=["agentrl", "the client side", "blocks", "sandbox and cli", "environments and tools"],
+    ids=["agentrl", "the client side", "blocks", "sandbox and cli", "environments and tools", "a run and its workers"],
 )
 def test_a_fresh_interpreter_stays_light(modules: list[str], absent: str) -> None:
     code = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]\n"

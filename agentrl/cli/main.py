@@ -34,6 +34,7 @@ from agentrl.cli.steer import pause, requeue, resume, set_
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
+from agentrl.host.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from agentrl.config import EngineSettings
@@ -630,7 +631,8 @@ def _refuse_options_of_runs(
 
 
 def _serve_training(engine: EngineSettings, lora_rank: int, **settings: Any) -> None:
-    from agentrl.run.training_server.training_server import TrainingServerSettings, serve_training
+    with quick_imports():
+        from agentrl.run.training_server.training_server import TrainingServerSettings, serve_training
 
     ranks = {"lora_rank": lora_rank} if lora_rank else {}
     serve_training(TrainingServerSettings(engine=engine, **ranks, **settings))

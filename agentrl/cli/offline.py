@@ -18,6 +18,7 @@ from rich.table import Table
 from agentrl.cli import tables
 from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
+from agentrl.host.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from agentrl.offline.retrain_step import Retrained
@@ -39,7 +40,8 @@ def export(
     ] = "auto",
 ) -> None:
     """Write what a run has trained as a folder for transformers, PEFT or an engine."""
-    from agentrl.offline.export_model import export as write
+    with quick_imports():
+        from agentrl.offline.export_model import export as write
 
     print(write(run, hf, step=step, role=role, merge=merge, dtype=dtype))
 
@@ -89,7 +91,8 @@ def sft(
     overwrite: Annotated[bool, typer.Option(help="Replace the run of agentrl sft that is there")] = False,
 ) -> None:
     """Train a model on demonstrations: a warm start for agentrl train."""
-    from agentrl.offline import sft as training
+    with quick_imports():
+        from agentrl.offline import sft as training
 
     if (file is None) == (resume is None):
         raise UsageError("give either a file of settings or --resume FOLDER")
@@ -171,7 +174,8 @@ def retrain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Train one step of a run again, from its store; exit code 1 if the weights are not those that the run had."""
-    from agentrl.offline.retrain_step import retrain as train_again
+    with quick_imports():
+        from agentrl.offline.retrain_step import retrain as train_again
     from agentrl.run.run_folder import RunDir
 
     run = RunDir.open(path)

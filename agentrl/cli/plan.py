@@ -13,6 +13,7 @@ from rich.table import Table
 from agentrl.cli import tables
 from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
+from agentrl.host.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -35,7 +36,9 @@ def plan(
     """Say what a run needs of GPUs: memory, tokens a second, how to divide them, cost. Nothing is downloaded but the
     model's configuration, if it is a folder not even that; exit code 1 if it does not fit."""
     from agentrl import config as configuration
-    from agentrl.planning import plan as planning
+
+    with quick_imports():
+        from agentrl.planning import plan as planning
 
     of = planning.gpu_of(gpu)
     config, chosen = planning.started(configuration.load(file, settings), of, n)

@@ -181,6 +181,8 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
         assert store.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "after: " in (run.path / "transcripts.md").read_text()
+    said = "".join(log.read_text() for log in run.logs.iterdir())
+    assert "torchao" not in said and "_pytree" not in said  # which transformers imports, and which warns
     assert_lawful(run, steps=4)
     assert_nothing_remains(run)
     longer = Trainer.resume(run.path, settings=["train.steps=6"])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host import json_log
+from agentrl.host.quick_imports import quick_imports
 from agentrl.host.spare_cores import SpareCores
 from agentrl.records import EngineKey
 
@@ -243,7 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
         if key is None and parsed.socket is None and not parsed.no_key:
             raise UsageError(f"an engine on {parsed.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
         listener = listen(parsed.host, parsed.port, parsed.socket)
-        server = build(parsed)
+        with quick_imports():
+            server = build(parsed)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

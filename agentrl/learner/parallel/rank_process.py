@@ -18,11 +18,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
+from agentrl.host.quick_imports import quick_imports
 
-from agentrl.learner.learner import Learner
-from agentrl.learner.parallel.collectives import Ledger
-from agentrl.learner.parallel.ranks import RankReply, join, receive, send
+with quick_imports():
+    import torch
+
+    from agentrl.learner.learner import Learner
+    from agentrl.learner.parallel.collectives import Ledger
+    from agentrl.learner.parallel.ranks import RankReply, join, receive, send
 
 
 def serve(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from agentrl.host import json_log
+from agentrl.host.quick_imports import quick_imports
 from agentrl.run.processes.exit_status import run_role
 from agentrl.run.processes.heartbeat import DUMP
 
@@ -25,7 +26,8 @@ def main() -> None:
         from agentrl.run.processes.worker_process import serve
 
         sys.exit(run_role(role, lambda: serve(Path(path), int(rest[0]))))
-    from agentrl.run.processes.learner_process import learn
+    with quick_imports():
+        from agentrl.run.processes.learner_process import learn
 
     sys.exit(run_role(role, lambda: learn(Path(path))))
 

@@ -1,0 +1,39 @@
+"""Large packages load sooner, and bring no package that nobody asked for.
+
+For the entry points of our own commands and processes, around their first import of torch or transformers. Whoever
+imports agentrl as a library keeps the interpreter as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import cast
+
+_UNASKED = ("torchao",)
+"""What transformers imports wherever it is installed, though only a model that it quantised needs it. It takes a third
+of a second, and writes warnings of its own to the terminal. Whoever means it (`train.optimizer = "adamw8bit"`) imports
+it later."""
+
+
+@contextmanager
+def quick_imports() -> Generator[None]:
+    """Inside, collect no garbage, and let nobody find the packages of `_UNASKED`.
+
+    Modules stay for good, yet the collector looks through all of them time and again while they load: a fifth of the
+    time. It is told to leave alone what loaded here."""
+    collects = gc.isenabled()
+    gc.disable()
+    modules = cast("dict[str, object]", sys.modules)
+    hidden = [name for name in _UNASKED if name not in modules]
+    modules.update(dict.fromkeys(hidden))  # None: this is how Python says that there is no such module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+        gc.freeze()
+        if collects:
+            gc.enable()
