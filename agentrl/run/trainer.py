@@ -316,6 +316,7 @@ def _check_environments(config: RunConfig) -> None:
     """Make each environment of the run once, with the arguments that workers will give it."""
     held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
     made: list[tuple[str, Mapping[str, Any]]] = []
+    untold: dict[str, str] = {}  # by environment, which may be there with several arguments
     for task in (*first_tasks(config), *held_out):
         if (task.env, task.kwargs) not in made:
             made.append((task.env, task.kwargs))
@@ -324,7 +325,10 @@ def _check_environments(config: RunConfig) -> None:
                 env.close()
             _warn_of_deadlines(config, task.env, env)
             _check_images(config, env)
-            _check_dialect(config, task.env, env.unwrapped)
+            if (left_out := _check_dialect(config, env.unwrapped)) is not None:
+                untold[task.env] = left_out
+    for id, left_out in untold.items():
+        print(f"agentrl: {id}: {left_out}", file=sys.stderr)
 
 
 def _check_images(config: RunConfig, env: Any) -> None:
@@ -333,23 +337,22 @@ def _check_images(config: RunConfig, env: Any) -> None:
         raise ConfigError("model", config.model, f"{env.unwrapped} shows images: {why}")
 
 
-def _check_dialect(config: RunConfig, id: str, env: Any) -> None:
-    """Check that an environment's tools reach the model, in a dialect that the environment reads; say on stderr what
-    the chat template leaves out. Raises ConfigError."""
+def _check_dialect(config: RunConfig, env: Any) -> str | None:
+    """Check that an environment's tools reach the model, in a dialect that the environment reads; return what the chat
+    template leaves out. Raises ConfigError."""
     if not getattr(env, "schemas", None):
-        return
+        return None
     renderer, own = renderer_of(config), getattr(env, "tool_format", None)
     if own is None and renderer.tool_format is None:
         known = f"give one of {', '.join(FORMATS)}, or one of your own"
         hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {known}"
         raise ConfigError("env.kwargs.tool_format", None, hint)
     if own is not None and not get_format(own).native:
-        return  # the environment tells the tools itself
+        return None  # the environment tells the tools itself
     if own is not None and renderer.untold and own != renderer.tool_format:
         hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
         raise ConfigError("env.kwargs.tool_format", own, hint)
-    if renderer.untold:
-        print(f"agentrl: {id}: {renderer.untold}", file=sys.stderr)
+    return renderer.untold
 
 
 def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import parse
 from agentrl.errors import ConfigError
 from agentrl.run import trainer
 
@@ -15,18 +16,22 @@ UNTOLD = "the chat template of 'm' writes no tools (they go into the system mess
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def checked(dialect: str | None, untold: str | None, own: str | None, tools: bool = True) -> None:
+    def checked(dialect: str | None, untold: str | None, own: str | None, tools: bool = True) -> str | None:
         renderer = SimpleNamespace(tool_format=dialect, untold=untold)
         monkeypatch.setattr(trainer, "renderer_of", lambda _: renderer)
         env = SimpleNamespace(schemas=[{"name": "f"}] if tools else [], tool_format=own)
-        trainer._check_dialect(SimpleNamespace(model="m"), "test/Env", env)  # type: ignore[arg-type]
+        return trainer._check_dialect(SimpleNamespace(model="m"), env)  # type: ignore[arg-type]
 
     return checked
 
 
-def test_what_a_template_leaves_out_is_said_in_one_line(check: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    check("json", UNTOLD, None)
-    assert capsys.readouterr().err == f"agentrl: test/Env: {UNTOLD}\n"
+def test_what_a_template_leaves_out_is_said_in_one_line_whatever_arguments_the_environment_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "renderer_of", lambda _: SimpleNamespace(tool_format="json", untold=UNTOLD))
+    harder = [{"name": "harder", "n": 2, "kwargs": {"terms": 3}}]
+    trainer._check_environments(parse({"model": "m", "env": {"id": "agentrl/Calculator-v0"}, "eval": {"sets": harder}}))
+    assert capsys.readouterr().err == f"agentrl: agentrl/Calculator-v0: {UNTOLD}\n"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +49,8 @@ def test_nothing_is_said_where_all_is_well(
     own: str | None,
     tools: bool,
     check: Any,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    check(dialect, untold, own, tools)
-    assert capsys.readouterr().err == ""
+    assert check(dialect, untold, own, tools) is None
 
 
 def test_a_dialect_that_the_model_is_not_told_is_refused(check: Any) -> None:
