@@ -88,12 +88,13 @@ class Worker:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while await PHASE.awaited(self.store.meta) != "stop":
+                self._idle = trio.CancelScope()  # a place that frees from here on ends the wait, also before it begins
                 worn_out, leaves = sync_async.worn_out(), self.context.gate.leaving
                 if worn_out or leaves:
                     await self._end_turns()
                     break
                 if not await self._fill(nursery):
-                    with trio.CancelScope() as self._idle:
+                    with self._idle:
                         await self.store.wait_for_work("rollout", _LOOK_S)
             nursery.cancel_scope.cancel()
         back = await self.store.hand_back(self.name) if worn_out or leaves else 0

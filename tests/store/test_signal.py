@@ -36,14 +36,37 @@ def told(signals: dict[Role, Signal]) -> set[str]:
 EVERYBODY = {"rollout", "learner", "control", "reward"}
 
 
-def test_a_journaled_turn_wakes_neither_learner_nor_admission(store: RunStore, signals: dict[Role, Signal]) -> None:
+def test_a_journaled_turn_wakes_reward_sources_alone(store: RunStore, signals: dict[Role, Signal]) -> None:
     admit(store)
     claim = store.claim("w", 1, lease_s=30.0)[0]
     store.begin(claim.episode_id, claim.fence, START)
     told(signals)
     store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
     store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
-    assert told(signals) == {"rollout", "reward"}
+    pauses = {role: signal.pause_s for role, signal in signals.items()}
+    assert told(signals) == {"reward"}
+    assert all(signals[role].pause_s > pauses[role] for role in EVERYBODY - {"reward"}), "they look seldom meanwhile"
+
+
+def test_whatever_may_be_claimed_wakes_workers(store: RunStore, signals: dict[Role, Signal]) -> None:
+    admit(store, limit=2)
+    assert "rollout" in told(signals), "new groups"
+    claims = store.claim("w", 4, lease_s=30.0)
+    told(signals)
+    store.hand_back("w")
+    assert "rollout" in told(signals), "episodes of a worker that left"
+    claims = store.claim("w", 4, lease_s=30.0)
+    told(signals)
+    store.release_worker("w")
+    assert "rollout" in told(signals), "of one that died"
+    claims = store.claim("w", 4, lease_s=30.0)
+    for claim in claims:
+        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    told(signals)
+    assert store.take(1, 1, max_lag=1) is not None
+    assert "rollout" in told(signals), "the window in which workers play moves on"
+    serve(store, 1)
+    assert "rollout" in told(signals), "and with new weights"
 
 
 def test_an_episode_that_ends_wakes_everybody(store: RunStore, signals: dict[Role, Signal]) -> None:

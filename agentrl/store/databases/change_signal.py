@@ -2,7 +2,7 @@
 
 A signal has the database's own watch, on a connection of its own. So it sees the writes of every process, its own too,
 and misses none, whoever is killed. If somebody has written, a role may have a mark, a small row that changes with what
-it waits for: the learner does not look again because a turn was journaled. Never says what there is to do.
+it waits for: neither learner nor workers look again because a turn was journaled. Never says what there is to do.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ _WAKES_S = 0.25  # where a descriptor tells of writes
 
 _PHASE = f"(SELECT value FROM meta WHERE key = '{PHASE.key}')"
 _ENDED = "(SELECT TOTAL(n) FROM ending_counts)"
+_NEWEST = "(SELECT MAX(version) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL)"
 _MARKS: dict[Role, str | None] = {
-    "rollout": None,
+    # Groups that came, or left the window that workers play in; what was handed back. A worker looks each second
+    # anyway, so it misses little if a hundred wait all the time.
+    "rollout": f"SELECT {_PHASE}, (SELECT TOTAL(n) FROM group_counts), (SELECT COUNT(*) FROM leases),"
+    " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state IN"
+    " ('waiting', 'running', 'finished', 'scored')),"
+    " (SELECT COUNT(*) FROM (SELECT 1 FROM episodes WHERE state = 'waiting' LIMIT 100) waiting),"
+    f" {_NEWEST}",
     "reward": None,
     "learner": f"SELECT {_PHASE}, {_ENDED},"
     " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state = 'scored')",
     "control": f"SELECT {_PHASE}, {_ENDED}, (SELECT COUNT(*) FROM endings), (SELECT COUNT(*) FROM quarantine),"
     " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state IN ('expired', 'failed')),"
-    " (SELECT MAX(version) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL)",
+    f" {_NEWEST}",
 }
 
 
@@ -45,7 +52,7 @@ class Signal:
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep before the next look: a moment after any write, longer while nothing is written."""
+        """How long to sleep before the next look: a moment after a change, longer while there is none."""
         return self._pause_s if self.wakes is None else _WAKES_S
 
     @property
@@ -55,14 +62,12 @@ class Signal:
 
     def changed(self) -> bool:
         """Whether there may be work that was not there when this was last true."""
-        if not self._watch.written():
-            self._pause_s = min(_MOST_S, self._pause_s * _GROWTH)
-            return False
-        self._pause_s = _LEAST_S
-        if self._mark_of is None:
-            return True
-        before, self._mark = self._mark, self._watch.row(self._mark_of)
-        return before != self._mark
+        changed = self._watch.written()
+        if changed and self._mark_of is not None:
+            before, self._mark = self._mark, self._watch.row(self._mark_of)
+            changed = before != self._mark
+        self._pause_s = _LEAST_S if changed else min(_MOST_S, self._pause_s * _GROWTH)
+        return changed
 
     def close(self) -> None:
         """Close the watch."""
