@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     tokens = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = reference_logits(folder, tokens)
     whole = model.forward(PassRows.of_run(tokens, 0, 1), kv)
-    torch.testing.assert_close(whole, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+    torch.testing.assert_close(whole, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
 def test_chunks_and_single_rows_continue_what_is_cached(model_dir: Path) -> None:

@@ -127,7 +127,7 @@ def _layer(
             if down.shape != (up.shape[1], into) or up.shape[0] != out:
                 raise ModelError(f"the adapter in {str(folder)!r} is of another model: {name}")
             if name.endswith("q_proj"):
-                up = rotary(up, a.heads, a.head_dim) * (1.0 if a.qk_norm else a.head_dim**-0.5)
+                up = rotary(up, a.heads, a.head_dim)
             if name.endswith("k_proj"):
                 up = rotary(up, a.kv_heads, a.head_dim)
             downs.append(down)

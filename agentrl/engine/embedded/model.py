@@ -1,7 +1,9 @@
 """The forward pass of the embedded engine: many requests' tokens through one dense decoder on CPU.
 
 Owns packed weights and the arithmetic, and checks a safetensors file against the architecture before anything uses it.
-Never knows requests, versions or HTTP: it sees rows of tokens and the cache slots they belong to. Float32 throughout.
+Never knows requests, versions or HTTP: it sees rows of tokens and the cache slots they belong to. All is float32 but,
+where asked, the products with matrices, and the matrices themselves, in bfloat16: norms, rotations, attention, keys and
+values, and the sum that runs through the layers are not rounded, the logits are.
 
 Rows of one pass are flat, [N] tokens: first the *single* rows (one new token of a slot each), whose attention is
 computed together, then *runs* (several new tokens of one slot), each attending on its own.
@@ -22,6 +24,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 
 from agentrl.engine.embedded.architecture import Architecture
 from agentrl.engine.embedded.lora import Adapted, rotary
+from agentrl.engine.embedded.products import Product
 from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ModelError
 from agentrl.tokens.vision import TOWER_PREFIX
@@ -121,16 +124,12 @@ class PassRows:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, D], the attention scale folded in
-    o: torch.Tensor  # transposed, as are gate_up and down
-    o_bias: torch.Tensor | None
+    qkv: Product
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, D]
+    o: Product
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Product
+    down: Product
 
 
 class KVStore:
@@ -172,8 +171,8 @@ class KVStore:
 
 
 class EmbeddedModel:
-    """A decoder with replaceable weights. `load` swaps all of them at once; call it only between two passes. A model
-    that reads images has a `tower` for them."""
+    """A decoder with replaceable weights, which multiplies in `dtype`. `load` swaps all of them at once; call it only
+    between two passes. A model that reads images has a `tower` for them."""
 
     def __init__(
         self,
@@ -181,16 +180,19 @@ class EmbeddedModel:
         weights: Mapping[str, torch.Tensor],
         *,
         length: int,
+        dtype: torch.dtype = torch.float32,
         tower: VisionTower | None = None,
     ) -> None:
-        self.architecture, self.tower = architecture, tower
+        self.architecture, self.dtype, self.tower = architecture, dtype, tower
         axes = [axis for axis, count in enumerate(architecture.sections) for _ in range(count)]
         self._axes = torch.tensor(axes, dtype=torch.long)  # of each frequency: the coordinate that it turns by
         angles = torch.outer(
             torch.arange(length, dtype=torch.float64),
             torch.tensor(architecture.inverse_frequencies, dtype=torch.float64),
         )
-        self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [length, D / 2]
+        # They turn queries and keys, and shorten both so that their products have the scale of attention.
+        scale = torch.full_like(angles, architecture.head_dim**-0.25)
+        self._rotations = torch.polar(scale, angles).to(torch.complex64)  # [length, D / 2]
         self.load(weights)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -204,16 +206,17 @@ class EmbeddedModel:
             self.tower.load(visual)
         else:
             check_weights(self.architecture, weights)
-        layers = [_pack(self.architecture, weights, layer) for layer in range(self.architecture.layers)]
-        embedding = weights["model.embed_tokens.weight"].contiguous()
-        head = embedding if self.architecture.tied else weights["lm_head.weight"].contiguous()
-        self._embedding, self._head, self._layers = embedding, head, layers
+        layers = [_pack(self.architecture, weights, layer, self.dtype) for layer in range(self.architecture.layers)]
+        embedding = weights["model.embed_tokens.weight"].to(self.dtype).contiguous()
+        head = embedding if self.architecture.tied else weights["lm_head.weight"]
+        self._embedding, self._head, self._layers = embedding, Product(head, dtype=self.dtype), layers
         self._norm = weights["model.norm.weight"]
 
     def free(self) -> None:
         """Give the memory of the weights back. Nothing may be computed until `load`."""
         self._layers = list[_Layer]()
-        self._embedding = self._head = self._norm = torch.zeros(0)
+        self._embedding = self._norm = torch.zeros(0)
+        self._head = Product(torch.zeros(0, 0), dtype=self.dtype)
 
     @property
     def loaded(self) -> bool:
@@ -222,28 +225,24 @@ class EmbeddedModel:
     def forward(self, rows: PassRows, kv: KVStore) -> torch.Tensor:
         """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""
         a = self.architecture
-        x = F.embedding(rows.tokens_N.clamp(min=0), self._embedding)  # tokens of images are negative
+        x = F.embedding(rows.tokens_N.clamp(min=0), self._embedding).float()  # tokens of images are negative
         for places, tokens_NH in rows.shown:
             x[places] = tokens_NH
         rotations = self._rotations_of(rows).unsqueeze(1)
         masks = _Masks(rows, a)
         for at, layer in enumerate(self._layers):
             h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
-            qkv = rows.adapt(F.linear(h, layer.qkv, layer.qkv_bias), h, at, "qkv")
+            qkv = rows.adapt(layer.qkv(h), h, at, "qkv")
             attended = self._attend(qkv, layer, rotations, rows, masks, kv, at)
-            x = rows.adapt(torch.addmm(x, attended, layer.o), attended, at, "o")
-            if layer.o_bias is not None:
-                x += layer.o_bias
+            x = rows.adapt(layer.o.onto(x, attended), attended, at, "o")
             if last := at == a.layers - 1:
                 x = x[rows.wanted_N]
             h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
-            both = rows.adapt(F.linear(h, layer.gate_up, layer.gate_up_bias), h, at, "gate_up", wanted=last)
+            both = rows.adapt(layer.gate_up(h), h, at, "gate_up", wanted=last)
             gate, up = both.chunk(2, dim=-1)
             h = F.silu(gate) * up
-            x = rows.adapt(torch.addmm(x, h, layer.down), h, at, "down", wanted=last)
-            if layer.down_bias is not None:
-                x += layer.down_bias
-        return F.linear(F.rms_norm(x, (a.hidden,), self._norm, a.eps), self._head)
+            x = rows.adapt(layer.down.onto(x, h), h, at, "down", wanted=last)
+        return self._head(F.rms_norm(x, (a.hidden,), self._norm, a.eps))
 
     def _rotations_of(self, rows: PassRows) -> torch.Tensor:
         """The rotation of each row's pairs [N, D / 2]."""
@@ -368,38 +367,37 @@ def _attend_run(q: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values:
     return attended.view(kv_heads, group, n, size).permute(2, 0, 1, 3).reshape(n, heads * size)
 
 
-def _pack(architecture: Architecture, weights: Mapping[str, torch.Tensor], layer: int) -> _Layer:
-    """Join q/k/v and gate/up, fold the attention scale into q, and order rotary pairs side by side.
+def _pack(architecture: Architecture, weights: Mapping[str, torch.Tensor], layer: int, dtype: torch.dtype) -> _Layer:
+    """Join q/k/v and gate/up, and order rotary pairs side by side.
 
     transformers rotates dimension i with i + D/2; with the pairs adjacent one complex product does it. Queries and
     keys are permuted alike, so their products do not change."""
     a, at = architecture, f"model.layers.{layer}."
-    pairs = torch.arange(a.head_dim).view(2, -1).t().reshape(-1)
-    scale = a.head_dim**-0.5
 
     def joined(kind: str) -> torch.Tensor:
         q = rotary(weights[f"{at}self_attn.q_proj.{kind}"], a.heads, a.head_dim)
         k = rotary(weights[f"{at}self_attn.k_proj.{kind}"], a.kv_heads, a.head_dim)
-        return torch.cat([q if a.qk_norm else q * scale, k, weights[f"{at}self_attn.v_proj.{kind}"]])
+        return torch.cat([q, k, weights[f"{at}self_attn.v_proj.{kind}"]])
 
-    def transposed(name: str) -> torch.Tensor:
-        return weights[at + name].t().contiguous()
+    def product(name: str, *, bias: bool) -> Product:
+        return Product(weights[f"{at}{name}.weight"], weights[f"{at}{name}.bias"] if bias else None, dtype=dtype)
+
+    def gate_up(kind: str) -> torch.Tensor:
+        return torch.cat([weights[f"{at}mlp.{name}_proj.{kind}"] for name in ("gate", "up")])
 
     qk_norm = None
     if a.qk_norm:
-        q_norm, k_norm = weights[at + "self_attn.q_norm.weight"], weights[at + "self_attn.k_norm.weight"]
-        qk_norm = torch.cat([(q_norm[pairs] * scale).expand(a.heads, -1), k_norm[pairs].expand(a.kv_heads, -1)])
-    gate_up = [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"]
+        q_norm, k_norm = (
+            rotary(weights[f"{at}self_attn.{name}_norm.weight"], 1, a.head_dim).expand(heads, -1)
+            for name, heads in (("q", a.heads), ("k", a.kv_heads))
+        )
+        qk_norm = torch.cat([q_norm, k_norm])
     return _Layer(
         norm=weights[at + "input_layernorm.weight"],
-        qkv=joined("weight"),
-        qkv_bias=joined("bias") if a.qkv_bias else None,
+        qkv=Product(joined("weight"), joined("bias") if a.qkv_bias else None, dtype=dtype),
         qk_norm=qk_norm,
-        o=transposed("self_attn.o_proj.weight"),
-        o_bias=weights[at + "self_attn.o_proj.bias"] if a.o_bias else None,
+        o=product("self_attn.o_proj", bias=a.o_bias),
         mlp_norm=weights[at + "post_attention_layernorm.weight"],
-        gate_up=torch.cat([weights[f"{name}.weight"] for name in gate_up]),
-        gate_up_bias=torch.cat([weights[f"{name}.bias"] for name in gate_up]) if a.mlp_bias else None,
-        down=transposed("mlp.down_proj.weight"),
-        down_bias=weights[at + "mlp.down_proj.bias"] if a.mlp_bias else None,
+        gate_up=Product(gate_up("weight"), gate_up("bias") if a.mlp_bias else None, dtype=dtype),
+        down=product("mlp.down_proj", bias=a.mlp_bias),
     )
