@@ -38,8 +38,12 @@ from agentrl.records import Json
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
-"""Largest |Δ| in nats of one token. Kernels of different shape round differently: measured 1e-5 in float32 and up to
-2e-2 in bfloat16 where all was well, 1 and more where a layer was missing."""
+"""Largest |Δ| in nats of one token; in bfloat16 the quadratic mean over the probe, of which one token may be `_ALONE`
+times as far off. Kernels of different shape round differently. Where all was well that was 1e-5 in float32; in bfloat16
+the mean was up to 0.11 and one token up to 0.7 (plain passes of SmolLM2-135M, 30 layers). Where a layer of that model
+was missing or stood in another's place, the mean was 0.35 and more."""
+
+_ALONE = 5.0
 
 QUANTIZED = 2.0
 """The same for weights, or keys and values, of 8 bits: rounding the weights of small models to float8_e4m3 moved the
@@ -166,7 +170,7 @@ async def check(
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
         found = await _scored(engine, canary, deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
-        if not apart <= most:  # a NaN is beyond every tolerance
+        if not _near(found, canary.logprobs, most):
             raise CanaryMismatch(
                 f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
                 f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary_tolerance): "
@@ -179,10 +183,18 @@ async def check(
             model = adapter_name(canary.version, role)
             found = await _scored(engine, canary, deadline_s, model)
             apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
-            if not apart <= most:
+            if not _near(found, logprobs, most):
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
             worst = max(worst, apart)
     return worst
+
+
+def _near(found: Sequence[float], expected: Sequence[float], most: float) -> bool:
+    """Whether they are as near as `most` allows: see `TOLERANCE`. A NaN is beyond every tolerance."""
+    apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    if most != TOLERANCE["bfloat16"]:
+        return max(apart) <= most and not any(map(math.isnan, apart))
+    return math.hypot(*apart) <= most * math.sqrt(len(apart)) and max(apart) <= _ALONE * most
 
 
 def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str, CanaryResult], url: str) -> None:
