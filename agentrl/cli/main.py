@@ -521,7 +521,7 @@ def serve(
     max_context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together")] = 2048,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed at once")] = 128,
     kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="dtype of vLLM's weights")] = "float32",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="dtype of its weights")] = "float32",
     gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM; for --training 32)")] = 0,
     lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",

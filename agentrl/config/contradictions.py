@@ -80,8 +80,6 @@ def _of_engines(config: RunConfig) -> Iterator[str]:
         yield "engine.stage has no effect: vLLM alone stages, and only what is a file: --set engine.stage=auto"
     if engine.kind == "sglang" and "kv_cache_mb" in given and not engine.urls:
         yield "engine.kv_cache_mb has no effect on SGLang: --set engine.sglang.mem-fraction-static=0.8 bounds it"
-    if engine.kind == "embedded" and engine.dtype != "float32" and not engine.urls:
-        yield f"engine.dtype = {engine.dtype!r}: the embedded engine computes in float32: --set engine.dtype=float32"
     if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
         yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
 

@@ -60,7 +60,7 @@ def embedded_argv(
         str(model_dir),
         *(["--host", host, "--port", str(port)] if socket is None else ["--socket", str(socket)]),
     ]
-    argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
+    argv += ["--threads", str(settings.threads), "--dtype", settings.dtype, "--max-batch", str(settings.max_batch)]
     argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
     argv += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
     if max_context is not None:

@@ -1,4 +1,5 @@
-"""How many cores this process may compute on: those it is bound to, and no more than its control group pays for."""
+"""The cores of this machine: how many this process may compute on (those it is bound to, and no more than its control
+group pays for), and what they compute fast."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")  # version 2; a container sees its own here
+_CPU = Path("/proc/cpuinfo")
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def cores(limit: Path = _CGROUP) -> int:
@@ -16,3 +19,13 @@ def cores(limit: Path = _CGROUP) -> int:
         return max(1, min(bound, int(quota) // int(period)))
     except (OSError, ValueError):  # no control groups, or "max": no quota
         return bound
+
+
+def multiplies_bfloat16(cpu: Path = _CPU) -> bool:
+    """Whether they have instructions for products of bfloat16 numbers, so that these are faster than those of float32.
+    `cpu` tells what they have, as proc(5) writes it; a machine that does not tell has none."""
+    try:
+        flags = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return not _BFLOAT16.isdisjoint(flags.split())

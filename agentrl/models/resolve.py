@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from agentrl import registry
 from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ModelError
@@ -97,12 +98,13 @@ def renderer_of(config: RunConfig) -> Renderer:
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
-    """The dtype in which engines compute with the model of `folder`, and in which weights are sent: float32 for the
-    embedded engine. "auto" is the model's own dtype, but bfloat16 for a float32 model, as in vLLM."""
-    if settings.kind == "embedded":
-        return "float32"
+    """The dtype in which engines compute with the model of `folder`, and in which weights are sent. "auto" is the
+    model's own dtype, but bfloat16 for a float32 model, as in vLLM; for the embedded engine that in which a CPU such as
+    this one computes the model fastest."""
     if settings.dtype != "auto":
         return settings.dtype
+    if settings.kind == "embedded":
+        return read_architecture(folder).fastest_dtype
     config = json.loads((folder / "config.json").read_text())
     return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 

@@ -229,29 +229,33 @@ def test_a_loss_that_cannot_be_one_and_a_step_without_gradients_are_refused(play
         Learner(MODEL, train={"learning_rate": 1e-3})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "apart", "other"),
+    [("float32", 1e-4, "bfloat16"), pytest.param("bfloat16", 0.05, "float32", marks=pytest.mark.slow)],
+)
 def test_published_weights_sample_with_their_version_and_logprobs_are_the_learners(
-    played: list[Trajectory], tmp_path: Path
+    dtype: Any, apart: float, other: Any, played: list[Trajectory], tmp_path: Path
 ) -> None:
     with (
-        sync.EngineFleet.start(MODEL, max_context=256) as own,
+        sync.EngineFleet.start(MODEL, settings={"dtype": dtype}, max_context=256) as own,
         Learner(MODEL, train={"lr": 1e-2, "warmup_steps": 0}) as learner,
     ):
         learner.forward_backward(_groups(played))
         learner.step()
         with Buffer(tmp_path / "b") as buffer:
-            version = sync.publish(learner.weights(), own, buffer)
+            version = sync.publish(learner.weights(own.dtype), own, buffer)
             assert (version.step, buffer.reader.current_version()) == (1, version)
         sample = own.sample("go", max_tokens=4)
         assert set(sample.versions) == {version.version}
         whole = (*sample.prompt_ids, *sample.token_ids)
-        expected = learner._inner.score(whole)[-len(sample.token_ids) :]
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        expected = learner._inner.score(whole, getattr(torch, dtype))[-len(sample.token_ids) :]
+        assert sample.logprobs == pytest.approx(expected, abs=apart)
         with pytest.raises(ConfigError, match=r"learner\.weights\(fleet\.dtype\)"):
-            sync.publish(learner.weights("bfloat16"), own)
+            sync.publish(learner.weights(other), own)
         folder = learner.save(tmp_path / "checkpoints")
-        with Learner(MODEL) as other:
-            other.load(folder)
-            assert other.step_index == 1
+        with Learner(MODEL) as again:
+            again.load(folder)
+            assert again.step_index == 1
 
 
 # --- a journaled rollout, and interrupts

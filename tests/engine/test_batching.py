@@ -22,9 +22,17 @@ from .oracle import reference_logits, reference_logprobs
 class Case:
     """A batcher with the emissions of each request on record."""
 
-    def __init__(self, folder: Path, *, slots: int = 24, length: int = 200, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 24,
+        length: int = 200,
+        dtype: torch.dtype = torch.float32,
+        **settings: Any,
+    ) -> None:
         architecture = read_architecture(folder)
-        model = EmbeddedModel(architecture, read_weights(folder), length=length)
+        model = EmbeddedModel(architecture, read_weights(folder), length=length, dtype=dtype)
         settings = {"max_batch": 16, "seed": 0, **settings}
         self.folder = folder
         self.batcher = Batcher(model, KVStore(architecture, slots, length), **settings)

@@ -12,6 +12,8 @@ import httpx
 import pytest
 import torch
 
+from agentrl.engine.embedded import architecture
+
 from .conftest import make_model
 
 main = importlib.import_module("agentrl.engine.embedded.__main__")
@@ -37,7 +39,7 @@ def test_an_engine_computes_with(
 ) -> None:
     spare = SimpleNamespace(now=2)
     monkeypatch.setattr(main, "SpareCores", lambda: SimpleNamespace(threads=lambda: spare.now))
-    monkeypatch.setattr(main, "_LARGE", large)
+    monkeypatch.setattr(architecture, "LARGE", large)
     server = main.build(main.parse_arguments(["--model", str(make_model(tmp_path / "model")), *options]))
 
     async def ask() -> list[int]:

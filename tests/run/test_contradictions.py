@@ -33,7 +33,6 @@ SOURCE = {"source": "s", "kind": "prm", "url": "http://h"}
         (["engine.canary=false", "engine.canary_tolerance=0.1"], "no effect without the canary"),
         (["engine.stage=file"], "vLLM alone stages"),
         (["engine.kind=vllm", "train.lora_rank=8", "engine.stage=file"], "only what is a file"),
-        (["engine.dtype=bfloat16"], "the embedded engine computes in float32"),
         (["train.optimizer=sgd", "train.betas=[0.9, 0.99]"], "no effect with train.optimizer = 'sgd'"),
         (["buffer.skip_without_signal=false", "buffer.skip_at_most=3"], "no group is skipped"),
         (["algo.kl_in=reward"], "algo.kl_in has no effect without algo.kl_weight"),

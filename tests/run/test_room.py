@@ -60,8 +60,8 @@ def test_weights_travel_in_what_the_engines_compute_in(tmp_path: Path) -> None:
     def of(**engine: Any) -> str:
         return engine_dtype(config(engine=engine).engine, tmp_path)
 
-    assert of(dtype="bfloat16") == "float32"  # the embedded engine computes in nothing else
-    assert [of(kind="vllm", dtype=dtype) for dtype in ("float32", "bfloat16")] == ["float32", "bfloat16"]
+    for kind in ("embedded", "vllm"):
+        assert [of(kind=kind, dtype=dtype) for dtype in ("float32", "bfloat16")] == ["float32", "bfloat16"]
     for said, found in (("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float16")):
         (tmp_path / "config.json").write_text(f'{{"torch_dtype": "{said}"}}')
         assert of(kind="vllm", dtype="auto") == found

@@ -17,15 +17,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.host import json_log
 from agentrl.host.quick_imports import quick_imports
 from agentrl.host.spare_cores import SpareCores
 from agentrl.records import EngineKey
-
-_LARGE: Final = 20_000_000  # parameters from which a second thread is worth its waits
 
 if TYPE_CHECKING:
     from agentrl.engine.embedded.chat import Chat
@@ -53,6 +51,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=_threads, default="auto", help="of the arithmetic, or auto: as many as cores idle"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="float32",
+        help="of weights in products; auto: bfloat16 for a large model on a CPU with instructions for it",
+    )
     parser.add_argument("--max-batch", type=int, default=128, help="requests that run at once")
     parser.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and generation together")
     parser.add_argument("--kv-cache-mb", type=int, default=512)
@@ -77,7 +81,7 @@ def _threads(text: str) -> int | Literal["auto"]:
 
 def build(arguments: argparse.Namespace) -> EngineServer:
     """Read the model and lay out the cache. Raises UsageError where the settings do not fit the model."""
-    from agentrl.engine.embedded.architecture import read_architecture
+    from agentrl.engine.embedded.architecture import LARGE, read_architecture
 
     architecture = read_architecture(arguments.model)
     # Torch comes only now: a wrong argument, a port in use, a model that it lacks need not wait for it.
@@ -101,7 +105,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     slots = min(slots, 2 * arguments.max_batch)
     weights = read_weights(arguments.weights or arguments.model)
     tower = _tower(arguments.model) if architecture.vision else None
-    model = EmbeddedModel(architecture, weights, length=length, tower=tower)
+    dtype = architecture.fastest_dtype if arguments.dtype == "auto" else arguments.dtype
+    model = EmbeddedModel(architecture, weights, length=length, dtype=getattr(torch, dtype), tower=tower)
     batcher = Batcher(
         model,
         KVStore(architecture, slots, length),
@@ -115,7 +120,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     sources = Sources([*(arguments.weights_from or everyday()), str(arguments.model)])
     name = arguments.served_model_name or str(arguments.model)
     kind = EngineServer if arguments.api == "vllm" else SGLangServer
-    shares = arguments.threads == "auto" and sum(weight.numel() for weight in weights.values()) >= _LARGE
+    shares = arguments.threads == "auto" and architecture.parameters >= LARGE
     return kind(batcher, name=name, sources=sources, chat=_chat(arguments), spare=SpareCores() if shares else None)
 
 

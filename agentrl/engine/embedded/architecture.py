@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, Literal, cast
 
 from agentrl.errors import ModelError
+from agentrl.host.cores import multiplies_bfloat16
 from agentrl.tokens.vision import FAMILIES, Vision, read_vision
 
 _FAMILIES = {  # (q/k norm, q/k/v bias)
@@ -21,6 +22,8 @@ _FAMILIES = {  # (q/k norm, q/k/v bias)
     "llama": (False, False),
     **dict.fromkeys(FAMILIES, (False, True)),
 }
+LARGE: Final = 20_000_000
+"""Parameters from which a second thread is worth its waits, and bfloat16 its rounding."""
 _ROPES = ("default", "linear", "llama3", "mrope")
 
 
@@ -46,6 +49,16 @@ class Architecture:
     eos_token_ids: tuple[int, ...]
     vision: Vision | None = None  # how it reads images; None: it reads none
     sections: tuple[int, ...] = ()  # of these frequencies, those that turn by a token's time, row, and column
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its weights have."""
+        return sum(map(math.prod, self.shapes().values()))
+
+    @property
+    def fastest_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The dtype in which this machine computes it fastest: float32 where bfloat16 would gain nothing."""
+        return "bfloat16" if self.parameters >= LARGE and multiplies_bfloat16() else "float32"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The name and shape of every weight, under the names that transformers gives them."""
