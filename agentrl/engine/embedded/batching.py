@@ -39,20 +39,33 @@ def sample(
     number of each row whose settings cut, the tokens that could be drawn, ascending.
 
     A greedy row's log-probability is that of the unscaled distribution, as vLLM reports it."""
+    uniform_B1 = torch.rand(len(rows), 1, generator=generator)
+    tokens, logprobs, sets = list[torch.Tensor](), list[torch.Tensor](), dict[int, list[int]]()
+    for at in range(0, len(rows), _SAMPLED_AT_ONCE):
+        part = slice(at, at + _SAMPLED_AT_ONCE)
+        tokens_B1, logprobs_BV = _draw(logits_BV[part], rows[part], uniform_B1[part])
+        tokens.append(tokens_B1)
+        logprobs.append(logprobs_BV.gather(-1, tokens_B1))
+        for row, sampling in enumerate(rows[part]):
+            if sampling.cuts:
+                sets[at + row] = logprobs_BV[row].isfinite().nonzero()[:, 0].tolist()
+    return torch.cat(tokens).squeeze(-1), torch.cat(logprobs).squeeze(-1), sets
+
+
+def _draw(
+    logits_BV: torch.Tensor, rows: Sequence[SamplingParams], uniform_B1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that numbers from [0, 1) draw, [B, 1], and the distributions that they were drawn from."""
     logprobs_BV = distribution(logits_BV, rows)
-    cdf_BV = logprobs_BV.exp().cumsum(-1)
-    total_B = cdf_BV[:, -1:]
-    drawn_B = torch.rand(total_B.shape, generator=generator) * total_B
+    cdf_BV = logprobs_BV.exp().cumsum_(-1)
+    total_B1 = cdf_BV[:, -1:]
     # Strictly below the total: the first entry above `drawn` then has a probability that is not zero.
-    drawn_B = torch.minimum(drawn_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    tokens_B = torch.searchsorted(cdf_BV, drawn_B, right=True)
+    drawn_B1 = torch.minimum(uniform_B1 * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    tokens_B1 = torch.searchsorted(cdf_BV, drawn_B1, right=True)
     greedy = [row for row, sampling in enumerate(rows) if sampling.temperature == 0]
     if greedy:
-        tokens_B[greedy] = logits_BV[greedy].argmax(-1, keepdim=True)
-    sets: dict[int, list[int]] = {
-        row: logprobs_BV[row].isfinite().nonzero()[:, 0].tolist() for row, sampling in enumerate(rows) if sampling.cuts
-    }
-    return tokens_B.squeeze(-1), logprobs_BV.gather(-1, tokens_B).squeeze(-1), sets
+        tokens_B1[greedy] = logits_BV[greedy].argmax(-1, keepdim=True)
+    return tokens_B1, logprobs_BV
 
 
 def distribution(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tensor:
@@ -86,6 +99,8 @@ def _cut(logits_BV: torch.Tensor, rows: Sequence[SamplingParams]) -> torch.Tenso
 
 
 _WORTH_WAITING = 16  # tokens of a shared prompt for which a request waits a pass rather than compute them again
+
+_SAMPLED_AT_ONCE = 8  # rows whose distributions are held at a time: few enough to stay in the cache
 
 _SCORED_AT_ONCE = 256  # prompt tokens whose logits are held at a time
 
