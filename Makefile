@@ -210,5 +210,11 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	$(BIN)/uv pip install --quiet --python .venv-trl/bin/python -r requirements/trl.txt
 	@touch $@
 
+# llama.cpp, a peer of `benchmarks/engine_llm.py`: 100 MB that nothing else needs.
+.venv-llamacpp/.ready: requirements/llamacpp.txt | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-llamacpp
+	$(BIN)/uv pip install --quiet --python .venv-llamacpp/bin/python -r requirements/llamacpp.txt
+	@touch $@
+
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(COOKBOOK) $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-llamacpp $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(COOKBOOK) $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis
