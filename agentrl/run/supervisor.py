@@ -5,7 +5,8 @@
                  ▲ bound: max_lag                    │
                  └───── confirm ◄─ push ◄─ step ◄─ take
 
-The learner starts up while the engines do, unless it is on a GPU of theirs, and during the evaluation before.
+Workers start up while the engines do, and so does the learner, unless it is on a GPU of theirs; it goes on with that
+during the evaluation before.
 
 The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `finish`, `stop`), the
 deadlines and admission; it never touches a token. While the run is paused (the store's `paused`), no episode, turn or
@@ -145,9 +146,9 @@ class Supervisor:
             print(f"agentrl: warning: {name}: {said}", file=sys.stderr)
         apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
         learned = self.processes.start_learner() if apart else trio.Event()
+        await self.processes.start_workers()
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
-        await self.processes.start_workers()
         self.processes.follow_size()
         measuring = self._measuring()
         learned = learned if apart else self.processes.start_learner()
@@ -230,9 +231,10 @@ class Supervisor:
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
         self._more, self.phase = "", MEASURING  # the run is seldom kept
+        await self._with_space(_go_on)
+        await self.processes.start_workers()
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
-        await self.processes.start_workers()
         await self.evaluate("now")
 
     async def evaluate(self, when: str) -> None:
@@ -378,7 +380,7 @@ def _finish(reason: str | None) -> Callable[[ControlStore], None]:
 
 
 def _go_on(store: ControlStore) -> None:
-    """For a learner that starts before the engines: those of before are gone, and a run that was stopped goes on."""
+    """For what starts before the engines: those of before are gone, and a run that was stopped goes on."""
     ENGINE_URLS.set(store, [])
     if PHASE.of(store.meta) is not None:
         PHASE.set(store, "eval")

@@ -1,4 +1,5 @@
-"""What starts beside what: engines beside each other, and the learner beside them, unless they share a GPU."""
+"""What starts beside what: workers beside engines, engines beside each other, and the learner beside them, unless they
+share a GPU."""
 
 from __future__ import annotations
 
@@ -118,8 +119,8 @@ async def test_a_learner_starts_with_the_engines_and_sees_none_of_before(
     before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = Start(tmp_path, monkeypatch, config({"kind": "embedded", "replicas": 3}), before)
-    first, *engines, last = await start.go()
-    assert (first, last) == ("learner", "workers")
+    first, second, *engines = await start.go()
+    assert (first, second) == ("learner", "workers")
     assert sorted(engines) == ["engine-0", "engine-1", "engine-2"] and start.most == 3
     assert start.told == {"engine_urls": "[]", "phase": before and "eval"}, "or it would end, as a run that stopped"
     with RunStore.open(start.run.store_path) as store:
@@ -131,7 +132,7 @@ async def test_engines_on_one_gpu_start_one_after_the_other_and_then_the_learner
 ) -> None:
     settings = config({"kind": "vllm", "replicas": 2}, "cuda:0")
     start = Start(tmp_path, monkeypatch, settings, None)
-    *engines, workers, learner = await start.go()
+    workers, *engines, learner = await start.go()
     assert (sorted(engines), workers, learner) == (["engine-0", "engine-1"], "workers", "learner")
     assert start.most == 1
     assert start.told["phase"] == "eval"

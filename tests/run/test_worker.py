@@ -20,8 +20,9 @@ from agentrl.errors import DiskFull, EngineBroke, EngineTimeout
 from agentrl.host.clocks import HostClock
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
-from agentrl.run.processes import worker_process
-from agentrl.run.processes.worker_process import RunView, known_of, report
+from agentrl.run.processes import heartbeat, worker_process
+from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.run.processes.worker_process import RunView, await_engines, known_of, report
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
@@ -115,6 +116,28 @@ async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineBroke, match="token 9, and the model has 9"):
             await fleet.replicas[0].client.generate(asked)  # type: ignore[attr-defined]
+
+
+async def test_a_worker_that_is_there_first_waits_for_engines_and_is_no_hang(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    config, beat = parse({"model": "m", "env": {"id": "test/Env"}}), tmp_path / "beat"
+    heartbeat.prepare(beat)
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        store.confirm_version(store.mint_version(0).version)
+        store.set_meta("engine_urls", "[]")
+        began = trio.current_time()
+
+        async def serve() -> None:
+            await trio.sleep(600)
+            assert heartbeat.read(beat) > 600 / config.rollout.hang_deadline_s
+            store.set_meta("engine_urls", '["http://engine"]')
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            known = await await_engines(config, Looks[ReadStore](store), Heartbeat(beat))
+        assert known.urls == {None: ["http://engine"]}
+        assert 600 <= trio.current_time() - began < 601
 
 
 async def test_a_full_disk_ends_no_worker(

@@ -193,7 +193,7 @@ class RunProcesses:
         await self._set(GIVEN_URLS, given)
         await self._set(EVAL_URLS, [replica.url for replica in self._evaluating])
         await self._set(ROLE_URLS, by_role)
-        await self._set(ENGINE_URLS, own)  # last: a learner waits for these
+        await self._set(ENGINE_URLS, own)  # last: learner and workers wait for these
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
@@ -255,7 +255,7 @@ class RunProcesses:
         return watch
 
     async def start_workers(self) -> None:
-        """Start the workers."""
+        """Start the workers, which wait for the engines."""
         for index in range(self._size.workers):
             self._workers[index] = self._worker(index)
         await self._name_workers()

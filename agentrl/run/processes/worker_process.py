@@ -51,6 +51,7 @@ from agentrl.store.run_values import CHANGES, CONFIG, EVAL_URLS, GIVEN_URLS, PAU
 
 _REPORT_S = 5.0
 _FOLLOW_S = 1.0  # between two looks at where the engines are
+_AWAIT_S = 0.1  # the same before there are any
 _SWITCH_S = 0.0005  # a busy loop lets the store's thread on so soon; by Python's 5 ms it wrote half as many turns
 
 
@@ -73,8 +74,10 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
     store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    heartbeat = Heartbeat.of_process()
+    heartbeat.mark_while(lambda: opened.waits)
     renderer, looks = renderer_of(config), Looks[ReadStore](reader)
-    known = await looks(partial(known_of, config))
+    known = await await_engines(config, looks, heartbeat)
     sight = RunView(config, looks, known)
     fleet = _fleet(sight, known, renderer)
     own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
@@ -99,8 +102,6 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     if known.paused:
         worker.pause(now=False)
     telemetry = Telemetry(opened, run.metrics, name)
-    heartbeat = Heartbeat.of_process()
-    heartbeat.mark_while(lambda: opened.waits)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(heartbeat.beat)
@@ -150,6 +151,15 @@ def known_of(config: RunConfig, store: ReadStore) -> FleetView:
         paused=PAUSED.of(store.meta),
         changes=len(CHANGES.of(store.meta)),
     )
+
+
+async def await_engines(config: RunConfig, looks: Looks[ReadStore], heartbeat: Heartbeat) -> FleetView:
+    """The fleet once its engines serve, with marks until then: this process starts beside them."""
+    heartbeat.mark()
+    while not await looks(lambda store: urls_of(store.meta, None)):
+        await trio.sleep(_AWAIT_S)
+        heartbeat.mark()
+    return await looks(partial(known_of, config))
 
 
 class RunView:
