@@ -7,6 +7,9 @@ episodes together make `--per-second` turns a second. Each number of episodes ha
 loop asks for 5 ms of sleep again and again. Its delay is measured twice: the seconds by which it was late, which a busy
 machine adds to, and the CPU time that the loop's thread used meanwhile. `start_…` are of the time until all episodes
 run, the others of the `--seconds` after one more mean turn. Prints the table of episodes.md.
+
+`--beside` plays against a server over HTTP instead, beside verifiers, a loop over raw sockets and aiohttp; the last two
+do the same requests and nothing else. It prints each side's medians, and how many times ours they are.
 """
 
 from __future__ import annotations
@@ -147,16 +150,18 @@ def ours(url: str, n: int, workers: int, folder: Path) -> dict[str, float]:
     }
 
 
-def theirs(url: str, n: int) -> dict[str, float]:
-    """The same with verifiers. It sets programs up with `uv`, which lies beside this Python."""
+def theirs(side: str, url: str, n: int) -> dict[str, float]:
+    """The same with verifiers, or with a client alone. Verifiers sets programs up with `uv`, which lies beside this
+    Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [sys.executable, str(HERE / "_running_verifiers.py"), url, str(n)]
+    script = ["_running_verifiers.py"] if side == "verifiers" else ["_running_clients.py", side]
+    command = [sys.executable, str(HERE / script[0]), *script[1:], url, str(n)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PATH": path})
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def beside(n: int, workers: list[int], rounds: int, turn_s: float) -> list[dict[str, Any]]:
-    """Both sides in turn against one server, the figures of every round."""
+    """All sides in turn against one server, the figures of every round."""
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -169,8 +174,9 @@ def beside(n: int, workers: list[int], rounds: int, turn_s: float) -> list[dict[
                 for count in workers:
                     figures.append({"side": f"agentrl, {count} workers", **ours(url, n, count, folder)})
                     print(figures[-1], file=sys.stderr)
-                figures.append({"side": "verifiers", **theirs(url, n)})
-                print(figures[-1], file=sys.stderr)
+                for side in ("raw", "aiohttp", "verifiers"):
+                    figures.append({"side": side, **theirs(side, url, n)})
+                    print(figures[-1], file=sys.stderr)
             process.kill()
     return figures
 
@@ -181,7 +187,9 @@ def main() -> None:
     parser.add_argument("--per-second", type=float, default=300.0, help="turns a second of all episodes together")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
-        "--beside", action="store_true", help="beside verifiers, over HTTP: the first number of episodes"
+        "--beside",
+        action="store_true",
+        help="beside verifiers and bare clients, over HTTP: the first number of episodes",
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=3)
@@ -189,16 +197,22 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help="only the first number, in this process")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     chosen = parser.parse_args()
+    if chosen.beside and (rest := chosen.episodes[0] % SIZE):
+        parser.error(
+            f"--episodes {chosen.episodes[0]}: with --beside give whole groups: {chosen.episodes[0] - rest + SIZE}"
+        )
     if chosen.one:
         print(json.dumps(one(chosen.episodes[0], chosen.per_second, chosen.seconds)))
         return
     if chosen.beside:
         rounds = beside(chosen.episodes[0], chosen.workers, chosen.rounds, chosen.turn_s)
+        first = None
         for side in dict.fromkeys(one["side"] for one in rounds):
             mine = [one for one in rounds if one["side"] == side]
-            print(
-                side, {key: round(statistics.median(one[key] for one in mine), 2) for key in mine[0] if key != "side"}
-            )
+            medians = {key: statistics.median(one[key] for one in mine) for key in mine[0] if key != "side"}
+            first = first or medians["cpu_ms_a_turn"]
+            shown = {key: round(value, 2) for key, value in medians.items()}
+            print(side, shown, f"{medians['cpu_ms_a_turn'] / first:.2f} times the first")
         return
     figures: list[dict[str, Any]] = []
     rest = ["--one", "--per-second", str(chosen.per_second), "--seconds", str(chosen.seconds)]
