@@ -16,8 +16,8 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -51,22 +51,28 @@ _NOTHING: Final = _Subject({})
 _subject: ContextVar[_Subject] = ContextVar("subject of log lines", default=_NOTHING)
 
 
-@contextmanager
-def about(**ids: Any) -> Generator[None]:
-    """Lines that are logged or printed inside have these ids, in threads and tasks that are started there too.
+class about:
+    """Lines that are logged or printed inside have these ids, in threads and tasks that are started there too. A class
+    and no generator, since each turn has one.
 
     >>> with about(episode=12), about(turn=3):
     ...     _subject.get().ids
     {'episode': 12, 'turn': 3}
     """
-    subject = _Subject({**_subject.get().ids, **ids})
-    token = _subject.set(subject)
-    try:
-        yield
-    finally:
-        _subject.reset(token)
-        if subject.begun:
-            _print(subject.begun, subject)
+
+    __slots__ = ("_ids", "_subject", "_token")
+
+    def __init__(self, **ids: Any) -> None:
+        self._ids = ids
+
+    def __enter__(self) -> None:
+        self._subject = _Subject({**_subject.get().ids, **self._ids})
+        self._token = _subject.set(self._subject)
+
+    def __exit__(self, *_: object) -> None:
+        _subject.reset(self._token)
+        if self._subject.begun:
+            _print(self._subject.begun, self._subject)
 
 
 def line_of(process: str, level: str, message: str, ids: Mapping[str, Any] | None = None) -> bytes:

@@ -146,6 +146,7 @@ class _Episode:
         self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, if it is rendered already
         self._begun = claim.partial  # tokens of the next turn that are sampled already
+        self._has_images = any(_has_images(turn.prompt_ids) for turn in claim.turns)
         self._pauses = 0  # that broke a turn off
         self._guard = EnvCalls(claim.task.env, context.settings.step_deadline_s)
         self._schemas: Sequence[Mapping[str, Json]] | None = None  # the tools of the conversation
@@ -443,7 +444,7 @@ class _Episode:
             version=await context.opponents.version(context.store, claim, prompt.role, self._turns, self._begun),
             experts_from=untold(self._turns, prompt.parent) if context.experts and learns else None,
             kept=trains and learns and sampling.cuts,
-            images=self._shown(prompt.context),
+            images=self._shown(prompt),
         )
         begun = self._begun or Partial(
             index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()
@@ -484,12 +485,13 @@ class _Episode:
             ended_s=time.time(),
         )
 
-    def _shown(self, context: Sequence[int]) -> tuple[images.Image, ...]:
+    def _shown(self, prompt: _Prompt) -> tuple[images.Image, ...]:
         """The images of a context, which messages of the episode hold."""
-        if max(context, default=0) < images.FIRST:
+        self._has_images = self._has_images or _has_images(prompt.prompt_ids)
+        if not self._has_images:
             return ()
         with boundary(EnvError, f"{self._claim.task.env}:"):
-            return images.shown(context, images.of_steps(self._start, (turn.step for turn in self._turns)))
+            return images.shown(prompt.context, images.of_steps(self._start, (turn.step for turn in self._turns)))
 
     async def _act(self, turn: Turn) -> Step:
         """The environment's answer to a turn; a turn of notes never reaches it. Raises TimeUp, PolicyFault."""
@@ -580,6 +582,10 @@ class _Episode:
             turns=tuple(self._turns),
             stop_reason=ending.stop_reason,
         )
+
+
+def _has_images(token_ids: Sequence[int]) -> bool:
+    return max(token_ids, default=0) >= images.FIRST
 
 
 def _beyond(tokens: int, most: int) -> str:

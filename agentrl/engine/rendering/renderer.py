@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, cast
@@ -75,6 +75,7 @@ class Renderer:
             reverse=True,
         )
         self._literal = self._literals()
+        self._encode_again = lru_cache(maxsize=16)(self._encode)  # for a text that each turn has
         self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{chr(_PRIVATE_USE + max(len(self._special), 1) - 1)}])")
         self._vision = read_vision(self._folder)
         self.no_images = "" if self._vision else _READS_NONE.format(str(self._folder), ", ".join(FAMILIES))
@@ -230,11 +231,8 @@ class Renderer:
             places = alone.count(sentinel) or behind.count(sentinel)
             talk = [_ASKED, turn, *answers]
             if places and all(self._shown(template, talk, at, behind) for at in range(2, len(talk))):
-                ended, last = (
-                    list(self._encode(text.split(sentinel, places)[-1] if sentinel in text else ""))
-                    for text in (behind, alone)
-                )
-                return ended, last, "tool_calls" in turn
+                ended, last = (text.split(sentinel, places)[-1] if sentinel in text else "" for text in (behind, alone))
+                return list(self._encode(ended)), list(self._encode_again(last)), "tool_calls" in turn
         if str(refusal):
             raise refusal
         raise ModelError(
