@@ -94,6 +94,8 @@ WANTED_SETTINGS: Final = _json("wanted_settings", cast("list[dict[str, Any]]", [
 """What was asked for, and no step has yet: `settings` by their keys, `asked_s`; see `agentrl.run.live_settings`."""
 CHANGES: Final = _json("changes", cast("list[dict[str, Any]]", []))
 """The settings that changed since the run began: from which `step` on, `was` and `settings` by their keys, `time_s`."""
+RESTARTED: Final = _json("restarted", cast("list[dict[str, Any]]", []))
+"""The last processes that died and were started again: `time_s`, which `process`, and `why` it ended."""
 PAUSED: Final = _json("paused", cast("dict[str, Any]", {}))
 """Of a run that stands still: `since_s`, and whether turns stop amid their tokens (`now`). Empty if it goes on."""
 TAKES_NO_SIGNALS: Final = _text("takes_no_signals")

@@ -17,7 +17,16 @@ from agentrl.run.health.run_facts import read_facts
 from agentrl.run.reporting import status
 from agentrl.run.steering import under_way
 from agentrl.store.metrics import Metric, finite
-from agentrl.store.run_values import CHANGES, CREATED_S, PAUSED, PHASE, TRAIN_ENDED_S, TRAIN_STARTED_S, WANTED_SETTINGS
+from agentrl.store.run_values import (
+    CHANGES,
+    CREATED_S,
+    PAUSED,
+    PHASE,
+    RESTARTED,
+    TRAIN_ENDED_S,
+    TRAIN_STARTED_S,
+    WANTED_SETTINGS,
+)
 from agentrl.view.notes import notes_of
 from agentrl.view.opened_runs import OpenedRun, is_live
 from agentrl.view.page_steering import steered
@@ -139,7 +148,7 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
     """Changes whenever a page of the run has something new to show. Reads no more than what is new."""
     steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
-        asked = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS)]
+        asked = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
         return [*store.progress(), store.attempt, sorted(store.counts().items()), PHASE.of(store.meta), steps, *asked]
 
 
@@ -147,6 +156,7 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     """What happened at which step, beside the steps themselves."""
     with opened.store() as store:
         served, saved, settings = store.served_versions(), store.checkpoint_steps(), CHANGES.of(store.meta)
+        restarted = RESTARTED.of(store.meta)
     failed = opened.seldom("failed_tasks", lambda store: store.failed_tasks())
     events: list[Json] = []
     for before, after in itertools.pairwise(rows):
@@ -155,6 +165,9 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     for task in sorted(failed, key=lambda found: -found.last_s)[:_FAULTS]:
         text = f"{task.times} times {task.reason.value}: {task.detail}"[:300]
         events.append({"kind": "fault", "step": opened.step_at(task.last_s), "text": text, "episode": task.episode})
+    for death in restarted[-_FAULTS:]:
+        text = f"{death['why']}; it was started again"[:300]
+        events.append({"kind": "fault", "step": opened.step_at(death["time_s"]), "text": text})
     for change in settings:
         told = (f"{key} = {value!r} (was {change['was'].get(key)!r})" for key, value in change["settings"].items())
         events.append({"kind": "setting", "step": change["step"], "text": ", ".join(told)[:300]})

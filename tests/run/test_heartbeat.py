@@ -248,11 +248,13 @@ async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autoj
         def failure(self, status: int) -> str:
             return f"{self.name}: {self.why}"
 
+    async def unheard(write: object) -> None: ...
+
     config = RunConfig(model="unused", env=EnvSource(id="test/none"))
     child = Hangs()
     with pytest.raises(ExceptionGroup) as raised:
         async with trio.open_nursery() as nursery:
-            processes = RunProcesses(RunDir(tmp_path), config, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+            processes = RunProcesses(RunDir(tmp_path), config, None, unheard, nursery, mark={})  # type: ignore[arg-type]
             watch = Pulse(process=child, start_s=60.0, silent_s=30.0, stopped_s=30.0, names=NAMES)
             nursery.start_soon(processes._keep, child, None, watch)
     (error,) = raised.value.exceptions

@@ -16,6 +16,7 @@ from agentrl.run.processes.engine_process import WrongWeights
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import _Progress
+from agentrl.store.run_values import RESTARTED
 
 CONFIG = RunConfig(model="unused", env=EnvSource(id="test/none"))
 
@@ -53,6 +54,21 @@ class Starts:
         self.done.set()
 
 
+class Kept:
+    """A store of one value."""
+
+    text: str | None = None
+
+    async def __call__(self, write: Any) -> None:
+        write(self)
+
+    def meta(self, key: str) -> str | None:
+        return self.text
+
+    def set_meta(self, key: str, value: str) -> None:
+        self.text = value
+
+
 class Slow:
     """A start that takes its time."""
 
@@ -67,11 +83,11 @@ async def never(hangs: object) -> None:
     await trio.sleep_forever()
 
 
-async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> RunProcesses:
+async def keep(tmp_path: Path, child: Mortal, starts: Starts, kept: Kept | None = None) -> RunProcesses:
     """A processes that keeps the child, until it was started again."""
-    processes: Any = None
+    processes, kept = None, kept or Kept()
     async with trio.open_nursery() as nursery:
-        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, kept, nursery, mark={})  # type: ignore[arg-type]
         nursery.start_soon(processes._keep, child, starts)
         await starts.done.wait()
         nursery.cancel_scope.cancel()
@@ -80,12 +96,15 @@ async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> RunProcesses:
 
 @pytest.mark.parametrize("failure", [RunFailed("engine-0 was killed"), WeightSyncError("it was killed amid a push")])
 async def test_an_engine_killed_while_it_is_being_started_again_is_started_once_more(
-    failure: Exception, tmp_path: Path, autojump_clock: MockClock
+    failure: Exception, tmp_path: Path, autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child, starts = Mortal(1), Starts(failure, failure)
-    processes = await keep(tmp_path, child, starts)
+    child, starts, kept = Mortal(1), Starts(failure, failure), Kept()
+    processes = await keep(tmp_path, child, starts, kept)
     assert processes.restarts == {"engine-0": 3}
     assert child.ended == 2, "what hangs half-started is ended first"
+    why = ["engine-0 ended with signal 9", str(failure), str(failure)]
+    assert capsys.readouterr().err.splitlines() == [f"agentrl: {one}; it is started again" for one in why]
+    assert [(row["process"], row["why"]) for row in RESTARTED.of(kept.meta)] == [("engine-0", one) for one in why]
 
 
 async def test_an_engine_that_never_comes_up_again_uses_up_its_budget(
@@ -134,7 +153,7 @@ async def test_nothing_stands_still_while_every_engine_is_being_started(
 ) -> None:
     """What stood still already says why, where an engine could not be given its weights."""
     async with trio.open_nursery() as nursery:
-        processes: Any = RunProcesses(RunDir(tmp_path), CONFIG, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes: Any = RunProcesses(RunDir(tmp_path), CONFIG, None, Kept(), nursery, mark={})  # type: ignore[arg-type]
         processes._watches = {
             name: SimpleNamespace(weights=lambda: None, trouble="", run=never) for name in ("engine-0", "b")
         }

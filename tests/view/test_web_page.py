@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from typer.testing import CliRunner
 
 from agentrl.cli.main import app
 from agentrl.errors import UsageError
+from agentrl.run.reporting import status as reporting
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
+from agentrl.store.run_values import RESTARTED
 from agentrl.view import recorded_run, web_page
 from agentrl.view.notes import keep_notes, notes_of
 from agentrl.view.opened_runs import OpenedRuns
@@ -56,6 +60,26 @@ def get(page: TestClient, path: str, **query: Any) -> Any:
     answer = page.get(f"/api/runs{path}", params=query)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def test_a_process_that_died_and_was_started_again_is_a_mark_and_a_line_of_the_status(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "made")
+    with RunStore.open(run.store_path) as store:
+        deaths = [{"time_s": time.time(), "process": "engine-0", "why": f"engine-0 died of {n}"} for n in (1, 2)]
+        RESTARTED.set(store, deaths)
+    opened = OpenedRuns([run.path])
+    with closing(opened):
+        app = web_page.web_page(opened, Visitors(TOKEN, loopback_hosts("127.0.0.1")))
+        page = TestClient(app, base_url="http://127.0.0.1:8642", headers=KEY)
+        events = get(page, "/made")["marks"]["events"]
+    assert [event["text"] for event in events if "died" in event["text"]] == [
+        f"engine-0 died of {n}; it was started again" for n in (1, 2)
+    ]
+    assert "restarted 2 times a process that died, the last: engine-0 died of 2" in [
+        *reporting.lines(reporting.status(run))
+    ]
 
 
 def test_the_list_and_the_summary_of_a_run(page: TestClient) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -52,8 +54,9 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint, where_it_stands
 from agentrl.store.asynchronous import Aside, Looks
 from agentrl.store.interfaces import ControlStore, ReadStore
-from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, GIVEN_URLS, PHASE, ROLE_URLS, WORKERS, Value
+from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, GIVEN_URLS, PHASE, RESTARTED, ROLE_URLS, WORKERS, Value
 
+_TOLD = 50  # deaths that the store keeps, the last ones
 _DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
 _PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
 _LEFT_S = 3.0  # in which workers see that an engine leaves, and ask another
@@ -507,7 +510,7 @@ class RunProcesses:
                 if child.name == "learner" and status == WornOut.exit_code:
                     await self._reseat(child)
                 else:
-                    self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+                    self._tell_restart(child, "" if innocent else why)
                 child.start()
                 continue
             self._away.add(child.name)
@@ -518,6 +521,17 @@ class RunProcesses:
                 return
             finally:
                 self._away.discard(child.name)
+
+    def _tell_restart(self, child: Child, why: str) -> None:
+        """Count a child that is started again. If it died: say why in the terminal, and to who looks at the run; the
+        store hears it when it can, as a restart waits for nothing."""
+        self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+        if not why:
+            return
+        print(f"agentrl: {why}; it is started again", file=sys.stderr, flush=True)
+        row = {"time_s": time.time(), "process": child.name, "why": why}
+        told = partial(self._with_space, lambda store: RESTARTED.set(store, [*RESTARTED.of(store.meta), row][-_TOLD:]))
+        self.nursery.start_soon(told)
 
     async def _reseat(self, learner: Child) -> None:
         """Find the learner a place for as many ranks as it is to have now; if there is none, for those that it had."""
@@ -537,7 +551,7 @@ class RunProcesses:
             await budget.spend(why)
             if self._closing:
                 return
-            self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+            self._tell_restart(child, why)
             if again is None:
                 child.start()
                 return

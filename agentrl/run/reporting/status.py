@@ -28,7 +28,15 @@ from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.metrics import Metric
-from agentrl.store.run_values import LEARNER_WAITS, PAUSED, PHASE, STOP_WANTED, STOPPED_EARLY, TAKES_NO_SIGNALS
+from agentrl.store.run_values import (
+    LEARNER_WAITS,
+    PAUSED,
+    PHASE,
+    RESTARTED,
+    STOP_WANTED,
+    STOPPED_EARLY,
+    TAKES_NO_SIGNALS,
+)
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
@@ -74,7 +82,7 @@ def status(
         counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
         sets, drops = {one.name: list(report.measured(store, one.name)) for one in config.eval.sets}, store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
-        paused = PAUSED.of(store.meta)
+        paused, restarted = PAUSED.of(store.meta), RESTARTED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
         failures, unscored = store.failures(), [str(failure) for failure in score_failures(store) if failure.matters]
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
@@ -108,6 +116,7 @@ def status(
         if failures.failed
         else None,
         "unscored": unscored,
+        "restarted": restarted,
         "quarantined": quarantined,
         "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
         "checkpoint": None if checkpoint is None else checkpoint.step,
@@ -166,6 +175,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"failed    {said}; agentrl tasks {path} --failed"
     for line in found["unscored"]:
         yield f"unscored  {line}; agentrl rewards {path}"
+    for death in found["restarted"][-1:]:
+        yield f"restarted {len(found['restarted'])} times a process that died, the last: {death['why']}"
     for reason in found["quarantined"][-3:]:
         yield f"a task    not played again: {reason}"
     for alarm in found["alarms"]:
