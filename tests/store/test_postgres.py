@@ -34,6 +34,7 @@ from agentrl.store.asynchronous import AsyncStore, Waiting
 from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.store.episodes import leases
+from agentrl.store.run_values import PHASE
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -212,7 +213,7 @@ async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(st
                     nursery.start_soon(waiting, "rollout", 3600.0)
                 await trio.testing.wait_all_tasks_blocked()
                 assert signal.wakes is not None
-                store.set_meta("a", "b")
+                PHASE.set(store, "train")
                 await waiting("rollout", 3600.0)
                 nursery.cancel_scope.cancel()
 
