@@ -121,27 +121,30 @@ class Waiting:
 
     async def __call__(self, role: Role, timeout_s: float) -> None:
         signal = self._store.signal(role)
-        changed = self._looks.setdefault(role, _Looking(signal))
+        looking = self._looks.setdefault(role, _Looking(signal))
         with trio.move_on_after(timeout_s):
-            while not await changed():  # other processes write, and no event of ours tells of it
+            told = looking.told
+            while await looking() <= told:  # other processes write, and no event of ours tells of it
                 with trio.move_on_after(signal.pause_s):
                     await _woken(signal.wakes)
+            looking.told = looking.changes
 
 
 class _Looking:
-    """Looks at a signal: at one of a server in a thread, one look at a time. A change that was found for a caller who
-    was cancelled is the next one's."""
+    """Looks at a signal: at one of a server in a thread, one look at a time. Counts the `changes` that were found, and
+    of these those that some caller was `told` of: all who wait are told of one, and the next caller of one that was
+    found for a cancelled caller."""
 
     def __init__(self, signal: Changes) -> None:
-        self._look, self._found = Aside(signal.changed, inline=not signal.remote), False
+        self._look = Aside(signal.changed, inline=not signal.remote)
+        self.changes = self.told = 0
 
-    async def __call__(self) -> bool:
+    async def __call__(self) -> int:
         await self._look(self._note)
-        found, self._found = self._found, False
-        return found
+        return self.changes
 
     def _note(self, changed: Callable[[], bool]) -> None:
-        self._found = changed() or self._found
+        self.changes += changed()
 
 
 async def _woken(wakes: int | None) -> None:

@@ -213,7 +213,7 @@ async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(st
                     nursery.start_soon(waiting, "rollout", 3600.0)
                 await trio.testing.wait_all_tasks_blocked()
                 assert signal.wakes is not None
-                PHASE.set(store, "train")
+                PHASE.set(store, "drain")
                 await waiting("rollout", 3600.0)
                 nursery.cancel_scope.cancel()
 
