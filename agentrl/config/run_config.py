@@ -202,7 +202,7 @@ class EngineSettings(_Section):
     stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     canary_every_s: Positive = 20.0  # in the mean: it is compared again, at moments that nobody knows
-    canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
+    canary_tolerance: Positive | None = None  # nats of a token (bfloat16: the mean); default: as dtypes explain
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
     vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there

@@ -244,14 +244,18 @@ async def test_the_tolerance_follows_what_the_engine_computes_in_or_the_setting(
         await told(1.1 * most, **given)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.0), ("float32", 1e-3)])
-async def test_one_token_alone_may_be_further_off_in_bfloat16(dtype: Any, most: float) -> None:
-    """A deep model rounds a few tokens far off; in the mean the engine must be as near as ever."""
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "most"),
+    [("bfloat16", None, 1.0), ("bfloat16", 0.3, 1.5), ("float32", None, 1e-3), ("float32", 0.2, 0.2)],
+)
+async def test_one_token_alone_may_be_further_off_in_bfloat16(dtype: Any, tolerance: float | None, most: float) -> None:
+    """A deep model rounds a few tokens far off; in the mean the engine must be as near as ever. A larger setting never
+    allows less."""
     drift, server = Drift(), FakeVLLM(version="1")
     async with aclosing(EngineClient(server.url, transport=server)) as client:
         for apart in (0.95 * most, 1.05 * most):
             server.logprob = costs([drift.at(1)[0] + apart, *drift.at(1)[1:]])
-            checked = canary.check([client], drift.canary(1, dtype=dtype))
+            checked = canary.check([client], drift.canary(1, dtype=dtype), tolerance=tolerance)
             if apart < most:
                 assert await checked == pytest.approx(apart)
             else:

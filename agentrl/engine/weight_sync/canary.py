@@ -170,7 +170,7 @@ async def check(
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
         found = await _scored(engine, canary, deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
-        if not _near(found, canary.logprobs, most):
+        if not _near(found, canary.logprobs, most, canary.dtype):
             raise CanaryMismatch(
                 f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
                 f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary_tolerance): "
@@ -183,16 +183,16 @@ async def check(
             model = adapter_name(canary.version, role)
             found = await _scored(engine, canary, deadline_s, model)
             apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
-            if not _near(found, logprobs, most):
+            if not _near(found, logprobs, most, canary.dtype):
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
             worst = max(worst, apart)
     return worst
 
 
-def _near(found: Sequence[float], expected: Sequence[float], most: float) -> bool:
+def _near(found: Sequence[float], expected: Sequence[float], most: float, dtype: Dtype) -> bool:
     """Whether they are as near as `most` allows: see `TOLERANCE`. A NaN is beyond every tolerance."""
     apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
-    if most != TOLERANCE["bfloat16"]:
+    if dtype != "bfloat16" or most >= QUANTIZED:
         return max(apart) <= most and not any(map(math.isnan, apart))
     return math.hypot(*apart) <= most * math.sqrt(len(apart)) and max(apart) <= _ALONE * most
 
