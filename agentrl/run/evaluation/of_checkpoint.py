@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
@@ -26,8 +26,6 @@ from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.run_values import LEAGUE
-
-RUN_FILE: Final = ".toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +63,8 @@ def measured(
     folder, a model, or the model of a configuration or of its file; under `settings` (`section.key=value`). And its
     adapters, if they are measured as such. Raises UsageError."""
     adapters = None
-    if not isinstance(what, RunConfig) and Path(what).suffix == RUN_FILE and Path(what).is_file():
-        what = configuration.load(Path(what), [*settings])
+    if not isinstance(what, RunConfig) and Path(what).suffix == ".toml" and Path(what).is_file():
+        what = configuration.load(Path(what), [*settings])  # without them the file may be incomplete
     document: dict[str, Any]
     if isinstance(what, RunConfig):
         document = what.model_dump(mode="json", exclude_unset=True)

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,7 @@ class RunProcesses:
     launcher: Launcher = LOCAL
     size: Size | None = None  # to start with: that of the run file
     sockets: Path | None = None  # a private folder, where engines listen if all of the run is on this machine
-    restarts: dict[str, int] = field(default_factory=dict[str, int])
+    restarts: Counter[str] = field(default_factory=Counter[str])
     _children: list[Child] = field(default_factory=list[Child])
     _watches: dict[str, EngineWatch] = field(
         default_factory=dict[str, EngineWatch]
@@ -510,7 +511,9 @@ class RunProcesses:
                 if child.name == "learner" and status == WornOut.exit_code:
                     await self._reseat(child)
                 else:
-                    self._tell_restart(child, "" if innocent else why)
+                    self.restarts[child.name] += 1
+                    if not innocent:
+                        self._tell_death(child, why)
                 child.start()
                 continue
             self._away.add(child.name)
@@ -522,12 +525,9 @@ class RunProcesses:
             finally:
                 self._away.discard(child.name)
 
-    def _tell_restart(self, child: Child, why: str) -> None:
-        """Count a child that is started again. If it died: say why in the terminal, and to who looks at the run; the
-        store hears it when it can, as a restart waits for nothing."""
-        self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
-        if not why:
-            return
+    def _tell_death(self, child: Child, why: str) -> None:
+        """Say of a child that is started again why it died, in the terminal and to whoever looks at the run. The store
+        hears it when it can, as a restart waits for nothing."""
         print(f"agentrl: {why}; it is started again", file=sys.stderr, flush=True)
         row = {"time_s": time.time(), "process": child.name, "why": why}
         told = partial(self._with_space, lambda store: RESTARTED.set(store, [*RESTARTED.of(store.meta), row][-_TOLD:]))
@@ -551,7 +551,8 @@ class RunProcesses:
             await budget.spend(why)
             if self._closing:
                 return
-            self._tell_restart(child, why)
+            self.restarts[child.name] += 1
+            self._tell_death(child, why)
             if again is None:
                 child.start()
                 return
