@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from descriptors import readable
 
 pytest_plugins = ["pytester"]
 
@@ -188,13 +188,6 @@ def assert_it_ends_what_it_started_when_killed(pytester: pytest.Pytester, *optio
         suite.kill()
         suite.wait()
     assert [readable(process, DEADLINE_S) for process in processes] == [True] * 3
-
-
-def readable(descriptor: int, within_s: float) -> bool:
-    """Whether there is something to read; for a process: whether it has ended."""
-    waiting = select.poll()  # select() knows no descriptor above 1,023
-    waiting.register(descriptor, select.POLLIN)
-    return bool(waiting.poll(within_s * 1000))
 
 
 def test_a_process_that_a_test_starts_finds_its_modules_compiled() -> None:

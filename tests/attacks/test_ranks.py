@@ -32,7 +32,7 @@ CLAIMS = """if True:
     import socket, struct, sys
     held = []
     for port in map(int, sys.argv[1:]):
-        for number in range(200):  # gloo's pairs are told apart by a number, from 0
+        for number in range(40):  # gloo's pairs are told apart by a number, from 0; it keeps what is accepted for good
             held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
             held[-1].sendall(struct.pack("<Q", number) + bytes(range(1, 256)) if number % 2 else b"")
     print("all sent", flush=True)

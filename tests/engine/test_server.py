@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ import httpx
 import pytest
 import torch
 import trio
+from descriptors import readable
 from tokenizers import Tokenizer, models
 
 from agentrl.config import EngineSettings
@@ -382,7 +382,7 @@ def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> No
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""  # the engine's end closes it, the listening socket maybe later
     with os.fdopen(engine):
-        assert select.select([engine], [], [], 60)[0], "the engine lives on"
+        assert readable(engine, 60), "the engine lives on"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=60)
 

@@ -21,6 +21,7 @@ from typing import Literal
 import httpx
 import pytest
 import trio
+from descriptors import readable
 from trio.testing import MockClock
 
 from agentrl.cli.main import main
@@ -90,9 +91,7 @@ def wait_until_gone(pid: int) -> None:
     """A process that is no child of ours ends on its own time."""
     descriptor = os.pidfd_open(pid)
     try:
-        import select
-
-        assert select.select([descriptor], [], [], 60)[0], f"process {pid} lives on"
+        assert readable(descriptor, 60), f"process {pid} lives on"
     finally:
         os.close(descriptor)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from descriptors import readable
 
 from agentrl.records import GroupState
 from agentrl.store import RunStore
@@ -67,7 +67,7 @@ class RunProcesses:
         os.close(self._writer)
 
     def _read(self, deadline_s: float) -> bool:
-        ready, _, _ = select.select([self._reader], [], [], deadline_s)
+        ready = readable(self._reader, deadline_s)
         assert ready or not deadline_s, f"nothing happened for {deadline_s:g} s"
         if not ready:
             return False
