@@ -25,6 +25,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
+from agentrl.store.run_values import LEARNER_WAITS
 
 from .envs import Vowels, length_reward
 from .gate import Gate
@@ -243,8 +244,12 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
         for step, role in ((1, "engine.embedded"), (3, "worker"), (5, "learner")):
             wait_for_step(run.path, step, process)
             os.kill(child(run, role, process), signal.SIGKILL)
+        with RunStore.open(run.store_path) as store:
+            LEARNER_WAITS.set(store, "step 1 waits for groups")  # as if it had died while it did
         gate.open()
         _, err = process.communicate(timeout=DEADLINE_S)
+        with RunStore.read(run.store_path) as store:
+            assert not LEARNER_WAITS.of(store.meta), "the next learner waits no more"
     assert process.returncode == 0, err
     summary = json.loads(run.summary.read_text())
     assert set(summary["restarts"]) == {"engine-0", "worker-0", "learner"}

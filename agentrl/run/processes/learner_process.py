@@ -148,6 +148,7 @@ class _Learning:
         MODEL_PARAMS.set(store, sum(p.numel() for p in self._learner.model.parameters()))
         ready = {"ranks": self._ranks.size, "step": self._learner.step_index, "start_s": heartbeat.age_s()}
         LEARNER_STARTED.set(store, ready)
+        LEARNER_WAITS.set(store, None)  # one before may have died while it waited
 
     def run(self) -> None:
         """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first. Raises LeaseLost if
