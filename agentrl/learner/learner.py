@@ -123,7 +123,6 @@ class Learner:
         self.checkpoint_step = 0
         self.trained: list[tuple[int, ...]] = []
         self.skipped_in_a_row = 0
-        self._place = self.model.device if ranks.size == 1 else torch.device("cpu")  # of a step's passes
         self._watch = Stopwatch()
         self.on_pass: PassHook | None = None
         self._own_loss: OwnLoss | None = None  # of the passes under way, in the place of their algorithm's
@@ -176,13 +175,14 @@ class Learner:
         tally = StepTally(algorithms)
         self._own_loss = own_loss
         try:
-            names, loss = self._accumulated(part, tally) if part else (set[str](), 0.0)
+            names, loss = self._accumulated(part, tally) if part else (set[str](), torch.zeros(()))
+            read = float(loss)
         except BaseException:  # between calls there are no gradients of half a batch
             self.models.zero_grad()
             raise
         finally:
             self._own_loss = None
-        return Accumulated(tuple(groups), tuple(ready), tuple(part), tally, frozenset(names), loss)
+        return Accumulated(tuple(groups), tuple(ready), tuple(part), tally, frozenset(names), read)
 
     def finish_step(self, parts: Sequence[Accumulated]) -> StepReport:
         """The second half: an optimizer step from the gradients of all `parts`, which is counted. Returns and raises as
@@ -191,7 +191,7 @@ class Learner:
         for one in parts[1:]:
             tally.merge(one.tally)
         if names:
-            self._optimizer_step(names, sum(one.loss for one in parts), tally)
+            self._optimizer_step(names, torch.tensor(sum(one.loss for one in parts), dtype=torch.float64), tally)
         ready = [rows for one in parts for rows in one.ready]
         groups = [group for one in parts for group in one.groups]
         return self._ended_step(groups, ready, [pack for one in parts for pack in one.packs], tally)
@@ -231,7 +231,7 @@ class Learner:
         self, groups: Sequence[Group], ready: Sequence[GroupRows], passes: Sequence[Pack], tally: StepTally
     ) -> StepReport:
         """Count a step whose updates are made."""
-        lr, watch = lr_of(self.optimizer), self._watch
+        lr, watch, tally = lr_of(self.optimizer), self._watch, tally.on_host()
         self._on_every_rank(self.end_step, None)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         self._check_skipped()
@@ -295,7 +295,7 @@ class Learner:
         shared = not any(model.obstacle for model in self.models.policies())
         computed_rows = [[computed(group) for group in part] for part in weigh(parts)]
         return [
-            laid(rows, budget, size, self._place, cost=cost, shared=shared, stems=self.models.prompt_once)
+            laid(rows, budget, size, "cpu", cost=cost, shared=shared, stems=self.models.prompt_once)
             for rows in computed_rows
         ]
 
@@ -329,13 +329,13 @@ class Learner:
         names, loss = self._accumulated(part, tally)
         self._optimizer_step(names, loss, tally)
 
-    def _accumulated(self, part: Sequence[Pack], tally: StepTally) -> tuple[set[str], float]:
+    def _accumulated(self, part: Sequence[Pack], tally: StepTally) -> tuple[set[str], Tensor]:
         """Forward and backward over some passes. Returns the models that they train, and their loss."""
         part = pulled(part, self._routers, self.settings.train.balance_weight, self._routing)
         found = self._over_ranks(self.forward_backward, part)
         for at, pack in enumerate(part):
             tally.add_pass(pack, found[at])
-        loss = sum(found[at].loss for at in range(len(part)))
+        loss = torch.stack([found[at].loss for at in range(len(part))]).sum()
         names = {
             policy_of(pack.policy) if name == "policy" else name
             for pack in part
@@ -343,7 +343,7 @@ class Learner:
         }
         return names, loss
 
-    def _optimizer_step(self, names: Collection[str], loss: float, tally: StepTally) -> None:
+    def _optimizer_step(self, names: Collection[str], loss: Tensor, tally: StepTally) -> None:
         """An optimizer step of the named models from the gradients at hand."""
         ordered = [name for name in self.models.optimizers if name in names]
         norm = self._on_every_rank(self.optimizer_step, (ordered, loss))
@@ -383,7 +383,12 @@ class Learner:
         return [found[at] for at in range(len(part))]
 
     def _on_device(self, one: Pass) -> Pack:
-        return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
+        without = replace(one.pack, branches=())  # a layout reads these on the host
+        return replace(moved(without, self.model.device), branches=one.pack.branches)
+
+    def _sent(self, found: T) -> T:
+        """What this rank tells rank 0; if there is no other one, it stays where it is until somebody reads it."""
+        return found if self.ranks.size == 1 else moved(found, "cpu")
 
     def _passes(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
         """The passes on this rank's device, grouped by shared prompt; the prompt's own backward pass comes after its
@@ -399,8 +404,8 @@ class Learner:
         found: list[dict[str, Tensor]] = []
         for _, pack in self._passes(share, "proximal"):
             self._progress()
-            found.append(moved(self.models.columns(pack), self._place))
-        return found
+            found.append(self.models.columns(pack))
+        return moved(found, "cpu")
 
     @torch.no_grad()
     def forward_routing(self, share: list[Pass]) -> list[Routed]:
@@ -410,9 +415,9 @@ class Learner:
             with listening(self._routers(pack)) as heard:
                 self.models.forward(pack, trained=())
             assert heard is not None, "only passes of mixtures"
-            found.append(moved(routed(heard), self._place))
+            found.append(routed(heard))
             self._progress()
-        return found
+        return moved(found, "cpu")
 
     def forward_backward(self, share: list[Pass]) -> list[PassResult]:
         """Forward and backward; accumulate gradients."""
@@ -431,16 +436,16 @@ class Learner:
                 loss = _own(self._own_loss, tokens, outputs)
             if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
                 loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
-            found.append(moved(pass_result(tokens, outputs, loss, heard), self._place))
+            found.append(pass_result(tokens, outputs, loss, heard))
             self._watch.lap("forward")
             self._progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
             (loss.total * (1 / self.ranks.team if one.counts else 0)).backward()
             self._watch.lap("backward")
             self._progress()
-        return found
+        return self._sent(found)
 
-    def optimizer_step(self, given: tuple[Sequence[str], float]) -> float | None:
+    def optimizer_step(self, given: tuple[Sequence[str], Tensor]) -> float | None:
         """Update the named models from the accumulated gradients, given their loss: see `Models.optimizer_step`."""
         names, loss = given
         norm = self.models.optimizer_step(names, loss=loss, lr_share=self.settings.train.lr_share(self.step_index + 1))

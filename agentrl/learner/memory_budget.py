@@ -283,7 +283,8 @@ class Kernel:
     heard: ClassVar[list[int]]
     """Bytes of keys and values along the paths, of each attention that a backward pass will see."""
 
-    def __init__(self, branches: Sequence[Branch]) -> None:
+    def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
+        del device
         self.paths = torch.cat([branch.path for branch in branches])
 
     def attend(

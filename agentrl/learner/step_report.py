@@ -9,10 +9,11 @@ Owns the numbers and their names, which are those of the metrics file. Never com
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from agentrl.learner.environment_report import Computed, EnvironmentReport, by_e
 from agentrl.learner.flops import Use
 from agentrl.learner.moe.routers import RouterRecord
 from agentrl.learner.moe.routing_replay import Routed, RoutingSummary, routed, summary
+from agentrl.learner.parallel.pass_schedule import moved
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +117,15 @@ _MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """The numbers of one pass for the report. Tensors are [K], detached; `loss` is its share of the update's."""
+    """The numbers of one pass for the report, detached and where the pass was computed: whoever reads one waits for the
+    pass. Tensors are [K]; `loss`, a float64 scalar, is its share of the update's."""
 
-    loss: float
+    loss: Tensor
     tokens: Mapping[str, Tensor]
     clipped: Tensor
     importance: Tensor | None
-    gauges: Mapping[str, float]
-    gauged: float
+    gauges: Mapping[str, Tensor]  # scalars
+    gauged: Tensor | None  # None: nothing
     routed: Routed | None
 
 
@@ -133,12 +138,12 @@ def pass_result(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, hear
     if "reference" in tokens:
         columns["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
     return PassResult(
-        loss=float(loss.total.detach()),
+        loss=loss.total.detach().double(),
         tokens=columns,
         clipped=cut_K,
         importance=None if loss.importance_K is None else loss.importance_K.detach(),
-        gauges={name: float(value.detach()) for name, value in loss.gauges.items()},
-        gauged=0.0 if loss.gauged is None else float(loss.gauged),
+        gauges={name: value.detach().double() for name, value in loss.gauges.items()},
+        gauged=None if loss.gauged is None else loss.gauged.detach().double(),
         routed=routed(heard) if heard and heard.load else None,
     )
 
@@ -148,7 +153,7 @@ class StepTally:
     """The results of a step's passes. `algorithms` are those of the run that differ, by the fields that name them."""
 
     algorithms: Mapping[str, Algorithm]
-    losses: list[float] = field(default_factory=list[float])
+    losses: list[Tensor] = field(default_factory=list[Tensor])
     skipped: int = 0
     grad_norms: list[float] = field(default_factory=list[float])
     packs: list[Pack] = field(default_factory=list[Pack])
@@ -156,10 +161,8 @@ class StepTally:
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     importance: list[Tensor] = field(default_factory=list[Tensor])
     routed: list[Routed | None] = field(default_factory=list["Routed | None"])
-    gauges: defaultdict[tuple[str, str], float] = field(
-        default_factory=lambda: defaultdict[tuple[str, str], float](float)
-    )
-    gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    gauges: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    gauged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add_pass(self, pack: Pack, result: PassResult) -> None:
         """Record a pass."""
@@ -171,8 +174,9 @@ class StepTally:
             self.importance.append(result.importance)
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
         for name, value in result.gauges.items():
-            self.gauges[of, name] += value
-        self.gauged[of] += result.gauged
+            _add(self.gauges, (of, name), value)
+        if result.gauged is not None:
+            _add(self.gauged, of, result.gauged)
 
     def computed(self) -> list[Computed]:
         """The passes as `by_environment` takes them."""
@@ -185,7 +189,7 @@ class StepTally:
         names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
         return {name: torch.cat([one[name] for one in passes]) for name in names}
 
-    def add_update(self, loss: float, grad_norm: float | None) -> None:
+    def add_update(self, loss: Tensor, grad_norm: float | None) -> None:
         """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
         if grad_norm is None:
             self.skipped += 1
@@ -198,19 +202,25 @@ class StepTally:
         for name in ("packs", "tokens", "clipped", "importance", "routed"):
             getattr(self, name).extend(getattr(other, name))
         for key, value in other.gauges.items():
-            self.gauges[key] += value
+            _add(self.gauges, key, value)
         for key, value in other.gauged.items():
-            self.gauged[key] += value
+            _add(self.gauged, key, value)
 
     def algorithm_gauges(self) -> dict[str, float]:
         """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
         of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.
         """
         first = next(iter(self.algorithms))
+        shares = {of: float(value) for of, value in self.gauged.items()}
         return {
-            name if of == first else f"{of}.{name}": value / (self.gauged[of] or len(self.losses) + self.skipped)
+            name if of == first else f"{of}.{name}": float(value) / (shares.get(of) or len(self.losses) + self.skipped)
             for (of, name), value in self.gauges.items()
         }
+
+    def on_host(self) -> StepTally:
+        """The same with every tensor in host memory, in one copy."""
+        names = ("losses", "tokens", "clipped", "importance", "routed", "gauges", "gauged")
+        return replace(self, **moved({name: getattr(self, name) for name in names}, "cpu"))
 
 
 def summarise(
@@ -243,7 +253,7 @@ def summarise(
         step=step,
         updated=bool(tally.losses),
         skipped_updates=tally.skipped,
-        loss=_mean(tally.losses),
+        loss=_mean([float(loss) for loss in tally.losses]),
         grad_norm=_mean(tally.grad_norms),
         lr=lr,
         group_count=len(groups),
@@ -313,6 +323,10 @@ def _by_function(ready: Sequence[GroupRows]) -> dict[str, float]:
     """The mean score of each reward function over the episodes of which it said something."""
     names = dict.fromkeys(name for group in ready for name in group.scores)
     return {name: fmean(score for group in ready for score in group.scores.get(name, ())) for name in names}
+
+
+def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -28,7 +28,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm
@@ -44,7 +46,8 @@ _SAVED = 0.05  # of a divided group's nodes, so many must be: a stem is a pass m
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Nodes `start` to `stop` (exclusive) are the last ones of the root path `path` (node numbers in order)."""
+    """Nodes `start` to `stop` (exclusive) are the last ones of the root path `path` (node numbers in order, on the host
+    wherever the pass is computed)."""
 
     start: int
     stop: int
@@ -96,6 +99,8 @@ class Pack:
     observer_O: Tensor  # index into predictors_P, of observed tokens
     observed_O: Tensor  # token ids
     observed_weight_O: Tensor  # shares of the loss on observations
+    scored_P: NDArray[np.int64] | None = None  # how many scored tokens each predicts: on the host, wherever the pass is
+    observed_P: NDArray[np.int64] | None = None  # the same of observed ones
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
     images: Mapping[int, Image] = field(default_factory=dict[int, Image])  # those of its nodes, by token
     routes: Routes | None = None  # which experts compute the nodes of a mixture; None: its routers choose
@@ -266,7 +271,7 @@ def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Ten
         first = len(token_ids)
         token_ids += tree.token_ids_N
         depth += tree.depth_N
-        branches += [Branch(b.start + first, b.stop + first, (b.path + first).to(device)) for b in tree.branches]
+        branches += [Branch(b.start + first, b.stop + first, b.path + first) for b in tree.branches]
         for row, path in zip(tree.rows, tree.paths, strict=True):
             before_K.append(path[row.place_S - 1] + first)
             target_K.append(torch.tensor(row.token_ids)[row.place_S])
@@ -294,4 +299,6 @@ def _pack(trees: Sequence[PrefixTree], device: torch.device | str, stem_SLK: Ten
         observer_O=predictor_KO[scored:].to(device),
         observed_O=torch.cat(observed_O).to(device),
         observed_weight_O=torch.cat(weight_O).to(device),
+        scored_P=np.bincount(predictor_KO[:scored].numpy(), minlength=len(predictors_P)),
+        observed_P=np.bincount(predictor_KO[scored:].numpy(), minlength=len(predictors_P)),
     )

@@ -49,6 +49,8 @@ class Ragged:
     def sets(self) -> tuple[Tensor, Tensor]:
         """The kept sets: for each of their M ids the number of its token, and the id, both [M] and in the order of the
         tokens. A token whose head is 0 has none."""
+        if not len(self.numbers_M):  # known without a look at a number
+            return self.head_K[:0], self.numbers_M.long()
         token_M = torch.arange(len(self.head_K), device=self.head_K.device).repeat_interleave(self.head_K.abs())
         listed_M = self.head_K[token_M] > 0
         if bool(listed_M.all()):

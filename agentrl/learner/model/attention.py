@@ -38,6 +38,7 @@ from torch.nn import functional
 from agentrl.errors import ConfigError
 from agentrl.host import compile_cache
 from agentrl.learner.data.prefix_trees import Branch
+from agentrl.learner.parallel.pass_schedule import moved
 
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _BLOCK = 128  # nodes of a side of FlexAttention's blocks
@@ -50,9 +51,12 @@ Gather = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
 
 class Layout(Protocol):
     """The branches of one pass, ready for the attention of every layer: all of them, or pieces, in the order of their
-    nodes. These are the queries; keys and values are those of all nodes of the pass."""
+    nodes. These are the queries; keys and values are those of all nodes of the pass. What it makes of the branches it
+    makes on the host, and brings it to the device in one copy: no layer, and no pass, waits for a number."""
 
-    def __init__(self, branches: Sequence[Branch]) -> None: ...
+    def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
+        """`device` is that of the pass; default: where the paths are."""
+        ...
 
     def attend(
         self,
@@ -110,11 +114,12 @@ class Paths:
     """Calls of torch's scaled dot product attention: one for each branch, for each `_QUERIES` of its queries if it
     needs a mask."""
 
-    def __init__(self, branches: Sequence[Branch]) -> None:
+    def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
         self.branches = branches
         self.sizes = [branch.stop - branch.start for branch in branches]
         self.lengths = [len(branch.path) for branch in branches]
-        self.paths = torch.cat([branch.path for branch in branches])
+        paths = torch.cat([branch.path for branch in branches])
+        self.paths = moved(paths, device or paths.device)
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -192,12 +197,13 @@ def _with_sinks(
 class Varlen:
     """One flash kernel over all branches of a pass."""
 
-    def __init__(self, branches: Sequence[Branch]) -> None:
+    def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
         sizes = [branch.stop - branch.start for branch in branches]
         lengths = [len(branch.path) for branch in branches]
-        self.paths = torch.cat([branch.path for branch in branches])
-        starts = ([0, *accumulate(sizes)], [0, *accumulate(lengths)])
-        self.query_starts, self.key_starts = torch.tensor(starts, dtype=torch.int32, device=self.paths.device)
+        paths = torch.cat([branch.path for branch in branches])
+        starts = torch.tensor([[0, *accumulate(sizes)], [0, *accumulate(lengths)]], dtype=torch.int32)
+        self.paths, starts = moved((paths, starts), device or paths.device)
+        self.query_starts, self.key_starts = starts.unbind()
         self.longest = (max(sizes), max(lengths))
 
     def attend(
@@ -237,15 +243,16 @@ class Subtrees:
     """FlexAttention over the nodes of a pass; queries and keys are padded to whole blocks. Raises ValueError if the
     nodes are not in preorder. `_n` are the nodes that are queries, `_N` those that they may see."""
 
-    def __init__(self, branches: Sequence[Branch]) -> None:
+    def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
         paths = torch.cat([branch.path for branch in branches])
+        self._device, paths = device or paths.device, paths.cpu()
         stops, lengths, sizes = torch.tensor(
-            [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches], device=paths.device
+            [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches]
         ).unbind(1)
         self.size, self.count = branches[-1].stop, int(sizes.sum())
         self.padding = -self.count % _BLOCK
         keys = self.size + self.padding
-        node_N = torch.arange(keys + -keys % _BLOCK, device=paths.device)
+        node_N = torch.arange(keys + -keys % _BLOCK)
         # the last branch below a node ends its subtree; a padding node sees itself, so that its softmax is finite
         self.end_N = (node_N + 1).scatter_reduce(0, paths, stops.repeat_interleave(lengths), "amax")
         self.depth_N = node_N.scatter(0, paths, _numbered(torch.zeros_like(lengths), lengths))
@@ -285,17 +292,17 @@ class Subtrees:
         """Block sparsity from the ends of the blocks' intervals, in [blocks, blocks] numbers."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        end_N, depth_N, node_n = self.end_N, self.depth_N, self.node_n
+        end_N, depth_N, node_n = self.end_N, self.depth_N, self.node_n  # on the host, as all blocks
         plain = len(node_n) == len(end_N)  # query and node have the same number
         key_B, end_B, above_B = (part.view(1, -1, _BLOCK) for part in (torch.arange(len(end_N)), end_N, depth_N))
         query_B, below_B = (part.view(-1, 1, _BLOCK) for part in (node_n, depth_N[node_n]))
-        key_B = key_B.to(end_N.device)
         some = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
         every = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
         if window is not None:
             some &= below_B.amin(-1) - above_B.amax(-1) < window
             every &= below_B.amax(-1) - above_B.amin(-1) < window
         parts = [part[None, None] for blocks in (some & ~every, every) for part in _indices(blocks)]
+        parts, end_N, depth_N, node_n = moved((parts, end_N, depth_N, node_n), self._device)
 
         def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             node = query if plain else node_n[query]
@@ -375,12 +382,12 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
     sizes = [(1, heads, 200, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
     drawn = [torch.randn(size, generator=random) for size in [*sizes, (shape.heads,)][: 4 if shape.sinks else 3]]
     parts = [part.to(device, dtype) for part in drawn]
-    numbers = torch.arange(200, device=device)
+    numbers = torch.arange(200)
     branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
     for window in (None, 40) if shape.windows else (None,):
-        exact = _outcome(Paths(branches), [part.float() for part in parts], window)
+        exact = _outcome(Paths(branches, device), [part.float() for part in parts], window)
         try:
-            found = _outcome(layout(branches), parts, window)
+            found = _outcome(layout(branches, device), parts, window)
         except Exception as error:  # kernels and compilers fail in many ways
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return f"it fails on {device.type} in {_short(dtype)} ({reason})"

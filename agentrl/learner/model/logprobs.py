@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -106,9 +108,11 @@ def room(bytes_: int, vocab: int, head: OutputHead | None, dtype: torch.dtype, d
 class Places:
     """Places of a [P, V] matrix, by row and token id; the same one may be named many times."""
 
-    def __init__(self, row_I: Tensor, id_I: Tensor) -> None:
+    def __init__(self, row_I: Tensor, id_I: Tensor, counts_P: NDArray[np.int64] | None = None) -> None:
+        """`counts_P` says on the host how many places are in each row, so that nobody has to wait for a device."""
         order_I = row_I.argsort(stable=True)
         self.row_I, self.id_I, self.back_I = row_I[order_I], id_I[order_I], order_I.argsort()
+        self._before_P = None if counts_P is None else np.concatenate([[0], counts_P.cumsum()])
 
     def only(self, at_P: Tensor) -> tuple[Places, Tensor]:
         """Those in rows that `at_P` has a number for, which is theirs then, and where they are among these."""
@@ -118,7 +122,12 @@ class Places:
 
     def cut(self, edges: Sequence[int]) -> list[tuple[slice, Tensor, Tensor]]:
         """Those between each two edges of rows: which of them in their order, their rows from the first edge, ids."""
-        at = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
+        if not len(self.row_I):
+            at = [0] * len(edges)
+        elif self._before_P is not None:
+            at = self._before_P[list(edges)].tolist()
+        else:
+            at = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
         spans = [slice(start, stop) for start, stop in pairwise(at)]
         return [(span, self.row_I[span] - edge, self.id_I[span]) for span, edge in zip(spans, edges, strict=False)]
 

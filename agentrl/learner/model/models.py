@@ -414,19 +414,20 @@ class Models:
 
     # --- updates --------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, names: Sequence[str], *, loss: float, lr_share: float) -> float | None:
+    def optimizer_step(self, names: Sequence[str], *, loss: Tensor, lr_share: float) -> float | None:
         """Clip the gradients, step the optimizers of the named models, zero the gradients. `lr_share` scales the
         learning rates. Returns the gradient norm of the first model before clipping. If a gradient or `loss` is not
-        finite, nothing changes, and it returns None."""
-        norms = {name: self._clip(name) for name in names}
-        if not all(map(math.isfinite, (loss, *norms.values()))):
+        finite, nothing changes, and it returns None. The host waits for the device once, to read all of these."""
+        norms = torch.stack([self._clip(name).double() for name in names])
+        read = torch.cat([norms, loss.to(norms).view(1)]).tolist()
+        if not all(map(math.isfinite, read)):
             self.zero_grad()
             return None
         for name in names:
             optimizers.set_lr(self.optimizers[name], (self._lr[name] or self._settings.train.lr) * lr_share)
             self.optimizers[name].step()
         self.zero_grad()
-        return norms[names[0]]
+        return read[0]
 
     def retune(self, settings: LearnerSettings) -> None:
         """Go on with another learning rate and another bound of the gradients."""
@@ -442,7 +443,7 @@ class Models:
         critic: dict[str, CheckpointPart] = {} if self.critic is None else {CRITIC: self.critic}
         return {**critic, **self.moving}
 
-    def _clip(self, name: str) -> float:
+    def _clip(self, name: str) -> Tensor:
         most = self._settings.train.grad_clip
         return clipped(self._own[name], math.inf if most is None else most)
 

@@ -218,8 +218,11 @@ class PolicyModel:
         assert roots is not None or pack.stem is None, "its nodes are not computed here"
         portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if sampled_sets is None else sampled_sets.sets()
-        own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
-        plain = Places(pack.observer_O, pack.observed_O)
+        if len(ids_M):
+            own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
+        else:
+            own = Places(pack.predictor_K, pack.target_K, pack.scored_P)
+        plain = Places(pack.observer_O, pack.observed_O, pack.observed_P)
         with settled(self.module):
             run = partial(self._run, portion, roots and roots.before)
             hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
@@ -288,7 +291,7 @@ class PolicyModel:
         pack, routes = portion.pack, None if self.routers is None else portion.routes
         if self.obstacle:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
-        layout, gather = self.layout(portion.branches), portion.gather(gather)
+        layout, gather = self.layout(portion.branches, self.device), portion.gather(gather)
         seen = {} if self._images is None else self._images.of(self.module, pack)
         found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes, seen)
         if self.routers is not None and portion.meshes is not None:

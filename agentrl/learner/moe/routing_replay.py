@@ -33,8 +33,8 @@ class Routed:
 
     load_ME: Tensor
     mass_ME: Tensor
-    agreed: float
-    replayed: float
+    agreed: Tensor | float
+    replayed: Tensor | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> Non
 def routed(of: RouterRecord) -> Routed:
     """The routers' outputs in a pass, without gradients."""
     load_ME, mass_ME = (torch.stack([found[at].detach() for at in sorted(found)]) for found in (of.load, of.mass))
-    return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=float(of.agreed), replayed=float(of.replayed))
+    return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=of.agreed, replayed=of.replayed)
 
 
 def prepared(packs: Sequence[Pack], routers_of: RoutersOf, replay: RoutingReplay) -> list[Pack]:
@@ -136,12 +136,12 @@ def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bo
         balances += (experts * (load_ME * mass_ME).sum(1) / max(tokens, 1) ** 2).unbind()
     replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)
     needed = sum(int(routes.rows_N.sum()) for _, routes, _ in mixed)
-    compared = sum(seen.replayed for *_, seen in mixed)
+    compared = sum(float(seen.replayed) for *_, seen in mixed)
     return RoutingSummary(
         replayed=replayed,
         missing=needed - replayed if asked or replayed else 0,
         differing=sum(routes.differing for _, routes, _ in mixed),
-        agreement=sum(seen.agreed for *_, seen in mixed) / compared if compared else None,
+        agreement=sum(float(seen.agreed) for *_, seen in mixed) / compared if compared else None,
         balance=float(torch.stack(balances).mean()),
         load_max=max(float(ratio_E.max()) for ratio_E in ratios),
         load_mean=sum(float(ratio_E.max()) for ratio_E in ratios) / len(ratios),

@@ -170,7 +170,7 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def clipped(parameters: Sequence[nn.Parameter], most: float) -> float:
+def clipped(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
     """Scale the gradients of parameters down to a norm of `most` altogether. Returns the norm before that. Of sharded
     ones each rank has a part that no other has, however they are cut."""
     grads = [one.grad for one in parameters if one.grad is not None]
@@ -182,9 +182,8 @@ def clipped(parameters: Sequence[nn.Parameter], most: float) -> float:
             distributed.all_reduce(square)
         norm = square.sqrt().to(norm.dtype)
     share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
-    for grad in own:
-        grad.mul_(share)
-    return float(norm)
+    torch._foreach_mul_(own, share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return norm
 
 
 def reshard(module: nn.Module) -> None:
