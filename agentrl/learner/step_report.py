@@ -100,7 +100,8 @@ class StepReport:
 
 
 class Stopwatch:
-    """Seconds by part: `lap(part)` adds the time since the last lap to that part."""
+    """Seconds by part: `lap(part)` adds the time since the last lap to that part. They are the host's: it waits for a
+    GPU at the update alone, so the rest of a pass there counts to that."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
