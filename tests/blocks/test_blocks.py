@@ -231,7 +231,10 @@ def test_a_loss_that_cannot_be_one_and_a_step_without_gradients_are_refused(play
 
 @pytest.mark.parametrize(
     ("dtype", "apart", "other"),
-    [("float32", 1e-4, "bfloat16"), pytest.param("bfloat16", 0.05, "float32", marks=pytest.mark.slow)],
+    [  # the weights before that step are 8 nats off; roundings of bfloat16 were seen to be 0.07
+        ("float32", 1e-4, "bfloat16"),
+        pytest.param("bfloat16", 0.3, "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_published_weights_sample_with_their_version_and_logprobs_are_the_learners(
     dtype: Any, apart: float, other: Any, played: list[Trajectory], tmp_path: Path
