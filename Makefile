@@ -141,7 +141,7 @@ $(COOKBOOK)/.ready: requirements/cookbook.txt | $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(COOKBOOK)/bin/python -r requirements/cookbook.txt
 	@touch $@
 
-check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
+check: setup $(VENV)/.adapters $(VENV)/.smollm2 ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory --output-sync=target --jobs=2 types snippets
