@@ -25,15 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.learner import learner as learners
 from agentrl.learner import step_report
+from agentrl.learner.data.device_copy import each_tensor
 from agentrl.learner.learner import Learner
 from agentrl.learner.model import attention, logprobs, policy
 from agentrl.learner.model.models import Models
-from agentrl.learner.parallel import pass_schedule
 
 DEVICE = torch.device("cpu:0")
 """What a learner under the counter is given."""
-
-_TOGETHER = hasattr(pass_schedule, "_each")  # older ones copied each tensor by itself
 
 _CHUNK, _BLOCKS = 65_536, 320  # of torch's foreach kernels: elements of a chunk, chunks of a launch
 _TENSORS = (110, 64, 48, 36, 30)  # of a launch, by how many lists it reads and writes
@@ -141,7 +139,7 @@ class Counter(TorchDispatchMode):
         found = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         part, phase = self._now()
         waits = part == "optimizer" and all(one.dim() == 0 for one in (*given, *found))  # its steps are the host's
-        on_host = _TOGETHER and part == "layout of a pass"
+        on_host = part == "layout of a pass"
         if waits or not ((self._in_pass and not on_host) or any(self.there(one) for one in given)):
             return made
         self.put(found)
@@ -202,8 +200,7 @@ class Counter(TorchDispatchMode):
                 (attention.Paths, "_mask", "layout of a pass"),
                 (type(learner.settings.algo), "loss", "loss"),
             ):
-                if hasattr(owner, name):
-                    stack.enter_context(patch.object(owner, name, self._within(part, getattr(owner, name))))
+                stack.enter_context(patch.object(owner, name, self._within(part, getattr(owner, name))))
             for optimizer in learner.models.optimizers.values():
                 stack.enter_context(patch.object(optimizer, "step", self._within("optimizer", optimizer.step)))
                 for group in optimizer.param_groups:  # as it is on CUDA
@@ -218,8 +215,7 @@ class Counter(TorchDispatchMode):
             foreach = "torch.utils._foreach_utils._get_foreach_kernels_supported_devices"
             stack.enter_context(patch(foreach, lambda: ["cpu", "cuda"]))
             for owner in (learners, attention, step_report):
-                if hasattr(owner, "moved"):
-                    stack.enter_context(patch.object(owner, "moved", self._moved(owner.moved)))
+                stack.enter_context(patch.object(owner, "moved", self._moved))
             self.put([*module.parameters(), *module.buffers()])
             for optimizer in learner.models.optimizers.values():
                 self.put(v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
@@ -265,26 +261,22 @@ class Counter(TorchDispatchMode):
         self.opaque("attention kernel", Count(1, moved), Count(2, 2 * moved + output.nbytes))
         return output
 
-    def _moved(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _moved(self, value: Any, device: torch.device | str) -> Any:
         """A record of tensors that goes to the device or comes from there: in one copy."""
-
-        def moved(value: Any, device: torch.device | str) -> Any:
-            there = torch.device(device) == DEVICE
-            seen: list[Tensor] = []
-            pass_schedule._each(value, lambda tensor: seen.append(tensor) or tensor)
-            if not any(self.there(tensor) != there for tensor in seen):
-                return value
-            if there:
-                self.moves += 1
-            else:
-                self.sync("moved")
-            with torch.utils._python_dispatch._disable_current_modes():
-                found = pass_schedule._each(value, lambda one: one if self.there(one) == there else one.clone())
-            if there:
-                pass_schedule._each(found, lambda tensor: self.put([tensor]) or tensor)
-            return found
-
-        return moved if _TOGETHER else call
+        there = torch.device(device) == DEVICE
+        seen: list[Tensor] = []
+        each_tensor(value, lambda tensor: seen.append(tensor) or tensor)
+        if not any(self.there(tensor) != there for tensor in seen):
+            return value
+        if there:
+            self.moves += 1
+        else:
+            self.sync("moved")
+        with torch.utils._python_dispatch._disable_current_modes():
+            found = each_tensor(value, lambda one: one if self.there(one) == there else one.clone())
+        if there:
+            each_tensor(found, lambda tensor: self.put([tensor]) or tensor)
+        return found
 
 
 class _Asked(TorchFunctionMode):

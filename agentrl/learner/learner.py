@@ -41,6 +41,7 @@ from agentrl.learner.checkpoints import checkpoint
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
 from agentrl.learner.checkpoints.folders import newest, of_role
 from agentrl.learner.data.batch import GroupRows, Row, StepOf, Undone, group_rows, weigh
+from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Pack, PrefixTree
 from agentrl.learner.flops import Prices, operations, prices, use
 from agentrl.learner.model import lora
@@ -50,7 +51,7 @@ from agentrl.learner.moe.routing_replay import Routed, check, prepared, pulled, 
 from agentrl.learner.optimizers.optimizers import lr_of
 from agentrl.learner.parallel import optimizer_state
 from agentrl.learner.parallel.fsdp import whole
-from agentrl.learner.parallel.pass_schedule import Pass, divided, laid, moved
+from agentrl.learner.parallel.pass_schedule import Pass, divided, laid
 from agentrl.learner.parallel.ranks import ALONE, Ranks
 from agentrl.learner.step_report import PassResult, StepReport, StepTally, Stopwatch, pass_result, summarise
 from agentrl.learner.weight_export import WeightFile, WeightSnapshot, checkpoint_tensors, hash_of, take, write_weights

@@ -23,12 +23,12 @@ from agentrl.algos.importance import Mismatch, gauges
 from agentrl.algos.losses import kl_penalty
 from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
 from agentrl.learner.data.batch import GroupRows, Row
+from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment, group_spread
 from agentrl.learner.flops import Use
 from agentrl.learner.moe.routers import RouterRecord
 from agentrl.learner.moe.routing_replay import Routed, RoutingSummary, routed, summary
-from agentrl.learner.parallel.pass_schedule import moved
 
 K = TypeVar("K")
 

@@ -37,8 +37,8 @@ from torch.nn import functional
 
 from agentrl.errors import ConfigError
 from agentrl.host import compile_cache
+from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Branch
-from agentrl.learner.parallel.pass_schedule import moved
 
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _BLOCK = 128  # nodes of a side of FlexAttention's blocks
