@@ -181,7 +181,8 @@ def train(
             from agentrl.offline import tiny_run
 
             folder = path.with_name(f"{path.name}-model")
-            config = tiny_run.shrunk(config, folder) if tiny else tiny_run.on_cpu(config)
+            given = settings or []
+            config = tiny_run.shrunk(config, folder, given) if tiny else tiny_run.on_cpu(config, given)
         with beside(path, wanted=page):
             summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     if json_log.wanted():

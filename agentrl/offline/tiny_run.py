@@ -8,6 +8,7 @@ small, see `shrunk`. Beside the run's own rewards each turn has a random one: a 
 without signal would change no weights. It shows that a run file works, not that it learns.
 
 Other models that the file names (of roles, teachers) are the same small one: they have to have its tokens.
+What is typed with `--set` wins over what both make small; of a model that `--tiny` is given counts its architecture.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.config import RunConfig, parse
+from agentrl.config import RunConfig, apply_override, parse
 from agentrl.errors import ModelError
 from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
@@ -53,10 +55,13 @@ _FAMILIES = (  # models of the hub whose architecture their name tells, without 
 )
 
 
-def shrunk(config: RunConfig, folder: Path) -> RunConfig:
+_MADE_SMALL = ("rollout", "engine", "train", "buffer", "eval")  # tables in which a setting may have been replaced
+
+
+def shrunk(config: RunConfig, folder: Path, settings: Sequence[str] = ()) -> RunConfig:
     """The run with a random model made in `folder`, on one CPU: two steps of one group, as small as its algorithms
-    allow, short turns, engines of that model, processes and store on this machine, no held-out sets. Raises ModelError
-    for a model whose architecture cannot be told."""
+    allow, short turns, engines of that model, processes and store on this machine, no held-out sets. `settings`,
+    `a.b=c`, are kept nevertheless. Raises ModelError for a model whose architecture cannot be told."""
     mixture = _make(config.model, folder)
     members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
     document = _on_one_cpu(config, folder, str(folder), members=members, groups=1, mixture=mixture)
@@ -66,14 +71,15 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
     document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
     document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
-    return parse(document)
+    return _with(document, settings, _MADE_SMALL)
 
 
-def on_cpu(config: RunConfig) -> RunConfig:
+def on_cpu(config: RunConfig, settings: Sequence[str] = ()) -> RunConfig:
     """The run with SmolLM2-135M in the place of all its models, on two cores: groups of at most eight, eight a step,
     turns of at most 64 tokens, contexts of at most 1,024, the learning rate of `examples/laptop_llm.toml`, held-out
-    sets of at most 64 episodes. Environment, rewards and algorithm are the file's own. Raises ModelError with the
-    command to type if the model's packages are missing."""
+    sets of at most 64 episodes. Environment, rewards and algorithm are the file's own. `settings`, `a.b=c`, are kept
+    nevertheless: `model=runs/warm` begins with a warm start. Raises ModelError with the command to type if the model's
+    packages are missing."""
     folder = model_dir(smollm2.ID)
     members = max(min(config.rollout.group_size, 8), *(algo.least_members for algo in config.algorithms.values()))
     document = _on_one_cpu(config, folder, smollm2.ID, members=members, groups=8, mixture=False)
@@ -88,6 +94,13 @@ def on_cpu(config: RunConfig) -> RunConfig:
         measured["n_during"] = min(32, config.eval.n_during)
     for given in measured.get("sets", []):
         given |= {"n": min(64, given["n"])} if "n" in given else {}
+    return _with(document, settings, ("model", *_MADE_SMALL))
+
+
+def _with(document: dict[str, Any], settings: Sequence[str], tables: Sequence[str]) -> RunConfig:
+    for setting in settings:
+        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in tables:
+            apply_override(document, setting)
     return parse(document)
 
 

@@ -84,7 +84,12 @@ def test_the_word_problems_are_those_that_the_script_makes_and_none_is_held_out_
         for row in made:  # each step is what Python computes
             for left, right in re.findall(r"([\d*/+ -]+) = (\d+)", row["answer"]):
                 assert eval(left) == int(right)
+    shown = [json.loads(line) for line in script["demonstrations"]().splitlines()]
+    assert all(rewards["correct"](None, row["completion"], {"answer": row["completion"]}) == 1.0 for row in shown)
+    asked = {row["prompt"].partition("\n")[0] for row in shown}
+    assert len(asked) == len(shown) == 240 and all("end with ####" in row["prompt"] for row in shown)
     questions = [row["question"] for made in rows.values() for row in made]
+    assert asked.isdisjoint(questions)
     assert len(set(questions)) == len(questions) == 544
 
 
@@ -103,6 +108,34 @@ def test_every_recipe_is_a_run_of_a_small_real_model_on_a_cpu(name: str) -> None
         own.train.steps,
     )
     assert all(given.n <= 64 for given in small.eval.sets)
+
+
+def test_what_is_typed_wins_over_what_is_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm start or another dtype that is given must not be replaced without a word."""
+    monkeypatch.setattr(tiny_runs, "_make", lambda model, folder: False)
+    monkeypatch.setattr(tiny_runs, "model_dir", lambda model: tmp_path)
+    typed = ["model=runs/warm", "train.dtype=bfloat16", "engine.max_batch=3", "rollout.group_size=4", "eval.every=7"]
+    typed += ["buffer.groups_per_step=3", "algo.kind=ppo", "train.steps=9"]
+    file = ROOT / "examples" / "recipes" / "gsm8k" / "run.toml"
+    given = configuration.load(file, typed)
+    small, tiny = on_cpu(given, typed), shrunk(given, tmp_path, typed)
+    for run in (small, tiny):
+        assert (run.train.dtype, run.train.steps, run.engine.max_batch) == ("bfloat16", 9, 3)
+        assert (run.rollout.group_size, run.buffer.groups_per_step, run.eval.every) == (4, 3, 7)
+        assert run.algo.kind == "ppo" and run.tasks == given.tasks
+    assert (small.model, tiny.model) == ("runs/warm", str(tmp_path)), "of a model that is tried counts its architecture"
+    assert on_cpu(given).model == smollm2.ID and on_cpu(given).train.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "tool_use"])
+def test_a_warm_start_of_a_recipe_is_read_and_trains_a_small_model(name: str) -> None:
+    file = ROOT / "examples" / "recipes" / name / "warm.toml"
+    warm = sft.load(file)
+    (data,) = warm.data
+    head = file.read_text().partition("\nname =")[0]
+    assert warm.model == smollm2.ID and Path(data).resolve() == ROOT / "runs" / f"{name}.jsonl"
+    assert f"runs/{name}.jsonl" in head and f"agentrl sft examples/recipes/{name}/warm.toml" in head
+    assert f"--small --set model=runs/{warm.name}" in head
 
 
 def test_a_run_file_is_tried_or_learned_from_not_both() -> None:

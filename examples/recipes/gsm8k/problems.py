@@ -2,13 +2,19 @@
 
 Two thirds of the problems take one step with small numbers, for a model of 135 million parameters. The others take two
 steps. No held-out question is among those to train on.
+
+`python examples/recipes/gsm8k/problems.py runs/gsm8k.jsonl` writes 240 other problems with their answers instead, which
+show such a model how to end: demonstrations for `warm.toml`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
+import tomllib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -62,6 +68,18 @@ def files() -> dict[str, str]:
     return {name: "".join(json.dumps(next(made)) + "\n" for _ in range(count)) for name, count in FILES.items()}
 
 
+def demonstrations(count: int = 240) -> str:
+    """Problems that no file has, each as the run asks it and with its answer."""
+    asked = tomllib.loads((HERE / "run.toml").read_text())["env"]["kwargs"]["prompt"]
+    known = {json.loads(line)["question"] for text in files().values() for line in text.splitlines()}
+    others = (row for row in problems(seed=1) if row["question"] not in known)
+    rows = list(islice(others, count))
+    return "".join(json.dumps({"prompt": asked.format_map(row), "completion": row["answer"]}) + "\n" for row in rows)
+
+
 if __name__ == "__main__":
-    for name, text in files().items():
-        (HERE / name).write_text(text)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(demonstrations())
+    else:
+        for name, text in files().items():
+            (HERE / name).write_text(text)
