@@ -194,7 +194,7 @@ class EngineSettings(_Section):
     threads: Count | Literal["auto"] = "auto"  # of arithmetic, in each engine; auto: idle cores (embedded), or 1
     max_batch: Count = 128  # requests that an engine computes at once
     kv_cache_mb: Count = 512  # keys and values of an engine
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of weights and (not embedded) cache
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of weights and cache
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: str = "auto"  # how new weights travel: auto, full, delta, adapter, nccl, ipc, or a transport of yours
     weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x

@@ -35,7 +35,7 @@ class Case:
         model = EmbeddedModel(architecture, read_weights(folder), length=length, dtype=dtype)
         settings = {"max_batch": 16, "seed": 0, **settings}
         self.folder = folder
-        self.batcher = Batcher(model, KVStore(architecture, slots, length), **settings)
+        self.batcher = Batcher(model, KVStore(architecture, slots, length, model.dtype), **settings)
         self.emissions: dict[str, list[Emission]] = {}
         self.requests: dict[str, BatchRequest] = {}
 

@@ -73,7 +73,7 @@ def rounded(folder: Path, target: Path) -> Path:
 def scores(folder: Path, dtype: torch.dtype, wrong: dict[str, torch.Tensor] | None = None) -> list[float]:
     architecture, weights = read_architecture(folder), read_weights(folder) | (wrong or {})
     model = EmbeddedModel(architecture, weights, length=200, dtype=dtype)
-    return Batcher(model, KVStore(architecture, 1, 200), max_batch=1).score(PROBE)
+    return Batcher(model, KVStore(architecture, 1, 200, dtype), max_batch=1).score(PROBE)
 
 
 @pytest.mark.parametrize(

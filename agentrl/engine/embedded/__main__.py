@@ -55,7 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="float32",
-        help="of weights in products; auto: bfloat16 for a large model on a CPU with instructions for it",
+        help="of weights, keys and values; auto: bfloat16 for a large model on a CPU with instructions for it",
     )
     parser.add_argument("--max-batch", type=int, default=128, help="requests that run at once")
     parser.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and generation together")
@@ -97,7 +97,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     length = arguments.max_model_len or min(architecture.max_positions, 2048)
     if not 2 <= length <= architecture.max_positions:
         raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
-    per_slot = KVStore.bytes_per_token(architecture) * length
+    dtype = getattr(torch, architecture.fastest_dtype if arguments.dtype == "auto" else arguments.dtype)
+    per_slot = KVStore.bytes_per_token(architecture, dtype) * length
     slots = (arguments.kv_cache_mb << 20) // per_slot
     if slots < 1:
         raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
@@ -105,11 +106,10 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     slots = min(slots, 2 * arguments.max_batch)
     weights = read_weights(arguments.weights or arguments.model)
     tower = _tower(arguments.model) if architecture.vision else None
-    dtype = architecture.fastest_dtype if arguments.dtype == "auto" else arguments.dtype
-    model = EmbeddedModel(architecture, weights, length=length, dtype=getattr(torch, dtype), tower=tower)
+    model = EmbeddedModel(architecture, weights, length=length, dtype=dtype, tower=tower)
     batcher = Batcher(
         model,
-        KVStore(architecture, slots, length),
+        KVStore(architecture, slots, length, dtype),
         max_batch=arguments.max_batch,
         version=arguments.served_version,
         stream_tokens=arguments.stream_tokens,

@@ -259,7 +259,7 @@ class Batcher:
     def score(self, tokens: list[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probs of `tokens[1:]` at temperature 1, by a pass of their own: no cached key or value enters."""
         model = self.model
-        kv, scores = KVStore(model.architecture, 1, len(tokens)), list[float]()
+        kv, scores = KVStore(model.architecture, 1, len(tokens), model.dtype), list[float]()
         with torch.inference_mode():
             for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
                 part = tokens[start : start + _SCORED_AT_ONCE]

@@ -2,8 +2,8 @@
 
 Owns packed weights and the arithmetic, and checks a safetensors file against the architecture before anything uses it.
 Never knows requests, versions or HTTP: it sees rows of tokens and the cache slots they belong to. All is float32 but,
-where asked, the products with matrices, and the matrices themselves, in bfloat16: norms, rotations, attention, keys and
-values, and the sum that runs through the layers are not rounded, the logits are.
+where asked, what is multiplied, in bfloat16: matrices, keys, values, and what meets them. Norms, rotations, the softmax
+of attention, and the sum that runs through the layers are not rounded, the logits are.
 
 Rows of one pass are flat, [N] tokens: first the *single* rows (one new token of a slot each), whose attention is
 computed together, then *runs* (several new tokens of one slot), each attending on its own.
@@ -136,26 +136,27 @@ class KVStore:
     """Keys [layers, S, K, D, T] (transposed: attention reads along T) and values [layers, S, K, T, D], zeroed.
 
     Zeros matter: positions beyond a row's length are masked, but 0 x NaN would still be NaN. Pages that are never
-    written cost no memory."""
+    written cost no memory. Their `dtype` is that of the model's products."""
 
-    def __init__(self, architecture: Architecture, slots: int, length: int) -> None:
+    def __init__(self, architecture: Architecture, slots: int, length: int, dtype: torch.dtype = torch.float32) -> None:
         a = architecture
         heads = a.layers, slots, a.kv_heads
         self._shapes = (*heads, a.head_dim, length), (*heads, length, a.head_dim)
+        self._dtype = dtype
         self.renew()
 
     def renew(self) -> None:
         """Hold zeros again."""
-        self.keys, self.values = (torch.zeros(shape) for shape in self._shapes)
+        self.keys, self.values = (torch.zeros(shape, dtype=self._dtype) for shape in self._shapes)
 
     def free(self) -> None:
         """Give the memory back. Nothing may be computed until `renew`."""
         self.keys = self.values = torch.zeros(0)
 
     @staticmethod
-    def bytes_per_token(architecture: Architecture) -> int:
+    def bytes_per_token(architecture: Architecture, dtype: torch.dtype = torch.float32) -> int:
         """Memory of one position of one slot."""
-        return 2 * 4 * architecture.layers * architecture.kv_heads * architecture.head_dim
+        return 2 * dtype.itemsize * architecture.layers * architecture.kv_heads * architecture.head_dim
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copy positions [start, end) of one slot to another."""
@@ -268,9 +269,9 @@ class EmbeddedModel:
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (a.head_dim,), None, a.eps) * layer.qk_norm
         pairs = torch.view_as_complex(qk.reshape(-1, both, a.head_dim // 2, 2))
-        qk = torch.view_as_real(pairs * rotations).view(-1, both, a.head_dim)
-        q, k = qk[:, : a.heads], qk[:, a.heads :]
         keys, values = kv.keys[at], kv.values[at]
+        qk = torch.view_as_real(pairs * rotations).view(-1, both, a.head_dim).to(keys.dtype)
+        q, k, v = qk[:, : a.heads], qk[:, a.heads :], v.to(values.dtype)
         n = rows.single_slots_N.shape[0]
         outputs: list[torch.Tensor] = []
         if n:
@@ -283,7 +284,7 @@ class EmbeddedModel:
             keys[run.slot, :, :, run.start : end] = k[run.rows].permute(1, 2, 0)
             values[run.slot, :, run.start : end] = v[run.rows].transpose(0, 1)
             outputs.append(_attend_run(q[run.rows], mask, keys[run.slot, :, :, :end], values[run.slot, :, :end]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).float()
 
 
 class _Masks:
@@ -311,14 +312,15 @@ def _attend_singles(
     n, heads, size = q.shape
     kv_heads, hull, longest = keys.shape[1], rows.lengths_S.shape[0], rows.longest
     first = rows.shared.length if rows.shared else 0
-    queries = torch.zeros(hull, heads, size)
+    queries = torch.zeros(hull, heads, size, dtype=q.dtype)
     queries[rows.single_slots_N] = q
     flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, first:longest]
     flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, first:longest]
-    scores = torch.baddbmm(mask[:, :, first:], queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys)
+    scores = torch.bmm(queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys).float()
+    scores += mask[:, :, first:]
     if rows.shared:
         return _attend_shared(q, scores, rows, rows.shared, keys, values, flat_values)
-    attended = torch.bmm(torch.softmax(scores, -1), flat_values)
+    attended = torch.bmm(torch.softmax(scores, -1).to(q.dtype), flat_values)
     return attended.view(hull, heads * size)[rows.single_slots_N].view(n, heads * size)
 
 
@@ -339,17 +341,17 @@ def _attend_shared(
     slots_N = rows.single_slots_N[order_N]
     queries = q[order_N].view(n, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, n * group, size)
     first = torch.cat([torch.bmm(queries[:, part], keys[slot, :, :, :length]) for slot, part in parts], 1)
-    first = first.view(kv_heads, n, group, length)
+    first = first.float().view(kv_heads, n, group, length)
     if rows.shortest <= length:  # a row that is alone may be shorter than what others share
         unseen_NT = torch.arange(length) >= rows.lengths_S[slots_N].unsqueeze(1)
         first.masked_fill_(unseen_NT.unsqueeze(1), float("-inf"))
     own_scores = own_scores.view(-1, kv_heads, group, own_scores.shape[-1])
-    weights = torch.softmax(torch.cat([first, own_scores[slots_N].transpose(0, 1)], -1), -1)
+    weights = torch.softmax(torch.cat([first, own_scores[slots_N].transpose(0, 1)], -1), -1).to(q.dtype)
     first = weights[..., :length].reshape(kv_heads, n * group, length)
     attended = torch.cat([torch.bmm(first[:, part], values[slot, :, :length]) for slot, part in parts], 1)
-    own_weights = torch.zeros_like(own_scores)
+    own_weights = torch.zeros_like(own_scores, dtype=q.dtype)
     own_weights[slots_N] = weights[..., length:].transpose(0, 1)
-    own_attended = torch.bmm(own_weights.flatten(0, 1), own_values).view(-1, heads * size)[slots_N]
+    own_attended = torch.bmm(own_weights.flatten(0, 1), own_values).view(-1, heads * size)[slots_N].float()
     result = torch.empty(n, heads * size)
     result[order_N] = attended.view(kv_heads, n, group, size).transpose(0, 1).reshape(n, heads * size) + own_attended
     return result
@@ -361,9 +363,9 @@ def _attend_run(q: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values:
     kv_heads = keys.shape[0]
     group = heads // kv_heads
     queries = q.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * n, size)
-    scores = torch.bmm(queries, keys).view(kv_heads, group, n, -1)
+    scores = torch.bmm(queries, keys).float().view(kv_heads, group, n, -1)
     scores += mask
-    attended = torch.bmm(torch.softmax(scores, -1).view(kv_heads, group * n, -1), values)
+    attended = torch.bmm(torch.softmax(scores, -1).to(q.dtype).view(kv_heads, group * n, -1), values)
     return attended.view(kv_heads, group, n, size).permute(2, 0, 1, 3).reshape(n, heads * size)
 
 
