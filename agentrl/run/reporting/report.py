@@ -143,7 +143,7 @@ def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
         curve = list(measured(store, held_out.name))
         for k in _shown_k(curve):
             _draw_pass(top, held_out.name, k, curve, color)
-    top.set_ylim(0, 1)
+    top.set_ylim(min(0, top.dataLim.y0), max(1, top.dataLim.y1))  # rewards may be negative, or beyond 1
     top.set_ylabel("mean per episode")
     top.legend(loc="lower right", frameon=False)
     top.set_title(f"{config.name}: {config.env.id}, seed {config.seed}")
