@@ -1,8 +1,8 @@
 """The peer of the benchmark of a real language model: TRL's GRPO on the same sums, in an environment of its own.
 
 Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing of agentrl. What is not TRL's default is
-what the other side has as well (batch, length, learning rate), or in TRL's favour: gradient checkpointing is off,
-float32 is used, the learning rate does not fall, nothing is saved, a step is one micro-batch.
+what the other side has as well (batch, length, learning rate, the dtype of products), or in TRL's favour: gradient
+checkpointing is off, the learning rate does not fall, nothing is saved, a step is one micro-batch.
 
     .venv-trl/bin/python benchmarks/_llm_trl.py MODEL_FOLDER TASKS.json --steps 12
 """
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12, help="the longest completion")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="products in bfloat16, as by TRL's own default")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     tasks = json.loads(arguments.tasks.read_text())
@@ -69,7 +70,7 @@ def main() -> None:
             args=trl.GRPOConfig(
                 output_dir=folder,
                 use_cpu=True,
-                bf16=False,
+                bf16=arguments.bf16,
                 gradient_checkpointing=False,
                 per_device_train_batch_size=arguments.groups * arguments.members,
                 num_generations=arguments.members,

@@ -3,9 +3,11 @@
 Both sides train agentrl/smollm2-135m (134.5 M parameters, float32) on the tasks of `examples/laptop_llm.py`: 8 groups
 of 8 answers a step, up to twelve tokens, the reward 1 where the last number is the sum, AdamW at 1e-5. Ours is
 `examples/laptop_llm.toml` as it is; TRL's `GRPOTrainer` has its own defaults and a learning rate that does not fall.
-The sides take turns, so that a slow minute meets all. `--variant` plays ours once more with other settings.
+The sides take turns, so that a slow minute meets all. `--bfloat16` plays both once more with products in bfloat16,
+`--variant` ours once more with other settings.
 
-    agentrl bench llm [--rounds 3] [--steps 24] [--trl-steps 12] [--variant "lag 0: buffer.max_lag=0"] [--out FILE.json]
+    agentrl bench llm [--rounds 3] [--steps 24] [--trl-steps 12] [--bfloat16] [--out FILE.json]
+        [--variant "lag 0: buffer.max_lag=0"]
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ def measure_agentrl(folder: Path, steps: int, seed: int, settings: list[str]) ->
     return figures(began, curve) | extra
 
 
-def measure_trl(folder: Path, model: Path, steps: int, seed: int) -> dict[str, Any]:
+def measure_trl(folder: Path, model: Path, steps: int, seed: int, *flags: str) -> dict[str, Any]:
     pairs = [pair for pair in PAIRS if pair not in HELD_OUT]
     tasks = folder / "tasks.json"
     tasks.write_text(json.dumps([[f"What is {a} + {b}?", str(a + b)] for a, b in pairs]))
     began = time.time()
     command = [".venv-trl/bin/python", "benchmarks/_llm_trl.py", str(model), str(tasks)]
-    done = json.loads(run([*command, "--steps", str(steps), "--seed", str(seed)]).splitlines()[-1])
+    done = json.loads(run([*command, "--steps", str(steps), "--seed", str(seed), *flags]).splitlines()[-1])
     return figures(began, done.pop("steps")) | done
 
 
@@ -115,14 +117,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="of ours in a round")
     parser.add_argument("--trl-steps", type=int, default=12, help="of TRL's in a round; 0 leaves it out")
     parser.add_argument("--goal", type=float, default=0.6, help=f"mean reward of {WINDOW} steps")
+    parser.add_argument("--bfloat16", action="store_true", help="both sides in bfloat16 as well")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME: SETTING SETTING", help="also ours, so")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
     variants = {"agentrl": list[str]()}
+    peers: dict[str, list[str]] = {"TRL": []} if arguments.trl_steps else {}
+    if arguments.bfloat16:
+        variants["agentrl, bfloat16"] = ["engine.dtype=bfloat16", "train.dtype=bfloat16"]
+        peers |= {"TRL, bfloat16": ["--bf16"]} if peers else {}
     for text in arguments.variant:
         name, _, settings = text.partition(":")
         variants[name] = settings.split()
-    if arguments.trl_steps:
+    if peers:
         run(["make", ".venv-trl/.ready"])
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
@@ -132,8 +139,8 @@ def main() -> None:
             for name, settings in variants.items():
                 folder = Path(scratch) / f"run-{number}-{len(sides)}"
                 sides[name] = measure_agentrl(folder, arguments.steps, number, settings)
-            if arguments.trl_steps:
-                sides["TRL"] = measure_trl(Path(scratch), model_dir(MODEL), arguments.trl_steps, number)
+            for name, flags in peers.items():
+                sides[name] = measure_trl(Path(scratch), model_dir(MODEL), arguments.trl_steps, number, *flags)
             for name, side in sides.items():
                 print(f"round {number}: {name}: {statistics.median(side['step_s']):.1f} s a step", file=sys.stderr)
             if arguments.out:
