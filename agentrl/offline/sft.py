@@ -132,6 +132,7 @@ def train(
             _clear(run)
         _check_empty(run)  # another process may have begun meanwhile
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+        (out / "checkpoints").mkdir()
         return training.run(told)
 
 
@@ -164,7 +165,9 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
     config = parse(document)
     with RunDir(out).lock(_BUSY):
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
-        return _Training(config, out).run(told)
+        training = _Training(config, out)
+        training.load_newest()
+        return training.run(told)
 
 
 class _Training:
@@ -182,10 +185,13 @@ class _Training:
             ]
             for files in (config.data, config.held_out)
         )
-        checkpoint = newest(out / "checkpoints")
+        self._permutation = cache(self._permuted)
+
+    def load_newest(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        checkpoint = newest(self._out / "checkpoints")
         if checkpoint is not None:
             self._learner.load(checkpoint)
-        self._permutation = cache(self._permuted)
 
     def run(self, told: Callable[[str], None]) -> Path:
         learner, every = self._learner, self._config.train

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cli.main import app
 from agentrl.engine.rendering.renderer import Renderer
-from agentrl.errors import AgentRLError, UsageError
+from agentrl.errors import AgentRLError, ModelError, UsageError
 from agentrl.learner.checkpoints.folders import complete
 from agentrl.models.resolve import model_dir
 from agentrl.offline import sft
@@ -269,6 +269,27 @@ def test_overwrite_replaces_a_run_of_ours_and_nothing_else(tmp_path: Path, monke
     with pytest.raises(UsageError, match=r"is not empty: give another --out$"):
         sft.train(settings, other, overwrite=True)
     assert (other / "old.jsonl").exists()
+
+
+def test_overwrite_begins_with_the_model_not_with_what_was_there(tmp_path: Path) -> None:
+    run, train, begins = tmp_path / "run", config(tmp_path).train.model_dump(), list[float]()
+    for steps in (2, 2, 1):
+        made = sft.train(config(tmp_path, train=train | {"steps": steps}), run, overwrite=True)
+        before, *rows = metrics(run)
+        begins.append(before["held_out_loss"])
+        assert [row["step"] for row in rows] == [1, 2][:steps]
+        assert complete(run / "checkpoints") == [made] and made.name == f"step-{steps:08}"
+    assert begins == begins[:1] * 3
+
+
+def test_a_run_that_made_no_checkpoint_says_so_where_it_is_named_as_a_model(tmp_path: Path) -> None:
+    def stops(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sft.train(config(tmp_path), tmp_path / "run", told=stops)
+    with pytest.raises(ModelError, match="has no checkpoint yet: train it for longer"):
+        model_dir(str(tmp_path / "run"))
 
 
 def test_an_adapter_is_trained_alone(tmp_path: Path) -> None:
