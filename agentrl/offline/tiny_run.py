@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from agentrl.config import RunConfig, apply_override, parse
 from agentrl.errors import ModelError
+from agentrl.host.cores import multiplies_bfloat16
 from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
 from agentrl.records import Trajectory
@@ -77,9 +78,9 @@ def shrunk(config: RunConfig, folder: Path, settings: Sequence[str] = ()) -> Run
 def on_cpu(config: RunConfig, settings: Sequence[str] = ()) -> RunConfig:
     """The run with SmolLM2-135M in the place of all its models, on two cores: groups of at most eight, eight a step,
     turns of at most 64 tokens, contexts of at most 1,024, the learning rate of `examples/laptop_llm.toml`, held-out
-    sets of at most 64 episodes. Environment, rewards and algorithm are the file's own. `settings`, `a.b=c`, are kept
-    nevertheless: `model=runs/warm` begins with a warm start. Raises ModelError with the command to type if the model's
-    packages are missing."""
+    sets of at most 64 episodes, bfloat16 where this CPU has instructions for it. Environment, rewards and algorithm are
+    the file's own. `settings`, `a.b=c`, are kept nevertheless: `model=runs/warm` begins with a warm start. Raises
+    ModelError with the command to type if the model's packages are missing."""
     folder = model_dir(smollm2.ID)
     members = max(min(config.rollout.group_size, 8), *(algo.least_members for algo in config.algorithms.values()))
     document = _on_one_cpu(config, folder, smollm2.ID, members=members, groups=8, mixture=False)
@@ -87,8 +88,9 @@ def on_cpu(config: RunConfig, settings: Sequence[str] = ()) -> RunConfig:
     rollout["max_running"] = 64
     for name, most in (("max_tokens_per_turn", 64), ("max_context", 1024)):
         rollout[name] = min(most, getattr(config.rollout, name))
-    document["engine"] |= {"kind": "embedded", "max_batch": 64, "kv_cache_mb": 1024}
-    document["train"] |= {"lr": 1e-5, "tokens_per_batch": 4096}
+    dtype = "bfloat16" if multiplies_bfloat16() else "float32"
+    document["engine"] |= {"kind": "embedded", "max_batch": 64, "kv_cache_mb": 1024, "dtype": dtype}
+    document["train"] |= {"lr": 1e-5, "tokens_per_batch": 4096, "dtype": dtype}
     measured = document.get("eval", {})
     if "n_during" in measured:
         measured["n_during"] = min(32, config.eval.n_during)
