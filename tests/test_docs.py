@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -44,11 +45,18 @@ from agentrl.store import RunStore
 from tests import cli_page
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+ROOMS = ("docs", "examples", "environments", "tools", "benchmarks")
+HISTORY = ROOT / "CHANGELOG.md"  # it speaks of what was
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))} - {HISTORY})
 OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
 ENDINGS = ("/", ".py", ".md", ".toml", ".txt", ".sh", ".svg")
 ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
 PYTHON_DEADLINE_S = 500
+
+
+def of_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
 NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet) -->\s*\Z")
@@ -69,7 +77,7 @@ class Block:
     file: str = ""
 
     def __str__(self) -> str:
-        return f"{self.document.name}:{self.line}"
+        return f"{of_root(self.document)}:{self.line}"
 
 
 def blocks_of(document: Path) -> list[Block]:
@@ -93,7 +101,8 @@ BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 
 def check_sh(block: Block) -> list[str]:
     lines = block.body.replace("\\\n", " ").splitlines()
-    return [f"{block}: {wrong}" for line in lines if (wrong := wrong_command(line))]
+    commands = [command for line in lines for command in line.split(" && ")]
+    return [f"{block}: {wrong}" for command in commands if (wrong := wrong_command(command))]
 
 
 def wrong_command(line: str) -> str:
@@ -147,12 +156,17 @@ def wrong_agentrl(arguments: list[str]) -> str:
 
 
 def wrong_make(arguments: list[str]) -> str:
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+    makefile = (ROOT / "Makefile").read_text()
+    for name, value in re.findall(r"^(\w+) := (\S+)$", makefile, re.M):
+        makefile = makefile.replace(f"$({name})", value)
+    targets = set(re.findall(r"^([\w./-]+):", makefile, re.M))
     asked = [word for word in arguments if "=" not in word]
     return "" if set(asked) <= targets else f"no such target: make {shlex.join(asked)}"
 
 
 def wrong_script(arguments: list[str]) -> str:
+    if arguments[0] == "-m":
+        return "" if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
     return "" if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"
 
 
@@ -252,14 +266,15 @@ def broken_links(document: Path) -> list[str]:
             continue
         target = (document.parent / path).resolve() if path else document
         if not target.exists():
-            broken.append(f"{document.name}: {match['target']} is not there")
+            broken.append(f"{of_root(document)}: {match['target']} is not there")
         elif anchor and anchor not in {slug(title) for title in HEADING.findall(prose(target))}:
-            broken.append(f"{document.name}: {match['target']} names no heading")
+            broken.append(f"{of_root(document)}: {match['target']} names no heading")
     return broken
 
 
 def unknown_names(document: Path) -> list[str]:
-    """Inline code that looks like a path of ours, a dotted name of ours or a command of ours, and is none."""
+    """Inline code that looks like a path of ours, a dotted name of ours or a command of ours, and is none. A command
+    may be named without what it asks for."""
     unknown: list[str] = []
     for match in INLINE.finditer(prose(document)):
         code = match["code"]
@@ -269,8 +284,9 @@ def unknown_names(document: Path) -> list[str]:
             name = code.removesuffix("()")
             unknown += [] if name in ENTRY_POINT_GROUPS or resolves(name) else [code]
         elif re.match(r"(make|agentrl) [a-z]", code):
-            unknown += [wrong] if (wrong := wrong_command(code)) else []
-    return [f"{document.name}: {name}" for name in unknown]
+            wrong = wrong_command(code)
+            unknown += [wrong] if wrong and not re.search(r": Missing|requires an argument", wrong) else []
+    return [f"{of_root(document)}: {name}" for name in unknown]
 
 
 def resolves(name: str) -> bool:
@@ -302,7 +318,7 @@ TRAINS = [ROOT / "docs" / "reference" / "python.md"]
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(one, marks=[pytest.mark.slow] if one in TRAINS else [], id=one.name) for one in DOCUMENTS],
+    [pytest.param(one, marks=[pytest.mark.slow] if one in TRAINS else [], id=of_root(one)) for one in DOCUMENTS],
 )
 def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     code = "\n".join(block.body for block in blocks_of(document) if block.language == "python")
@@ -322,7 +338,7 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of_root)
 def test_links_and_names(document: Path) -> None:
     names = [] if document == cli_page.PAGE else unknown_names(document)  # the program writes that page itself
     assert broken_links(document) + names == []
