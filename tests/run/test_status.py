@@ -86,6 +86,17 @@ def test_a_run_under_way_says_its_process_and_its_pace(run: RunDir) -> None:
     assert told[-1] == f"next      agentrl logs {run.path} --follow; agentrl stop {run.path}"
 
 
+def test_of_many_evaluations_the_first_and_the_last_are_told(run: RunDir) -> None:
+    step(run, 60, NOW)
+    found = status.status(run, lambda: NOW)
+    for steps, said in (
+        (range(0, 40, 10), "0: 0.00, 10: 0.10, 20: 0.20, 30: 0.30"),
+        (range(0, 70, 10), "0: 0.00, …, 50: 0.50, 60: 0.60"),
+    ):
+        found["held_out"] = {number: number / 100 for number in steps}
+        assert f"success   0.50 in the last steps; held-out at {said}; lag 1.0 steps" in list(status.lines(found))
+
+
 def test_the_pace_of_a_young_run_is_that_of_its_few_steps(run: RunDir) -> None:
     step(run, 1, NOW)
     assert status.status(run, lambda: NOW)["step_s"] is None

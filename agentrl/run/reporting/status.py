@@ -153,7 +153,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["stopped_early"]:
         yield f"stopped   early: {found['stopped_early']}"
     if found["success"] is not None:
-        held_out = "".join(f"; held-out at {step}: {value:.2f}" for step, value in found["held_out"].items())
+        measured = [f"{step}: {value:.2f}" for step, value in found["held_out"].items()]
+        if len(measured) > 4:
+            measured[1:-2] = ["…"]
+        held_out = f"; held-out at {', '.join(measured)}" if measured else ""
         yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
     for name, newest in found["pass_at"].items():
         passes = ", ".join(evaluation.said(k, one) for k, one in newest.items() if k != "step")
