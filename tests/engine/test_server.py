@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -406,3 +407,29 @@ async def test_launching_what_cannot_be_served_says_why(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json"):
         async with launch_embedded(tmp_path):
             raise AssertionError("it cannot be up")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc keeps less, or none")
+async def test_weights_that_were_replaced_leave_the_process(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    model = make_model(tmp_path / "model", tie_word_embeddings=True, **sizes)
+    file = model / "model.safetensors"
+    weights_mb = file.stat().st_size >> 20
+
+    def held_mb() -> int:
+        return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    server = Server(model, tmp_path, "--kv-cache-mb", "1", "--max-model-len", "64", "--dtype", "bfloat16")
+    client = EngineClient(server.url)
+    try:
+        await client.generate(ask("first", max_tokens=2))
+        began_mb = held_mb()
+        for version in (1, 2, 3):
+            await push([client], file, version, deadline_s=60)
+        await client.generate(ask("last", max_tokens=2))
+        with trio.fail_after(60):
+            while held_mb() > began_mb + weights_mb / 4:
+                await client.call("GET", "/health", deadline_s=60)
+    finally:
+        await client.aclose()
+        server.close()

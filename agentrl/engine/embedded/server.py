@@ -33,7 +33,7 @@ from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
-from agentrl.host import json_log
+from agentrl.host import free_memory, json_log
 from agentrl.host.spare_cores import SpareCores
 from agentrl.tokens import images
 
@@ -393,6 +393,7 @@ class EngineServer:
         self._awake.clear()
         self._asleep = {"weights", "kv_cache"}
         self._batcher.rest(weights=level == "2")
+        self._give_back()
         return JSONResponse({"status": "sleeping", "level": int(level)})
 
     async def _wake_up(self, request: HTTPRequest) -> Response:
@@ -455,7 +456,12 @@ class EngineServer:
             raise BadRequest("the engine is running: call /pause before new weights are taken")
         self._batcher.load(self._staged, int(text))
         self._updating, self._staged = False, {}
+        self._give_back()
         return JSONResponse({"message": "Weight update finished"})
+
+    def _give_back(self) -> None:
+        """Let the system have the memory of weights that are gone, beside whatever comes next."""
+        asyncio.get_running_loop().run_in_executor(None, free_memory.give_back)
 
     async def _name_version(self, request: HTTPRequest) -> Response:
         text = (await read_object(request)).get("new_version")

@@ -226,6 +226,8 @@ class SGLangServer(EngineServer):
         try:
             weights = await asyncio.to_thread(self._read_folder, path)
             self._batcher.load(weights, int(version))
+            del weights
+            self._give_back()
         except (BadRequest, ModelError, OSError, WeightSyncError) as error:
             answer = {"success": False, "message": f"Failed to update weights: {error}", "num_paused_requests": 0}
             return JSONResponse(answer, 400)
