@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -21,12 +22,16 @@ import pytest
 import torch
 import trio
 from descriptors import readable
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
+from agentrl.engine.embedded.server import EngineServer
 from agentrl.engine.embedded_process import launch_embedded
 from agentrl.engine.weight_sync.file_transport import push
+from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import EngineError, EngineUnavailable, UsageError, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
@@ -34,6 +39,7 @@ from agentrl.tokens import sampling_mask
 
 from .conftest import VOCAB, Server, make_model
 from .oracle import reference_logits, reference_logprobs
+from .test_batching import Case
 
 GENERATE = "/inference/v1/generate"
 ENDLESS = 8000  # tokens: more than an engine can sample before a test that was held up for seconds goes on
@@ -433,3 +439,40 @@ async def test_weights_that_were_replaced_leave_the_process(tmp_path: Path) -> N
     finally:
         await client.aclose()
         server.close()
+
+
+def test_new_weights_are_packed_before_the_pause_which_only_swaps_them(
+    model_dir: Path, other_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher, file = Case(model_dir).batcher, other_weights / "model.safetensors"
+    server = EngineServer(batcher, name="m", sources=Sources([str(other_weights)]))
+    packs, pack = list[bool](), batcher.model.pack
+
+    def told(file: Path) -> dict[str, object]:
+        return {"update_info": {"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}}
+
+    async def update(info: dict[str, object]) -> list[int]:
+        answers: list[int] = []
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://engine") as client:
+            paused: list[bool] = []
+            monkeypatch.setattr(batcher.model, "pack", lambda weights: (packs.append(bool(paused)), pack(weights))[1])
+            for path, body in (
+                ("/start_weight_update", {}),
+                ("/update_weights", info),
+                ("/pause?mode=keep", {}),
+                ("/finish_weight_update", {"weight_version": "7"}),
+                ("/resume", {}),
+            ):
+                paused += [True] if path.startswith("/pause") else []
+                answers.append((await client.post(path, json=body)).status_code)
+        return answers
+
+    assert asyncio.run(update(told(file))) == [200] * 5
+    assert packs == [False] and batcher.version == 7
+    expected = reference_logprobs(other_weights, [5, 6, 7, 8], 1)
+    assert batcher.score([5, 6, 7, 8]) == pytest.approx(expected, abs=1e-4)
+    half = other_weights / "half.safetensors"
+    with safe_open(file, framework="pt") as weights:
+        save_file({name: weights.get_tensor(name) for name in list(weights.keys())[:3]}, half)
+    assert asyncio.run(update(told(half))) == [200, 200, 200, 400, 200], "what is missing is said at the end"
+    assert batcher.version == 7 and batcher.score([5, 6, 7, 8]) == pytest.approx(expected, abs=1e-4)

@@ -19,7 +19,7 @@ import torch
 
 from agentrl.engine.embedded.cache_slots import CacheSlots, share
 from agentrl.engine.embedded.lora import Adapter, adapted
-from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows, TokenRun
+from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PackedWeights, PassRows, TokenRun
 from agentrl.records import Finish, SamplingParams, VersionSpan
 from agentrl.tokens import images
 from agentrl.tokens.images import Image
@@ -287,9 +287,13 @@ class Batcher:
         self.slots.kv.renew()
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """`take` weights that are not packed yet. Raises ModelError and changes nothing if they do not fit."""
+        self.take(self.model.pack(weights), version)
+
+    def take(self, packed: PackedWeights, version: int) -> None:
         """Swap all weights. Running requests go on with the keys and values they have (see `forget`); cached
-        prefixes of older versions are never used again. Raises ModelError and changes nothing if they do not fit."""
-        self.model.load(weights)
+        prefixes of older versions are never used again."""
+        self.model.take(packed)
         self.announce(version)
 
     def announce(self, version: int) -> None:

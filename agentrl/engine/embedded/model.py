@@ -132,6 +132,17 @@ class _Layer:
     down: Product
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """All weights of a model as its passes read them; `visual` are those of its tower, if it has one."""
+
+    embedding: torch.Tensor
+    layers: list[_Layer]
+    norm: torch.Tensor
+    head: Product
+    visual: Mapping[str, torch.Tensor]
+
+
 class KVStore:
     """Keys [layers, S, K, D, T] (transposed: attention reads along T) and values [layers, S, K, T, D], zeroed.
 
@@ -172,7 +183,7 @@ class KVStore:
 
 
 class EmbeddedModel:
-    """A decoder with replaceable weights, which multiplies in `dtype`. `load` swaps all of them at once; call it only
+    """A decoder with replaceable weights, which multiplies in `dtype`. `take` swaps all of them at once; call it only
     between two passes. A model that reads images has a `tower` for them."""
 
     def __init__(
@@ -197,21 +208,30 @@ class EmbeddedModel:
         self.load(weights)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Check and pack weights named as transformers names them. Raises ModelError and changes nothing if wrong."""
+        """`pack` and `take` weights. Raises ModelError and changes nothing if wrong."""
+        self.take(self.pack(weights))
+
+    def pack(self, weights: Mapping[str, torch.Tensor]) -> PackedWeights:
+        """Check and pack weights named as transformers names them, beside passes with those of now. Raises ModelError
+        if wrong."""
+        visual: dict[str, torch.Tensor] = {}
         if self.tower is not None:
             visual = {name: tensor for name, tensor in weights.items() if name.startswith(TOWER_PREFIX)}
             weights = {name: tensor for name, tensor in weights.items() if name not in visual}
             visual = {name.removeprefix(TOWER_PREFIX): tensor for name, tensor in visual.items()}
             self.tower.check(visual)
-            check_weights(self.architecture, weights)
-            self.tower.load(visual)
-        else:
-            check_weights(self.architecture, weights)
-        layers = [_pack(self.architecture, weights, layer, self.dtype) for layer in range(self.architecture.layers)]
+        check_weights(self.architecture, weights)
         embedding = weights["model.embed_tokens.weight"].to(self.dtype).contiguous()
         head = embedding if self.architecture.tied else weights["lm_head.weight"]
-        self._embedding, self._head, self._layers = embedding, Product(head, dtype=self.dtype), layers
-        self._norm = weights["model.norm.weight"]
+        layers = [_pack(self.architecture, weights, layer, self.dtype) for layer in range(self.architecture.layers)]
+        return PackedWeights(embedding, layers, weights["model.norm.weight"], Product(head, dtype=self.dtype), visual)
+
+    def take(self, packed: PackedWeights) -> None:
+        """Compute with these from now on."""
+        if self.tower is not None:
+            self.tower.load(packed.visual)
+        self._embedding, self._layers, self._norm = packed.embedding, packed.layers, packed.norm
+        self._head = packed.head
 
     def free(self) -> None:
         """Give the memory of the weights back. Nothing may be computed until `load`."""

@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, ShownImages
 from agentrl.engine.embedded.chat import Chat, ChatRequest, fresh
 from agentrl.engine.embedded.lora import Adapter, read
+from agentrl.engine.embedded.model import PackedWeights
 from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer_json, parse_generate, parse_object
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
@@ -139,6 +140,7 @@ class EngineServer:
         self._awake.set()
         self._updating = False
         self._staged: dict[str, torch.Tensor] = {}
+        self._packed: PackedWeights | None = None  # what is staged, once all of it is there
         self._base: tuple[str, weight_file.Bytes] | None = None  # of the last weights from a store: deltas change it
         self._serial = 0
         self._adapters: dict[str, Adapter] = {}
@@ -418,7 +420,7 @@ class EngineServer:
         return JSONResponse({"message": "Weight transfer initialized", "reads_ahead": True})
 
     async def _start(self, _: HTTPRequest) -> Response:
-        self._updating, self._staged = True, {}
+        self._updating, self._staged, self._packed = True, {}, None
         return JSONResponse({"message": "Weight update started"})
 
     async def _update(self, request: HTTPRequest) -> Response:
@@ -440,6 +442,9 @@ class EngineServer:
             else:
                 data = await asyncio.to_thread(self._sources.read, path, digest)
             staged |= await asyncio.to_thread(tensors, data, path)
+            packed = await asyncio.to_thread(self._pack, staged)
+            if staged is self._staged:
+                self._packed = packed
         except WeightSyncError as error:
             raise BadRequest(f"update_info.path: {error}") from None
         self._histograms.weight_update.add(time.perf_counter() - started)
@@ -454,10 +459,20 @@ class EngineServer:
             raise BadRequest(f"weight_version = {text!r}: must be a string of decimal digits")
         if not self._paused:
             raise BadRequest("the engine is running: call /pause before new weights are taken")
-        self._batcher.load(self._staged, int(text))
-        self._updating, self._staged = False, {}
+        if self._packed is None:
+            self._batcher.load(self._staged, int(text))
+        else:
+            self._batcher.take(self._packed, int(text))
+        self._updating, self._staged, self._packed = False, {}, None
         self._give_back()
         return JSONResponse({"message": "Weight update finished"})
+
+    def _pack(self, staged: dict[str, torch.Tensor]) -> PackedWeights | None:
+        """These weights, packed while the old ones go on, so that the pause is a swap. None as long as some are missing
+        or wrong, which is said at the end."""
+        with suppress(ModelError):
+            return self._batcher.model.pack(staged)
+        return None
 
     def _give_back(self) -> None:
         """Let the system have the memory of weights that are gone, beside whatever comes next."""

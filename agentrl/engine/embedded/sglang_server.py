@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentrl.engine.embedded.batching import BatchRequest, Emission
 from agentrl.engine.embedded.lora import Adapter
+from agentrl.engine.embedded.model import PackedWeights
 from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, parse_object
 from agentrl.engine.embedded.server import (
     EVENT_STREAM,
@@ -224,9 +225,8 @@ class SGLangServer(EngineServer):
             raise BadRequest(f"weight_version = {version!r}: must be a string of decimal digits")
         started = time.perf_counter()
         try:
-            weights = await asyncio.to_thread(self._read_folder, path)
-            self._batcher.load(weights, int(version))
-            del weights
+            packed = await asyncio.to_thread(self._read_folder, path)
+            self._batcher.take(packed, int(version))
             self._give_back()
         except (BadRequest, ModelError, OSError, WeightSyncError) as error:
             answer = {"success": False, "message": f"Failed to update weights: {error}", "num_paused_requests": 0}
@@ -236,8 +236,8 @@ class SGLangServer(EngineServer):
             self._batcher.forget()
         return JSONResponse({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
 
-    def _read_folder(self, path: str) -> dict[str, torch.Tensor]:
-        """All tensors of a folder's files. Raises WeightSyncError, BadRequest or OSError."""
+    def _read_folder(self, path: str) -> PackedWeights:
+        """All tensors of a folder's files. Raises WeightSyncError, ModelError, BadRequest or OSError."""
         names = sorted(file.name for file in Path(path).glob("*.safetensors"))
         if not names:
             raise BadRequest(f"model_path: {path!r} has no safetensors files")
@@ -245,7 +245,7 @@ class SGLangServer(EngineServer):
         for name in names:
             with self._sources.open(f"{path}/{name}") as file:
                 weights |= tensors(weight_file.mapped(file), path)
-        return weights
+        return self._batcher.model.pack(weights)
 
     async def _load_lora(self, request: HTTPRequest) -> Response:
         return await self._lora(self._load_adapter, request)
