@@ -166,6 +166,7 @@ def test_what_goes_to_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
     assert code == 0
     widths = {len(line) for line in stdout.strip().splitlines()}
     assert len(widths) == 1, "a row of the table is a line"
+    assert max(widths) < 60 and "trained_twice: 0 " in stdout and "violations      │ none" in stdout
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "a.toml", "--resume", "b"]])

@@ -331,7 +331,7 @@ def audit(
     else:
         table = Table("checked", "found")
         for name, value in json.loads(report.to_json()).items():
-            table.add_row(name, json.dumps(value))
+            table.add_row(name, tables.lines(value))
         tables.console().print(table)
     if report.violations:
         raise SystemExit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -14,6 +14,18 @@ def console() -> Console:
     """Text for a terminal has its width; text for a file or a pipe is never wrapped."""
     found = Console()
     return found if found.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
+
+
+def lines(value: Any) -> str:
+    """A value of a report as a cell: what is in it, a line each; what is in that, beside one another."""
+    if not value and isinstance(value, dict | list):
+        return "none"
+    if isinstance(value, dict):
+        inner = cast("dict[str, Any]", value).items()
+        return "\n".join(f"{name}: {lines(one).replace(chr(10), ', ')}" for name, one in inner)
+    if isinstance(value, list):
+        return "\n".join(lines(one).replace("\n", ", ") for one in cast("list[Any]", value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def print_json(document: Any) -> None:
