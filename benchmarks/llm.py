@@ -121,14 +121,14 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="NAME: SETTING SETTING", help="also ours, so")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
-    variants = {"agentrl": list[str]()}
+    variants = {"agentrl": ["engine.dtype=float32", "train.dtype=float32"]}
     peers: dict[str, list[str]] = {"TRL": []} if arguments.trl_steps else {}
     if arguments.bfloat16:
         variants["agentrl, bfloat16"] = ["engine.dtype=bfloat16", "train.dtype=bfloat16"]
         peers |= {"TRL, bfloat16": ["--bf16"]} if peers else {}
     for text in arguments.variant:
         name, _, settings = text.partition(":")
-        variants[name] = settings.split()
+        variants[name] = [*variants["agentrl"], *settings.split()]
     if peers:
         run(["make", ".venv-trl/.ready"])
     rounds: list[dict[str, dict[str, Any]]] = []

@@ -1,7 +1,7 @@
 """Chooses the settings that a run file leaves out, by the machine and the model's size; never changes those it gives.
 
-Without a GPU, or for a tiny model, the defaults of `agentrl.config` hold. The rules are arithmetic on memory; their
-numbers were checked, but not by runs on GPUs.
+For a tiny model the defaults of `agentrl.config` hold, and without a GPU all but the dtype. The rules are arithmetic on
+memory; their numbers were checked, but not by runs on GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 from agentrl.config import run_config as configuration
 from agentrl.config.run_config import RunConfig
+from agentrl.host.cores import multiplies_bfloat16
 
 _GIB: Final = 1 << 30
 _TINY: Final = 50_000_000  # parameters; a CPU trains a smaller model as fast
@@ -28,22 +29,24 @@ _DRIVERS: Final = ("nvidia*", "nvhost*", "dxg", "kfd")  # NVIDIA's, on its board
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts that defaults depend on: number of GPUs, memory of each in bytes, whether vLLM is installed here."""
+    """The facts that defaults depend on: number of GPUs, memory of each in bytes, whether vLLM is installed here, and
+    whether the CPU has instructions for bfloat16."""
 
     gpus: int = 0
     gpu_bytes: int = 0
     vllm: bool = False
+    bfloat16: bool = False
 
     @classmethod
     def seen(cls) -> Machine:
         """This machine, as torch sees it; without torch it has no GPU. Torch, a second of import, is asked only where
         the device of a driver is."""
         if importlib.util.find_spec("torch") is None or not any(any(_DEVICES.glob(name)) for name in _DRIVERS):
-            return cls()
+            return cls(bfloat16=multiplies_bfloat16())
         import torch
 
         if not torch.cuda.is_available():
-            return cls()
+            return cls(bfloat16=multiplies_bfloat16())
         memory = int(cast(Any, torch.cuda).get_device_properties(0).total_memory)
         vllm = importlib.util.find_spec("vllm") is not None
         return cls(gpus=torch.cuda.device_count(), gpu_bytes=memory, vllm=vllm)
@@ -58,19 +61,25 @@ def parameters_of(folder: Path) -> int:
 
 def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, Any]:
     """Values chosen for this machine, by key, of the settings that `config` leaves out."""
-    if machine.gpus == 0 or parameters < _TINY:
+    if parameters < _TINY:
         return {}
+    wanted: dict[str, Any]
+    serves = not config.engine.urls and config.engine.kind != "sglang"
+    if machine.gpus == 0:
+        wanted = {"train.dtype": "bfloat16"} | ({"engine.dtype": "bfloat16"} if serves else {})
+        fast = machine.bfloat16 and not config.cluster.on_ray
+        return {key: value for key, value in wanted.items() if fast and not _is_set(config, key)}
     large = machine.gpu_bytes >= _LARGE_GIB * _GIB
     ranks = min(config.train.parallel.ranks, machine.gpus)  # each holds its share of them
     full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes * ranks
-    wanted: dict[str, Any] = {
+    wanted = {
         "train.device": "cuda:1" if machine.gpus > 1 else "cuda",  # engines take the first one
         "train.dtype": "bfloat16",
         "train.tokens_per_batch": max(16_384 if large else 8_192, config.rollout.max_context),
         "train.gradient_checkpointing": parameters > 1_000_000_000,
         "train.lora_rank": 0 if full else _LORA_RANK,
     }
-    if machine.vllm and not config.engine.urls and config.engine.kind != "sglang":
+    if machine.vllm and serves:
         cache_mb = int(_KV_SHARE * machine.gpu_bytes) >> 20
         wanted |= {"engine.kind": "vllm", "engine.dtype": "bfloat16", "engine.kv_cache_mb": cache_mb}
         wanted["rollout.max_running"] = max(256 if large else 128, config.rollout.group_size)

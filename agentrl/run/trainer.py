@@ -228,7 +228,7 @@ def _pinned(config: RunConfig) -> RunConfig:
 def _fitted(config: RunConfig) -> RunConfig:
     """The configuration with defaults for this machine, which are printed on stderr."""
     machine = machine_defaults.Machine.seen()
-    parameters = machine_defaults.parameters_of(model_dir(config.model)) if machine.gpus else 0
+    parameters = machine_defaults.parameters_of(model_dir(config.model)) if machine.gpus or machine.bfloat16 else 0
     config, found = machine_defaults.fitted(config, machine, parameters)
     if found:
         said = ", ".join(f"{key} = {value!r}" for key, value in found.items())

@@ -30,6 +30,21 @@ def test_without_a_gpu_nothing_is_chosen() -> None:
     assert fitted(config, H100, 1_000_000) == (config, {}), "nor for a tiny model"
 
 
+CPU = Machine(bfloat16=True)
+
+
+def test_a_cpu_with_instructions_for_bfloat16_computes_a_real_model_in_it() -> None:
+    config, found = fitted(run(), CPU, 134_000_000)
+    assert found == {"train.dtype": "bfloat16", "engine.dtype": "bfloat16"}
+    assert (config.train.dtype, config.engine.dtype, config.train.device) == ("bfloat16", "bfloat16", "cpu")
+    assert chosen(run(), CPU, 1_000_000) == chosen(run(), Machine(), BILLION) == {}
+    assert chosen(run(train={"dtype": "float32"}), CPU, BILLION) == {"engine.dtype": "bfloat16"}
+    there = run(engine={"kind": "vllm", "urls": ["http://h:1"]})
+    assert chosen(there, CPU, BILLION) == {"train.dtype": "bfloat16"}, "engines that run have a dtype"
+    cluster = {"launcher": "ray", "store": "postgresql://u@h/d"}
+    assert chosen(run(cluster=cluster), CPU, BILLION) == {}, "other machines may have another CPU"
+
+
 def test_a_gpu_brings_vllm_bfloat16_and_larger_batches() -> None:
     config, found = fitted(run(), H100, 600_000_000)
     assert (config.engine.kind, config.engine.dtype, config.train.dtype) == ("vllm", "bfloat16", "bfloat16")
@@ -115,7 +130,9 @@ def test_torch_is_asked_about_gpus_only_where_a_driver_is(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "torch", None)  # who imports it fails
     monkeypatch.setattr(machine_defaults.importlib.util, "find_spec", lambda name: name == "torch" or None)
     (tmp_path / "null").touch()
-    assert Machine.seen() == Machine()
+    for there in (True, False):
+        monkeypatch.setattr(machine_defaults, "multiplies_bfloat16", lambda there=there: there)
+        assert Machine.seen() == Machine(bfloat16=there)
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(ImportError, match="torch"):
         Machine.seen()
