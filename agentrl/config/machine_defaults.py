@@ -59,6 +59,11 @@ def parameters_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // width
 
 
+def faster_in_bfloat16(machine: Machine, parameters: int) -> bool:
+    """Whether the CPU of a machine without a GPU trains a model of this size faster in bfloat16 than in float32."""
+    return machine.bfloat16 and parameters >= _TINY
+
+
 def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, Any]:
     """Values chosen for this machine, by key, of the settings that `config` leaves out."""
     if parameters < _TINY:
@@ -66,9 +71,10 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
     wanted: dict[str, Any]
     serves = not config.engine.urls and config.engine.kind != "sglang"
     if machine.gpus == 0:
+        if config.cluster.on_ray or not faster_in_bfloat16(machine, parameters):
+            return {}
         wanted = {"train.dtype": "bfloat16"} | ({"engine.dtype": "bfloat16"} if serves else {})
-        fast = machine.bfloat16 and not config.cluster.on_ray
-        return {key: value for key, value in wanted.items() if fast and not _is_set(config, key)}
+        return {key: value for key, value in wanted.items() if not _is_set(config, key)}
     large = machine.gpu_bytes >= _LARGE_GIB * _GIB
     ranks = min(config.train.parallel.ranks, machine.gpus)  # each holds its share of them
     full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes * ranks

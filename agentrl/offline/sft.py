@@ -29,6 +29,7 @@ from agentrl import config as configuration
 from agentrl.algos.algorithm import Outputs
 from agentrl.algos.sft import Supervised
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.config.machine_defaults import Machine, faster_in_bfloat16, parameters_of
 from agentrl.config.roles import LearnerSettings
 from agentrl.config.sections import Count, Section, check_template, config_error
 from agentrl.engine.rendering.renderer import Renderer
@@ -123,6 +124,7 @@ def train(
     """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
     the last checkpoint's folder. Raises UsageError."""
     run = RunDir(out)
+    config = _fitted(config, told)
     overwrite = overwrite and (out / SETTINGS).is_file()
     if not overwrite:
         _check_empty(run)
@@ -134,6 +136,17 @@ def train(
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         (out / "checkpoints").mkdir()
         return training.run(told)
+
+
+def _fitted(config: SFTConfig, told: Callable[[str], None]) -> SFTConfig:
+    """In bfloat16 if the machine is better at it and nothing else is asked for, which is said."""
+    train = config.train
+    if train.device != "cpu" or "dtype" in train.model_fields_set:
+        return config
+    if not faster_in_bfloat16(Machine.seen(), parameters_of(model_dir(config.model))):
+        return config
+    told("chosen for this machine and model: train.dtype = 'bfloat16'")
+    return config.model_copy(update={"train": train.model_copy(update={"dtype": "bfloat16"})})
 
 
 def _check_empty(run: RunDir) -> None:

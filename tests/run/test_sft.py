@@ -292,6 +292,19 @@ def test_a_run_that_made_no_checkpoint_says_so_where_it_is_named_as_a_model(tmp_
         model_dir(str(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_machine_that_is_better_at_bfloat16_trains_in_it_and_says_so(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft, "faster_in_bfloat16", lambda machine, parameters: there)
+    given = config(tmp_path, train={"steps": 1, "tokens_per_batch": 4096})
+    for number, settings in enumerate((given, config(tmp_path, train=given.train.model_dump()))):
+        told, out, chooses = list[str](), tmp_path / str(number), there and number == 0
+        sft.train(settings, out, told=told.append)
+        assert ("chosen for this machine and model: train.dtype = 'bfloat16'" in told) is chooses
+        assert json.loads((out / sft.SETTINGS).read_text())["train"]["dtype"] == ("bfloat16" if chooses else "float32")
+
+
 def test_an_adapter_is_trained_alone(tmp_path: Path) -> None:
     train = {**config(tmp_path).train.model_dump(), "lora_rank": 4, "steps": 2}
     folder = sft.train(config(tmp_path, train=train), tmp_path / "run")
