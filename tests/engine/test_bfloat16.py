@@ -98,6 +98,15 @@ def test_the_probe_costs_what_it_costs_the_rounded_model_and_much_else_with_a_wr
     assert 5e-4 < apart(torch.bfloat16) < NOISE < TOLERANCE["bfloat16"] < apart(torch.bfloat16, wrong)
 
 
+def test_attended_lengths_repeat_in_bfloat16_and_none_is_beyond_the_cache(tmp_path: Path) -> None:
+    architecture, weights = read_architecture(gentle(tmp_path, 0)), read_weights(tmp_path)
+    rounded, exact = (
+        EmbeddedModel(architecture, weights, length=200, dtype=d) for d in (torch.bfloat16, torch.float32)
+    )
+    assert [rounded.attended(n, 200) for n in (0, 1, 64, 65, 198)] == [0, 16, 64, 80, 200]
+    assert [exact.attended(n, 200) for n in (0, 1, 65)] == [0, 1, 65]
+
+
 def test_new_weights_in_flight_are_rounded_and_every_token_is_of_its_version(tmp_path: Path) -> None:
     folders = [gentle(tmp_path / str(seed), seed) for seed in (0, 1)]
     exact = [rounded(folder, tmp_path / f"{folder.name} rounded") for folder in folders]

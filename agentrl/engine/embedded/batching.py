@@ -370,7 +370,7 @@ class Batcher:
 
     def _compact(self, singles: list[BatchRequest]) -> None:
         """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
-        bound = len(singles) + len(singles) // 4 + 8
+        bound = len(singles) + len(singles) // 4 + 2
         at = {request.slot: request for request in self.running.values()}
         wanted = {request.slot for request in singles}
         holes = (slot for slot in range(bound) if slot not in wanted)
@@ -414,7 +414,7 @@ class Batcher:
             shown=shown,
             single_slots_N=torch.tensor(single_slots, dtype=torch.long),
             lengths_S=torch.tensor(lengths, dtype=torch.long),
-            longest=max(lengths, default=0),
+            longest=self.model.attended(max(lengths, default=0), slots.length),
             shortest=min(positions[: len(singles)], default=-1) + 1,
             runs=tuple(planned),
             wanted_N=torch.tensor(wanted, dtype=torch.long),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from agentrl.tokens.vision import TOWER_PREFIX
 
 if TYPE_CHECKING:  # it loads transformers, which most models can do without
     from agentrl.engine.embedded.vision_tower import VisionTower
+
+
+_STEP: Final = 16
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -90,7 +93,7 @@ class PassRows:
     positions_N: torch.Tensor
     single_slots_N: torch.Tensor
     lengths_S: torch.Tensor
-    longest: int
+    longest: int  # positions that are looked at for single rows: what none of them sees is masked
     shortest: int  # of the single rows
     runs: tuple[TokenRun, ...]
     wanted_N: torch.Tensor  # rows whose logits are asked for
@@ -232,6 +235,11 @@ class EmbeddedModel:
             self.tower.load(packed.visual)
         self._embedding, self._layers, self._norm = packed.embedding, packed.layers, packed.norm
         self._head = packed.head
+
+    def attended(self, longest: int, most: int) -> int:
+        """How many positions single rows look at that see so many. In bfloat16 a multiple of `_STEP`, up to `most`:
+        oneDNN compiles its products anew for each shape, 0.8 ms a pass, and MKL, which multiplies float32, does not."""
+        return longest if self.dtype == torch.float32 else min(-(-longest // _STEP) * _STEP, most)
 
     def free(self) -> None:
         """Give the memory of the weights back. Nothing may be computed until `load`."""
