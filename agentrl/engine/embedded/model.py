@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # it loads transformers, which most models can do without
 
 
 _STEP: Final = 16
+"""Positions by which single rows look further in bfloat16: oneDNN compiles its products anew for each shape, 0.8 ms a
+pass. MKL, which multiplies float32, does not."""
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -237,8 +239,7 @@ class EmbeddedModel:
         self._head = packed.head
 
     def attended(self, longest: int, most: int) -> int:
-        """How many positions single rows look at that see so many. In bfloat16 a multiple of `_STEP`, up to `most`:
-        oneDNN compiles its products anew for each shape, 0.8 ms a pass, and MKL, which multiplies float32, does not."""
+        """How many positions single rows look at, the longest of which sees so many; at most `most`."""
         return longest if self.dtype == torch.float32 else min(-(-longest // _STEP) * _STEP, most)
 
     def free(self) -> None:
