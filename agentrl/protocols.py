@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from agentrl.errors import ConfigError
 from agentrl.records import (
     Generation,
+    ImagePart,
     Json,
     Message,
     RoutedExperts,
@@ -95,6 +96,14 @@ class BoundedSnapshots(Protocol):
     none is taken."""
 
     snapshot_bytes: int
+
+
+@runtime_checkable
+class BoundedObservations(Protocol):
+    """An environment that wants to know how many bytes of text its driver keeps of one answer: `observation_bytes`, set
+    before the reset."""
+
+    observation_bytes: int
 
 
 @runtime_checkable
@@ -186,7 +195,11 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """How a command ended. A failing, killed or timed-out command is a result, never an exception."""
+    """How a command ended. A failing, killed or timed-out command is a result, never an exception.
+
+    `timed_out` says that the command used up time of its own: the time that it ran, slept or waited for its own
+    children. The time in which it was ready to run and the host gave it no processor is `starved_s`; a box moves the
+    deadline on by it, and raises HostBusy when that does not end. A backend that cannot tell leaves it 0."""
 
     exit_code: int
     stdout: bytes
@@ -195,6 +208,10 @@ class ExecResult:
     oom: bool = False
     truncated: bool = False
     duration_s: float = 0.0
+    """Wall time in seconds, `starved_s` included."""
+    cpu_s: float | None = None
+    """CPU time in seconds, user and system, of the command and all that it started; None if the backend cannot tell."""
+    starved_s: float = 0.0
 
 
 class BoxProcess(Protocol):
@@ -279,11 +296,12 @@ class SandboxBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The text for the model, and `data` that only the environment sees."""
+    """The text for the model with the `images` that stand in it, and `data` that only the environment sees."""
 
     content: str
     is_error: bool = False
     truncated: bool = False
+    images: Sequence[ImagePart] = ()
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain, pairwise
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Final, Literal, NotRequired, TypedDict
 
 Json = Any
 """A JSON-safe value: None, bool, int, float, str, list or dict of such."""
@@ -40,11 +40,13 @@ class ImagePart(TypedDict):
 
 
 class Message(TypedDict):
-    """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them. An environment
-    may give a content of OpenAI's parts, text and `image_url`: their text becomes the content, with `images` beside."""
+    """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them;
+    `reasoning_content` are the thoughts of an assistant's message. An environment may give a content of OpenAI's parts,
+    text and `image_url`: their text becomes the content, with `images` beside."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
     images: NotRequired[list[ImagePart]]
     tool_calls: NotRequired[list[dict[str, Json]]]
     tool_call_id: NotRequired[str]
@@ -350,10 +352,23 @@ def _weighted(streams: Mapping[str, Sequence[float]], weights: Mapping[str, floa
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ShownTools:
+    """The tools that a conversation offers: their schemas as the chat template gets them, and the dialect in which the
+    policy writes its calls (see `agentrl.env.tools.parsers`). Without schemas the texts themselves teach the tools."""
+
+    schemas: tuple[Mapping[str, Json], ...] = ()
+    dialect: str = ""
+
+
+NO_TOOLS: Final = ShownTools()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` has those of its
-    roles if the environment gives each its own. `weights` are those of the run's reward sources."""
+    roles if the environment gives each its own. `weights` are those of the run's reward sources, `tools` those that the
+    first conversation of the episode offered."""
 
     episode_id: int
     group_id: int
@@ -366,6 +381,7 @@ class Trajectory:
     success: bool | None = None
     outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    tools: ShownTools = NO_TOOLS
 
     @property
     def scored(self) -> bool:
@@ -435,7 +451,6 @@ class GroupState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    FINISHED = "finished"
     SCORED = "scored"
     TAKEN = "taken"
     TRAINED = "trained"

@@ -51,7 +51,6 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
     ("trackers", "mlflow"): "agentrl.run.callbacks.mlflow_tracker:MLflowTracker",
     ("trackers", "tensorboard"): "agentrl.run.callbacks.tensorboard:TensorBoard",
-    ("trackers", "trackio"): "agentrl.run.callbacks.trackio_tracker:TrackioTracker",
     ("trackers", "wandb"): "agentrl.run.callbacks.wandb_tracker:WandbTracker",
     ("weight_transports", "full"): "agentrl.engine.weight_sync.file_transport:FileTransport",
     ("weight_transports", "delta"): "agentrl.engine.weight_sync.delta_transport:DeltaTransport",

@@ -15,9 +15,10 @@ from _gpu_shapes import VOCABULARY, config_of, forked, save_random, shared_promp
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
-from agentrl.learner.data import batch
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import build_tree, packs
+from agentrl.learner.data.rows import Row as TrainingRow
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.flops import operations, peak_of
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory_budget import held
@@ -136,16 +137,16 @@ def static(learner: Learner) -> dict[str, float]:
     return {name: size / 2**30 for name, size in parts.items()}
 
 
-def rows_of(learner: Learner, groups: Sequence[Group]) -> list[list[batch.Row]]:
+def rows_of(learner: Learner, groups: Sequence[Group]) -> list[list[TrainingRow]]:
     """The rows of each group."""
     algo = learner.settings.algo
     return weigh([[group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]])[0]
 
 
-def largest(learner: Learner, groups: Sequence[Group]) -> list[batch.Row]:
+def largest(learner: Learner, groups: Sequence[Group]) -> list[TrainingRow]:
     """The rows of the largest pass, as the learner lays them."""
     budget = learner.settings.train.tokens_per_batch
-    fits: list[list[batch.Row]] = []
+    fits: list[list[TrainingRow]] = []
     for rows in rows_of(learner, groups):
         if fits and sum(len(build_tree(own).token_ids_N) for own in (*fits, rows)) > budget:
             break

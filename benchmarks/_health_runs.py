@@ -24,7 +24,7 @@ from agentrl.run.health.advice import Advice
 from agentrl.run.health.examine import examine
 from agentrl.run.health.run_facts import RunFacts, read_facts
 from agentrl.run.run_folder import RunDir
-from agentrl.store import Claim, RunStore, Source
+from agentrl.store import Claim, Ending, RunStore, Source
 from agentrl.store.run_values import PHASE
 
 ONSET = 6
@@ -92,10 +92,10 @@ class MadeRun:
         self.config = parse(document)
         self.run = RunDir.create(path, self.config)
         self.store = self._opened()
-        self.store.declare_sources([Source(name=one.source) for one in self.config.rewards])
+        self.store.scores.declare_sources([Source(name=one.source) for one in self.config.rewards])
         self.at, self._task, self._hosts = 0, 0, {"one": [0, 0], "two": [0, 0]}
         PHASE.set(self.store, "train")
-        self.store.confirm_version(self.store.mint_version(0))
+        self.store.versions.confirm_version(self.store.versions.mint_version(0))
         self._evaluate("before")
 
     def _opened(self) -> RunStore:
@@ -127,28 +127,32 @@ class MadeRun:
         self.at += 1
         began = self.now
         played = [self._episode(task, member) for task in self._tasks() for member in range(MEMBERS)]
-        self.store.add_groups([_task(one.task) for one in played if not one.member], size=MEMBERS, purpose="train")
-        claims = self.store.claim("worker", len(played), lease_s=1e6)
+        self.store.groups.add_groups(
+            [_task(one.task) for one in played if not one.member], size=MEMBERS, purpose="train"
+        )
+        claims = self.store.leases.claim("worker", len(played), lease_s=1e6)
         longest = max(one.seconds for one in played)
         for claim, one in zip(claims, played, strict=True):
             self._write(claim, one, began)
         self.now = began + longest
         if act := self._fault("store"):
             act(self, self.since)
-        ready = self.store.ready_count()
-        groups = self.store.take(self.at, min(GROUPS, ready), max_lag=self.config.buffer.max_lag) if ready else []
+        ready = self.store.buffer.ready_count()
+        groups = (
+            self.store.buffer.take(self.at, min(GROUPS, ready), max_lag=self.config.buffer.max_lag) if ready else []
+        )
         busy = longest * self._random.uniform(0.6, 3.0)
         self.now += busy
         row = self._row(played, busy, idle=self._random.uniform(0.1, 1.0) * longest)
         row["group_count"] = len(groups or [])
         if act := self._fault("row"):
             act(row, self.since)
-        self.store.record("step", self.at, row)
-        self.store.checkpoint(self.at, version := self.store.mint_version(self.at), "nowhere")
-        self.store.confirm_version(version)
+        self.store.metrics.record("step", self.at, row)
+        self.store.lineage.checkpoint(self.at, version := self.store.versions.mint_version(self.at), "nowhere")
+        self.store.versions.confirm_version(version)
         for host, (ended, failed) in self._hosts.items():
             counts = {"worker": f"worker-{host}", "host": host, "ended": ended, "failed": failed}
-            self.store.record("fleet", self.at, counts)
+            self.store.metrics.record("fleet", self.at, counts)
         if self.at % self.config.eval.every == 0 or self._fault("held_out"):
             self._evaluate(f"during@{self.at}")
 
@@ -195,10 +199,10 @@ class MadeRun:
 
     def _write(self, claim: Claim, one: Played, began: float) -> None:
         lag = one.lag if self.at - 1 - one.lag >= 0 else 0
-        version = self.store.version_at(self.at - 1 - lag)
+        version = self.store.versions.version_at(self.at - 1 - lag)
         assert version is not None
         self.now = began
-        self.store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": f"task {one.task}"},))
+        self.store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": f"task {one.task}"},))
         sizes = [one.tokens // len(one.texts)] * len(one.texts)
         for index, (text, n) in enumerate(zip(one.texts, sizes, strict=True)):
             last = index == len(one.texts) - 1
@@ -214,27 +218,29 @@ class MadeRun:
                 started_s=began + 0.1,
                 ended_s=began + one.seconds,
             )
-            self.store.journal_turn(claim.episode_id, claim.fence, turn)
+            self.store.journal.journal_turn(claim.episode_id, claim.fence, turn)
             step = Step(observation=({"role": "tool", "content": "ok"},), terminated=last, info=one.info)
-            self.store.journal_step(claim.episode_id, claim.fence, index, step)
+            self.store.journal.journal_step(claim.episode_id, claim.fence, index, step)
         self.now = began + one.seconds
         failed = one.stop in _FAILED
         self._hosts[one.host][0] += 1
         self._hosts[one.host][1] += failed
         if one.stop is StopReason.EXPIRED:
             return  # it goes on, until its group's deadline
-        self.store.finish(
+        self.store.journal.finish(
             claim.episode_id,
             claim.fence,
-            stop_reason=one.stop,
-            outcome=None if failed else one.outcome,
-            success=None if failed else one.success,
-            detail=one.detail,
+            Ending(
+                stop_reason=one.stop,
+                outcome=None if failed else one.outcome,
+                success=None if failed else one.success,
+                detail=one.detail,
+            ),
         )
         if one.score is not None:
             for index in range(len(one.texts)):
                 for source in self.config.rewards:
-                    self.store.score(f"{claim.episode_id}.0.{index}", source.source, one.score)
+                    self.store.scores.score(f"{claim.episode_id}.0.{index}", source.source, one.score)
 
     def _row(self, played: list[Played], busy: float, *, idle: float) -> Rows:
         draw = self._random.uniform
@@ -259,7 +265,7 @@ class MadeRun:
             "reward_min": min((one.outcome for one in scored), default=0.0),
             "reward_max": max((one.outcome for one in scored), default=0.0),
             "tokens_scored": tokens,
-            "tokens_trained": tokens,
+            "tokens_computed": tokens,
             "tokens_stale": 0,
             "turns_cut": fmean(one.cut for one in played),
             "lag_mean": fmean([one.lag for one in played]) + draw(0.0, 1.0),
@@ -283,23 +289,25 @@ class MadeRun:
         tasks = [Task(index=k, env=self.config.env.id, seed=10**9 + k) for k in range(n)]
         if self._fault("name") == "evaluation is not played" and when != "before":
             return
-        self.store.add_groups(tasks, size=1, purpose=purpose)
-        claims = [one for one in self.store.claim("worker", n, lease_s=1e6) if one.purpose == purpose]
+        self.store.groups.add_groups(tasks, size=1, purpose=purpose)
+        claims = [one for one in self.store.leases.claim("worker", n, lease_s=1e6) if one.purpose == purpose]
         rate = self._fault("held_out")
         skill = rate(self.since) if rate else min(0.85, 0.3 + 0.02 * self.at)
         broken = self._fault("name") == "evaluation fails"
         for at, claim in enumerate(claims):
             if self._fault("name") == "evaluation hangs" and at > n // 2:
                 break
-            self.store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": "held out"},))
+            self.store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": "held out"},))
             won = at < skill * n
-            self.store.finish(
+            self.store.journal.finish(
                 claim.episode_id,
                 claim.fence,
-                stop_reason=StopReason.ENV_FAILED if broken else StopReason.DONE,
-                outcome=None if broken else float(won),
-                success=None if broken else won,
-                detail="OSError: no file held_out.json (env.py:3)" if broken else "",
+                Ending(
+                    stop_reason=StopReason.ENV_FAILED if broken else StopReason.DONE,
+                    outcome=None if broken else float(won),
+                    success=None if broken else won,
+                    detail="OSError: no file held_out.json (env.py:3)" if broken else "",
+                ),
             )
 
 
@@ -372,26 +380,28 @@ def _at_engine(one: Played, since: int) -> None:
 
 
 def _expire(made: MadeRun, since: int) -> None:
-    made.store.expire(made.now + 601, 600)
-    made.store.expire(made.now + 1202, 600)
+    made.store.buffer.expire(made.now + 601, 600)
+    made.store.buffer.expire(made.now + 1202, 600)
 
 
 def _goes_back(made: MadeRun, since: int) -> None:
-    made.store.rollback(made.at - 1)
+    made.store.lineage.rollback(made.at - 1)
 
 
 def _kills_workers(made: MadeRun, since: int) -> None:
-    made.store.add_groups([_task(10_000 + made.at)], size=1, purpose="train")
+    made.store.groups.add_groups([_task(10_000 + made.at)], size=1, purpose="train")
     for _ in range(6):
-        claims = made.store.claim("killed", 1, lease_s=1e6)
+        claims = made.store.leases.claim("killed", 1, lease_s=1e6)
         if not claims:
             return
-        made.store.release_worker("killed", max_deaths=3)
+        made.store.deaths.release_worker("killed", max_deaths=3)
 
 
 def _judge_fails(made: MadeRun, since: int) -> None:
     failed = {"source": "judge", "life": "a", "calls": 40 * since, "calls_failed": 30 * since, "turns": 20 * since}
-    made.store.record(KIND, 0, {**failed, "turns_failed": 10 * since, "texts_failed": 0, "reason": "429", "texts": []})
+    made.store.metrics.record(
+        KIND, 0, {**failed, "turns_failed": 10 * since, "texts_failed": 0, "reason": "429", "texts": []}
+    )
 
 
 def _spike(row: Rows, since: int) -> None:
@@ -474,12 +484,16 @@ FAULTS = (
     ),
     Fault(
         name="KL blows up",
-        named="kl_high",
+        named="moves_too_far",
         what="1 nat per token; ESS and clip follow",
         row=_set(kl_k3=1.0, ess=0.1, clip_fraction=0.8, grad_norm=9.0),
     ),
-    Fault(name="few tokens carry all", named="ess_low", what="an effective sample size of 0.1", row=_set(ess=0.1)),
-    Fault(name="the clip cuts nearly all", named="clip_cuts", what="0.8 of the tokens", row=_set(clip_fraction=0.8)),
+    Fault(
+        name="few tokens carry all", named="moves_too_far", what="an effective sample size of 0.1", row=_set(ess=0.1)
+    ),
+    Fault(
+        name="the clip cuts nearly all", named="moves_too_far", what="0.8 of the tokens", row=_set(clip_fraction=0.8)
+    ),
     Fault(
         name="the policy leaves its reference",
         named="reference_far",

@@ -1,11 +1,11 @@
 """The peer of the learner's benchmark: steps of TRL's GRPOTrainer on rows that are given, none of them generated.
 
-Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing of agentrl. Micro-batches, loss,
+Run by `.venv-peers/bin/python` (`make peers` makes it); knows nothing of agentrl. Micro-batches, loss,
 clipping and AdamW are TRL's own; rows are padded to the longest of the step, as TRL pads what it generates. Its loss is
 `dapo`, the sum over tokens by their number, so that its gradient is that of the other ways. For each line on standard
 input it makes one step and prints a line of JSON.
 
-    .venv-trl/bin/python benchmarks/_learner_trl.py MODEL_FOLDER ROWS.json BATCH_ROWS
+    .venv-peers/bin/python benchmarks/_learner_trl.py MODEL_FOLDER ROWS.json BATCH_ROWS
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """llama.cpp's server with one thread: prints its address, and ends with its standard input. Knows nothing of agentrl.
 
-Run by `.venv-llamacpp/bin/python` (`make .venv-llamacpp/.ready` makes it):
+Run by `.venv-peers/bin/python` (`make peers` makes it):
 `_llamacpp_server.py MODEL.gguf AT_ONCE CONTEXT`
 """
 

@@ -1,10 +1,10 @@
 """The peer of the benchmark of a real language model: TRL's GRPO on the same sums, in an environment of its own.
 
-Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing of agentrl. What is not TRL's default is
-what the other side has as well (batch, length, learning rate, the dtype of products), or in TRL's favour: gradient
-checkpointing is off, the learning rate does not fall, nothing is saved, a step is one micro-batch.
+Run by `.venv-peers/bin/python` (`make peers` makes it); knows nothing of agentrl. What is not TRL's
+default is what the other side has as well (batch, length, learning rate, the dtype of products), or in TRL's favour:
+gradient checkpointing is off, the learning rate does not fall, nothing is saved, a step is one micro-batch.
 
-    .venv-trl/bin/python benchmarks/_llm_trl.py MODEL_FOLDER TASKS.json --steps 12
+    .venv-peers/bin/python benchmarks/_llm_trl.py MODEL_FOLDER TASKS.json --steps 12
 """
 
 from __future__ import annotations

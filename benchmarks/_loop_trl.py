@@ -1,11 +1,11 @@
 """The peer of the loop benchmark: TRL's synchronous GRPO with `environment_factory`, in an environment of its own.
 
-Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing of agentrl. What is set in TRL's favour:
-the tokenizer's parser returns a tool call for any text without looking at it, gradient checkpointing is off, float32 is
-used (what a CPU does best), nothing is saved, the micro-batch is the fastest of those tried (`--rows`), and
+Run by `.venv-peers/bin/python` (`make peers` makes it); knows nothing of agentrl. What is set in TRL's
+favour: the tokenizer's parser returns a tool call for any text without looking at it, gradient checkpointing is off,
+float32 is used (what a CPU does best), nothing is saved, the micro-batch is the fastest of those tried (`--rows`), and
 `torch_compile` is off (`--compile`), with which it is slower.
 
-    .venv-trl/bin/python benchmarks/_loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2] [--compile]
+    .venv-peers/bin/python benchmarks/_loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2] [--compile]
 """
 
 from __future__ import annotations

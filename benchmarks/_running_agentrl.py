@@ -20,13 +20,13 @@ from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 
 
 async def main(url: str, n: int, path: Path, workers: int) -> None:
     config = settings(n, workers)
     with RunStore.open(path) as writer, RunStore.read(path) as store:  # as a worker's process has them
-        desk = AsyncStore(writer, store)
+        desk = JournalWriter(writer, store)
         context = RolloutContext(
             engine=EngineClient(url, version=1, connect_s=60.0),
             renderer=Renderer(path.parent / "model"),
@@ -41,14 +41,14 @@ async def main(url: str, n: int, path: Path, workers: int) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.run)
             nursery.start_soon(collect_after_growth)
-            while sum(store.endings().values()) < n:
+            while sum(store.metrics.endings().values()) < n:
                 await trio.sleep(0.25)
                 peak = max(peak, memory_kib())
             spent, seconds = time.process_time() - cpu, time.perf_counter() - began
             nursery.cancel_scope.cancel()
         await context.engine.aclose()
         await desk.aclose()
-        whole = sum(one.tokens == TURNS * TOKENS for one in store.episodes("train", limit=n))
+        whole = sum(one.tokens == TURNS * TOKENS for one in store.reads.episodes("train", limit=n))
         assert whole == n, f"{whole} of {n} episodes are whole"
     found = {"cpu_s": spent, "kib": peak - before, "seconds": seconds}
     print(json.dumps(found))

@@ -71,8 +71,10 @@ def settings(running: int, workers: int = 1) -> RunConfig:
 def write_store(path: Path, groups: int) -> None:
     """A new store with so many groups to play."""
     with RunStore.create(path, "{}") as store:
-        store.confirm_version(store.mint_version(0))
-        store.add_groups([Task(index=k, env="bench:Lines", seed=k) for k in range(groups)], size=SIZE, purpose="train")
+        store.versions.confirm_version(store.versions.mint_version(0))
+        store.groups.add_groups(
+            [Task(index=k, env="bench:Lines", seed=k) for k in range(groups)], size=SIZE, purpose="train"
+        )
 
 
 class Waits(random.Random):

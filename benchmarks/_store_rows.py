@@ -68,9 +68,9 @@ def write_history(store: RunStore, episodes: int, turns: int = TURNS) -> int:
         (START,),
     )
     run(
-        "INSERT INTO turns (id, episode_id, trial, idx, parent, role, finish, text, spans, n_prompt, n_tokens,"
+        "INSERT INTO turns (id, episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt, n_tokens,"
         " oldest_step, started_s, ended_s)"
-        f" SELECT (e.id - 1) * {turns} + k + 1, e.id, 0, k, iif(k, k - 1, NULL), 'policy', 'stop', ?,"
+        f" SELECT (e.id - 1) * {turns} + k + 1, e.id, 0, k, iif(k, k - 1, NULL), 'policy', 1, 'stop', ?,"
         " '[[' || (newest_step + 1) || ',0,64]]', 80, 64, newest_step, started_s, ended_s"
         f" FROM episodes e CROSS JOIN ({_COUNT.format(turns)} SELECT i AS k FROM n)",
         (TEXT,),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from _store_rows import GROUPS_PER_STEP, KEPT_STEPS, SIZE, TEXT, write_history
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import AdmissionBounds, Claim, Quorum, RunStore, Saved
+from agentrl.store import AdmissionBounds, Claim, Ending, Quorum, RunStore, Saved
 
 START: Messages = ({"role": "user", "content": "Mend the function so that its tests pass."},)
 ANSWER = Step(observation=({"role": "tool", "content": "3 passed, 1 failed: expected 12 but got 11 " * 4},))
@@ -39,7 +39,7 @@ class Run:
         self.store = store
         self.step = write_history(store, episodes)
         self._retained = max(0, self.step - KEPT_STEPS)
-        self.version = store.current_version().version
+        self.version = store.versions.current_version().version
         self.last_group = GROUPS_PER_STEP * self.step
         groups = waiting // SIZE + running // SIZE + MAX_LAG * GROUPS_PER_STEP
         self._admit(groups)
@@ -47,11 +47,11 @@ class Run:
             self._play(claim)
         self.playing = self.claim(running)
         for claim in self.playing:
-            store.begin(claim.episode_id, claim.fence, START)
+            store.journal.begin(claim.episode_id, claim.fence, START)
         self.begun = list(self.playing)
 
     def claim(self, n: int) -> list[Claim]:
-        return self.store.claim("worker", n, lease_s=1e9, ahead=1 << 20)
+        return self.store.leases.claim("worker", n, lease_s=1e9, ahead=1 << 20)
 
     def _admit(self, groups: int) -> None:
         bounds = AdmissionBounds(
@@ -62,76 +62,78 @@ class Run:
             steps_total=1 << 30,
             max_replays=2,
         )
-        room = self.store.admissible(bounds, limit=groups or 1)
+        room = self.store.groups.admissible(bounds, limit=groups or 1)
         assert room.groups == groups
         if groups:
             tasks = [Task(index=room.first + n, env="agentrl/CodeRepair-v0", seed=n) for n in range(groups)]
-            assert self.store.admit(tasks, first=room.first, bounds=bounds, limit=groups) == groups
+            assert self.store.groups.admit(tasks, first=room.first, bounds=bounds, limit=groups) == groups
 
     def _play(self, claim: Claim) -> None:
-        self.store.begin(claim.episode_id, claim.fence, START)
+        self.store.journal.begin(claim.episode_id, claim.fence, START)
         for index in range(2):
-            self.store.journal_turn(claim.episode_id, claim.fence, turn(index, self.version))
-            self.store.journal_step(claim.episode_id, claim.fence, index, ANSWER)
+            self.store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, self.version))
+            self.store.journal.journal_step(claim.episode_id, claim.fence, index, ANSWER)
         self._finish(claim)
 
     def _finish(self, claim: Claim) -> None:
-        self.store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        self.store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
 
     def _end(self) -> None:
         self._finish(self.playing.pop())
 
     def _turn(self) -> None:
         claim = self.begun.pop()
-        self.store.journal_turn(claim.episode_id, claim.fence, turn(0, self.version))
-        self.store.journal_step(claim.episode_id, claim.fence, 0, ANSWER)
+        self.store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, self.version))
+        self.store.journal.journal_step(claim.episode_id, claim.fence, 0, ANSWER)
 
     def _take(self) -> None:
         self.step += 1
-        assert self.store.take(self.step, 1, max_lag=1 << 20) is not None
+        assert self.store.buffer.take(self.step, 1, max_lag=1 << 20) is not None
 
     def _checkpoint(self) -> None:
-        self.store.checkpoint(self.step, self.version, "checkpoints")
+        self.store.lineage.checkpoint(self.step, self.version, "checkpoints")
 
     def _rollback(self) -> None:
-        self.store.rollback(self.step, ahead=1 << 20)
+        self.store.lineage.rollback(self.step, ahead=1 << 20)
 
     def _retain(self) -> None:
         self._retained += 1  # one step's groups more than the call before
-        assert self.store.retain(self.step, keep_steps=self.step - self._retained, keep_sample=0.0)
+        assert self.store.lineage.retain(self.step, keep_steps=self.step - self._retained, keep_sample=0.0)
 
     def _reconcile(self) -> None:
         steps = range(self.step - 3, self.step)
-        listed = tuple(tuple(self.store.lineage(step)) for step in steps)
-        saved = Saved(step=steps.stop - 1, previous_step=steps.start - 1, episodes=listed)
-        assert self.store.reconcile([saved], max_lag=MAX_LAG) == 0
+        listed = tuple(tuple(self.store.lineage.episodes_of(step)) for step in steps)
+        saved = Saved(previous_step=steps.start - 1, episodes=listed)
+        assert self.store.recovery.reconcile([saved], max_lag=MAX_LAG) == 0
 
     def calls(self) -> dict[str, Call]:
         """Calls by name, in an order in which each can be made several times."""
         store, now = self.store, time.time()
         return {
             "worker: claim 16": lambda: self.claim(CHUNK),
-            "worker: claim, none left": lambda: store.claim("other", CHUNK, lease_s=1.0, ahead=1),
+            "worker: claim, none left": lambda: store.leases.claim("other", CHUNK, lease_s=1.0, ahead=1),
             "worker: turn and its answer": self._turn,
             "worker: finish": self._end,
-            "worker: renew": lambda: store.renew("worker", lease_s=1e9),
+            "worker: renew": lambda: store.leases.renew("worker", lease_s=1e9),
             "supervisor: admit, no place": lambda: self._admit(0),
             "supervisor: admit one": lambda: self._admit(1),
-            "supervisor: results": lambda: store.results(self.last_group),
-            "supervisor: expire, nothing due": lambda: store.expire(now, DEADLINE_S),
-            "supervisor: expire with quorum": lambda: store.expire(now, DEADLINE_S, close_policy=Quorum(7, 5.0)),
-            "supervisor: counts": store.counts,
-            "supervisor: failures": store.failures,
-            "supervisor: progress": store.progress,
-            "supervisor: replays": lambda: store.replays(2),
-            "supervisor: late_open": store.late_open,
-            "learner: take, too few": lambda: store.take(self.step + 1, 1 << 20, max_lag=1 << 20),
+            "supervisor: results": lambda: store.reads.results(self.last_group),
+            "supervisor: expire, nothing due": lambda: store.buffer.expire(now, DEADLINE_S),
+            "supervisor: expire with quorum": lambda: store.buffer.expire(now, DEADLINE_S, close_policy=Quorum(7, 5.0)),
+            "supervisor: counts": store.groups.counts,
+            "supervisor: failures": store.metrics.failures,
+            "supervisor: progress": store.metrics.progress,
+            "supervisor: replays": lambda: store.replays.counts(2),
+            "supervisor: late_open": store.buffer.late_open,
+            "learner: take, too few": lambda: store.buffer.take(self.step + 1, 1 << 20, max_lag=1 << 20),
             "learner: take a group": self._take,
             "learner: checkpoint": self._checkpoint,
             "learner: retain": self._retain,
             "resume: rollback": self._rollback,
-            "resume: stands_beyond": lambda: store.stands_beyond(self.step),
+            "resume: stands_beyond": lambda: store.lineage.stands_beyond(self.step),
             "resume: reconcile": self._reconcile,
-            "resume: release_all": store.release_all,
-            "death: release_worker": lambda: store.release_worker("worker"),
+            "resume: release_all": store.deaths.release_all,
+            "death: release_worker": lambda: store.deaths.release_worker("worker"),
         }

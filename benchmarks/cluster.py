@@ -29,10 +29,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.testing import faults, store_rows
-from agentrl.testing.chaos_run import ChaosRun, Fault, FaultOutcome
-from agentrl.testing.faults import WallClock
-from agentrl.testing.outside_audit import OutsideAuditor
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the parts of the tests
+
+from tests.parts import faults, store_rows
+from tests.parts.chaos_run import ChaosRun, Fault, FaultOutcome
+from tests.parts.faults import WallClock
+from tests.parts.outside_audit import OutsideAuditor
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
@@ -47,10 +49,10 @@ NEWEST = "SELECT COALESCE(MAX(step), 0) FROM versions WHERE confirmed_s IS NOT N
 RUN = """
 model = "agentrl/tiny-coder"
 env = {{id = "agentrl/Calculator-v0"}}
-rollout = {{group_size = 4, max_running = 16, max_turns = 4, max_tokens_per_turn = 12}}
-engine = {{max_batch = 16, kv_cache_mb = 64}}
+rollout = {{workers = 2, group_size = 4, max_running = 16, max_turns = 4, max_tokens_per_turn = 12}}
+engine = {{replicas = 2, max_batch = 16, kv_cache_mb = 64}}
 buffer = {{groups_per_step = 2, skip_without_signal = false}}
-train = {{steps = 100000, checkpoint_every = 5}}
+train = {{steps = 100000, checkpoint_every = 5, parallel = {{ranks = 2}}}}
 eval = {{sets = [], every = 0}}
 
 [cluster]
@@ -58,9 +60,6 @@ launcher = "ray"
 address = "{address}"
 store = "{store}"
 lease_s = {lease_s}
-engine = {{replicas = 2}}
-workers = {{replicas = 2}}
-learner = {{ranks = 2}}
 """
 
 

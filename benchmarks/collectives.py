@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.learner.data.batch import Row
+from agentrl.learner.data.rows import Row
 from agentrl.learner.parallel.collective_trace import Collective, traffic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -34,10 +34,10 @@ import agentrl
 from agentrl import config
 from agentrl.config import Rollout
 from agentrl.config.sections import CompactionSettings
-from agentrl.engine.client import collect
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
+from agentrl.engine.generation import collect
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.learner.learner import Learner
 from agentrl.protocols import Chunk, GenerateRequest

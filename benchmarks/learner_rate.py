@@ -22,8 +22,9 @@ from _learner_shapes import SHAPES
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.records import Group

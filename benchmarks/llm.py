@@ -64,7 +64,7 @@ def measure_trl(folder: Path, model: Path, steps: int, seed: int, *flags: str) -
     tasks = folder / "tasks.json"
     tasks.write_text(json.dumps([[f"What is {a} + {b}?", str(a + b)] for a, b in pairs]))
     began = time.time()
-    command = [".venv-trl/bin/python", "benchmarks/_llm_trl.py", str(model), str(tasks)]
+    command = [".venv-peers/bin/python", "benchmarks/_llm_trl.py", str(model), str(tasks)]
     done = json.loads(run([*command, "--steps", str(steps), "--seed", str(seed), *flags]).splitlines()[-1])
     return figures(began, done.pop("steps")) | done
 
@@ -130,7 +130,7 @@ def main() -> None:
         name, _, settings = text.partition(":")
         variants[name] = [*variants["agentrl"], *settings.split()]
     if peers:
-        run(["make", ".venv-trl/.ready"])
+        run(["make", "peers"])
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
         for number in range(1, arguments.rounds + 1):

@@ -48,7 +48,7 @@ def run(command: list[str], **environment: str) -> str:
 
 def measure_trl(model: Path, steps: int, rows: int) -> dict[str, Any]:
     script = str(HERE / "_loop_trl.py")
-    out = run([".venv-trl/bin/python", script, str(model), "--steps", str(steps), "--rows", str(rows)])
+    out = run([".venv-peers/bin/python", script, str(model), "--steps", str(steps), "--rows", str(rows)])
     return json.loads(out.splitlines()[-1])
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of agentrl's side: section.key=value")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
-    run(["make", ".venv-trl/.ready"])
+    run(["make", "peers"])
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
         model = Path(scratch) / "model"

@@ -70,7 +70,7 @@ def _begun(run: RunDir) -> bool:
 def _counts(run: RunDir) -> tuple[int, int]:
     """The turns and the optimizer steps so far."""
     with RunStore.read(run.store_path) as store:
-        return store.progress()[0], max((row.step for row in store.metrics("step")), default=0)
+        return store.metrics.progress()[0], max((row.step for row in store.metrics.values("step")), default=0)
 
 
 def _tree(pid: int) -> list[int]:

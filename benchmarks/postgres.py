@@ -33,8 +33,8 @@ import trio
 
 from agentrl.records import Messages, Step, Task, Turn, VersionSpan
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.databases.open_store import ADDRESS, STORE, remove
+from agentrl.store.journal_writer import JournalWriter
 
 START: Messages = ({"role": "user", "content": "go"},)
 FLIGHT, CLAIMED, CLAIMS = 10_000, 8, 40
@@ -69,7 +69,7 @@ def turn_of(index: int, tokens: int) -> Turn:
 ANSWER = Step(observation=({"role": "tool", "content": "".join(random.Random(0).choices("0123456789 ", k=800))},))
 
 
-async def play(desk: AsyncStore, claim: Claim, turns: Sequence[Turn], waits: list[float]) -> None:
+async def play(desk: JournalWriter, claim: Claim, turns: Sequence[Turn], waits: list[float]) -> None:
     id, fence = claim.episode_id, claim.fence
     await desk.begin(id, fence, START)
     for turn in turns:
@@ -84,10 +84,10 @@ def write(path: Path, episodes: int, turns: Sequence[Turn], start: Barrier, done
 
     async def main() -> None:
         with RunStore.open(path) as store, RunStore.read(path) as reader:
-            store.step_of(1)
-            claims, waits = store.claim(f"w{os.getpid()}", episodes, lease_s=1e6), list[float]()
+            store.versions.step_of(1)
+            claims, waits = store.leases.claim(f"w{os.getpid()}", episodes, lease_s=1e6), list[float]()
             assert len(claims) == episodes
-            async with AsyncStore(store, reader) as desk:
+            async with JournalWriter(store, reader) as desk:
                 start.wait(600)
                 began, cpu = time.perf_counter(), time.process_time()
                 async with trio.open_nursery() as nursery:
@@ -135,11 +135,11 @@ def claims(path: Path, url: str | None, *, flight: int, turns: list[Turn], write
             child.start()
         if writers:
             start.wait(600)
-        store.claim("flight", flight, lease_s=1e6)
+        store.leases.claim("flight", flight, lease_s=1e6)
         took: list[float] = []
         for _ in range(CLAIMS):
             began = time.perf_counter()
-            assert len(store.claim("claimer", CLAIMED, lease_s=1e6)) == CLAIMED
+            assert len(store.leases.claim("claimer", CLAIMED, lease_s=1e6)) == CLAIMED
             took.append(1e3 * (time.perf_counter() - began))
             time.sleep(0.02)
         assert all(child.is_alive() for child in children), "the writers ended before the claims: give more --turns"
@@ -153,9 +153,9 @@ def claims(path: Path, url: str | None, *, flight: int, turns: list[Turn], write
 def new(path: Path, url: str | None, episodes: int) -> Iterator[RunStore]:
     """A new store with this many waiting episodes; it is removed at the end."""
     with RunStore.create(path, "{}", url=url) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         groups = -(-episodes // 64)
-        store.add_groups([Task(index=n, env="e", seed=n) for n in range(groups)], size=64, purpose="eval")
+        store.groups.add_groups([Task(index=n, env="e", seed=n) for n in range(groups)], size=64, purpose="eval")
         yield store
     remove(path)
     path.unlink()

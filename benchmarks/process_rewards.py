@@ -32,9 +32,9 @@ from agentrl.env.tasks import Seeds
 from agentrl.records import Messages, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.rewards.scorer import Scorer
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import AdmissionBounds, Claim, RunStore, Source
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store import AdmissionBounds, Claim, Ending, RunStore, Source
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Quorum
+from agentrl.store.journal_writer import JournalWriter
 
 GROUP_SIZE, GROUPS, SLOTS, TURNS = 8, 4, 64, 4
 TURN_SIGMA = 0.5
@@ -79,21 +79,21 @@ class Run:
         )
         self._serve()
         if slow:
-            self.store.declare_sources([Source(name="slow", deadline_s=SOURCE.deadline_s)])
+            self.store.scores.declare_sources([Source(name="slow", deadline_s=SOURCE.deadline_s)])
         async with trio.open_nursery() as nursery:
             if slow:
-                nursery.start_soon(Scorer(SOURCE, AsyncStore(self.store, inline=True), self._asked).serve)
+                nursery.start_soon(Scorer(SOURCE, JournalWriter(self.store, inline=True), self._asked).serve)
             nursery.start_soon(self._fill, Admitter(self.store, Seeds("simulated"), bounds), nursery)
             await self._learn()
             nursery.cancel_scope.cancel()
         return (self.began[-1] - self.began[WARM_UP]) / (len(self.began) - 1 - WARM_UP)
 
     def _serve(self) -> None:
-        self.store.confirm_version(self.store.mint_version(len(self.began)).version)
+        self.store.versions.confirm_version(self.store.versions.mint_version(len(self.began)).version)
 
     async def _learn(self) -> None:
         while len(self.began) < self.steps:
-            if self.store.take(len(self.began) + 1, GROUPS, max_lag=self.max_lag) is None:
+            if self.store.buffer.take(len(self.began) + 1, GROUPS, max_lag=self.max_lag) is None:
                 await trio.sleep(LOOK_S)
                 continue
             self.began.append(trio.current_time())
@@ -102,22 +102,26 @@ class Run:
 
     async def _fill(self, admitter: Admitter, nursery: trio.Nursery) -> None:
         while True:
-            self.store.expire(trio.current_time(), 1e6, close_policy=self.policy)
+            self.store.buffer.expire(trio.current_time(), 1e6, close_policy=self.policy)
             if self.running < SLOTS:
                 admitter.admit(GROUPS)
-                for claim in self.store.claim("worker", SLOTS - self.running, lease_s=1e9, now=trio.current_time()):
+                for claim in self.store.leases.claim(
+                    "worker", SLOTS - self.running, lease_s=1e9, now=trio.current_time()
+                ):
                     self.running += 1
                     nursery.start_soon(self._episode, claim)
             await trio.sleep(LOOK_S)
 
     async def _episode(self, claim: Claim) -> None:
         lengths = random.Random(f"{self.seed}/{claim.episode_id}")
-        self.store.begin(claim.episode_id, claim.fence, START)
+        self.store.journal.begin(claim.episode_id, claim.fence, START)
         for index in range(TURNS):
-            version = self.store.current_version().version
+            version = self.store.versions.current_version().version
             await trio.sleep(lengths.lognormvariate(-(TURN_SIGMA**2) / 2, TURN_SIGMA))
-            self.store.journal_turn(claim.episode_id, claim.fence, turn(index, version, str(claim.episode_id)))
-        self.store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+            self.store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, version, str(claim.episode_id)))
+        self.store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
         self.running -= 1
 
     async def _asked(self, seen: Trajectory) -> float:

@@ -50,8 +50,8 @@ def fill(store: RunStore, url: str, *, episodes: int, turns: int, size: int) -> 
                 (GROUP, GROUP),
             ),
             (
-                "INSERT INTO turns (id, episode_id, trial, idx, role, finish, text, spans, n_prompt, n_tokens,"
-                " started_s, ended_s) SELECT (e.id - 1) * %s + i + 1, e.id, 0, i, 'policy', 'stop', %s,"
+                "INSERT INTO turns (id, episode_id, trial, idx, role, learns, finish, text, spans, n_prompt, n_tokens,"
+                " started_s, ended_s) SELECT (e.id - 1) * %s + i + 1, e.id, 0, i, 'policy', 1, 'stop', %s,"
                 " '[[1,0,600]]', 150, 600, 0, 0 FROM episodes e, generate_series(0, %s - 1) i ORDER BY e.id, i",
                 (turns, b"x" * 1800, turns),
             ),
@@ -67,13 +67,13 @@ def rows_deleted(store: RunStore, url: str, sample: float) -> None:
     """Retention as it is in a file: row by row; then the rows' space is free."""
     db: Any = store._db
     db.forget = lambda groups: Database.forget(db, groups)
-    store.retain(_STEPS, keep_steps=0, keep_sample=sample)
+    store.lineage.retain(_STEPS, keep_steps=0, keep_sample=sample)
     with psycopg.connect(url, autocommit=True) as plain:
         plain.execute(f"VACUUM {db._address.schema}.tokens".encode())
 
 
 def parts_dropped(store: RunStore, url: str, sample: float) -> None:
-    store.retain(_STEPS, keep_steps=0, keep_sample=sample)
+    store.lineage.retain(_STEPS, keep_steps=0, keep_sample=sample)
 
 
 def measured(way: Callable[[RunStore, str, float], None], url: str, pid: int, folder: Path, chosen: Any) -> str:

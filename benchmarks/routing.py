@@ -163,7 +163,7 @@ def row(model: str, dtype: str, replay: str, report: StepReport, dense: float | 
         else [f"{routing.replayed:,}", str(routing.missing), f"{routing.agreement:.4f}" if routing.agreement else "-"]
     )
     times = "1" if dense is None else f"{fresh.mean / dense:.2f}"
-    cells = [model, dtype, replay, f"{report.tokens_trained:,}", f"{fresh.mean:.3g}", times, f"{fresh.max:.3g}", *told]
+    cells = [model, dtype, replay, f"{report.tokens_computed:,}", f"{fresh.mean:.3g}", times, f"{fresh.max:.3g}", *told]
     return f"| {' | '.join(cells)} |"
 
 

@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import trio
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the parts of the tests
+
 from _running_shape import SIZE, TEXT, TOKENS, TURNS, Lines, Waits, memory_kib, settings, write_store, write_tokenizer
 
 from agentrl.engine.http_client import _Door  # pyright: ignore[reportPrivateUsage]
@@ -36,8 +39,8 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import FULL, RunStore
-from agentrl.store.asynchronous import AsyncStore
-from agentrl.testing.engine import FakeEngine
+from agentrl.store.journal_writer import JournalWriter
+from tests.parts.fake_engine import FakeEngine
 
 SLEEP_S = 0.005
 HERE = Path(__file__).resolve().parent
@@ -82,7 +85,7 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
     renderer = Renderer(write_tokenizer(folder / "model"))
     config = settings(n)
     writer, reader = RunStore.open(store.path), RunStore.read(store.path)  # as a worker's process has them
-    desk = AsyncStore(writer, reader)
+    desk = JournalWriter(writer, reader)
     engine = Slow(renderer, Waits(n, n / per_second))
     context = RolloutContext(
         engine=engine, renderer=renderer, store=desk, settings=config.rollout, make_env=lambda _: Lines()
@@ -100,15 +103,15 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
         found["start_cpu_ms_an_episode"] = 1000 * (time.process_time() - cpu) / n
         await trio.sleep(1.5 * n / per_second)  # until turns no longer end together
         delays.reset()
-        turns, cpu = store.progress()[0], time.process_time()
+        turns, cpu = store.metrics.progress()[0], time.process_time()
         looks: list[float] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             await trio.sleep(0.5)
             look = time.thread_time()
-            store.expire(time.time(), 3600.0, close_policy=FULL)
+            store.buffer.expire(time.time(), 3600.0, close_policy=FULL)
             looks.append(time.thread_time() - look)
-        spent, turns = time.process_time() - cpu, store.progress()[0] - turns
+        spent, turns = time.process_time() - cpu, store.metrics.progress()[0] - turns
         found |= {"late_s": delays.late_s, "cpu_s": delays.cpu_s, "turns_s": turns / seconds}
         found |= {"cpu_ms_a_turn": 1000 * spent / max(turns, 1), "expire_ms": 1000 * max(looks)}
         found["kib_an_episode"] = (memory_kib() - began_kib) / n

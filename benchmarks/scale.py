@@ -110,18 +110,20 @@ def measure(path: Path, url: str, relay: Relay, rounds: int, tokens: int) -> dic
     through = url.replace(str(relay_of(url)), str(relay_of(url).parent / "relay"))
     bounds = AdmissionBounds(group_size=GROUP, groups_per_step=8, max_lag=4, max_running=10**6, steps_total=10**6)
     with RunStore.create(path, "{}", url=through) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
 
         def round_of(step: int) -> None:
-            now = replace(turn, spans=(VersionSpan(store.current_version().version, 0, tokens),))
-            first = store.tasks_started()
+            now = replace(turn, spans=(VersionSpan(store.versions.current_version().version, 0, tokens),))
+            first = store.groups.tasks_started()
             tasks = [Task(index=first + n, env="e", seed=n) for n in range(EPISODES // GROUP)]
             started = count(
-                "admit a group", lambda: store.admit(tasks, first=first, bounds=bounds, limit=len(tasks)), len(tasks)
+                "admit a group",
+                lambda: store.groups.admit(tasks, first=first, bounds=bounds, limit=len(tasks)),
+                len(tasks),
             )
             assert started == len(tasks)
-            claims = count("claim an episode, of 8", lambda: store.claim("w", 8, lease_s=1e6), 8)
-            claims += store.claim("w", 99, lease_s=1e6)
+            claims = count("claim an episode, of 8", lambda: store.leases.claim("w", 8, lease_s=1e6), 8)
+            claims += store.leases.claim("w", 99, lease_s=1e6)
             assert len(claims) == EPISODES
             for name, call in (
                 ("begin an episode", lambda own, one: partial(own.begin, one.episode_id, one.fence, START)),
@@ -133,17 +135,17 @@ def measure(path: Path, url: str, relay: Relay, rounds: int, tokens: int) -> dic
                     assert not any(r.error for r in store.together([call(store, one) for one in claims], shared=True))
 
                 count(name, together, len(claims))
-            count("renew a worker's lease", lambda: store.renew("w", lease_s=1e6))
+            count("renew a worker's lease", lambda: store.leases.renew("w", lease_s=1e6))
 
             def finish() -> None:
-                ends = [store.end_entry(one.episode_id, one.fence, ENDING) for one in claims]
+                ends = [store.journal.end_entry(one.episode_id, one.fence, ENDING) for one in claims]
                 assert not any(result.error for result in store.together(ends))
 
             count("end an episode", finish, len(claims))
-            taken = count("take an episode", lambda: store.take(step, 8, max_lag=4), EPISODES)
+            taken = count("take an episode", lambda: store.buffer.take(step, 8, max_lag=4), EPISODES)
             assert taken is not None and len(taken) == 8
             version = count("mint, confirm a version", lambda: _publish(store, step))
-            count("checkpoint", lambda: store.checkpoint(step, version, f"/{step}"))
+            count("checkpoint", lambda: store.lineage.checkpoint(step, version, f"/{step}"))
 
         for step in range(1, rounds + 1):
             round_of(step)
@@ -153,8 +155,8 @@ def measure(path: Path, url: str, relay: Relay, rounds: int, tokens: int) -> dic
 
 
 def _publish(store: RunStore, step: int) -> int:
-    version = store.mint_version(step)
-    store.confirm_version(version)
+    version = store.versions.mint_version(step)
+    store.versions.confirm_version(version)
     return version.version
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentrl.planning.simulate.policies import Policy, ours, parse_close
+from agentrl.planning.simulate.policies import Policy, parse_close, policies
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.planning.simulate.simulation import Found, SimulatedWorld
 from agentrl.planning.simulate.sweep import SweepCase, run_all
@@ -70,7 +70,7 @@ def main() -> None:
         for slots in chosen.slots:
             for text in ("", *chosen.close):
                 close = parse_close(text or "full", SIZE)
-                policy = ours(chosen.max_lag, [close])[0] if text else Policy(name="synchronous", max_lag=0)
+                policy = policies(chosen.max_lag, [close])[0] if text else Policy(name="synchronous", max_lag=0)
                 times = [(load, seed) for load in chosen.loads for seed in chosen.seeds]
                 cases = [case(spec, slots, load, seed, policy, chosen.measured) for load, seed in times]
                 if not text:

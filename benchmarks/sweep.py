@@ -28,8 +28,9 @@ from learner import save_model
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.config.train import ParallelPlan
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.flops import operations
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel.ranks import ALONE, Leader

@@ -159,9 +159,9 @@ def watched(address: str, pid: int, store: Path, *, n: int, pairs: int) -> dict[
     """What the page costs a run that goes on: CPU of a turn's write, by turns while `n` viewers follow the run
     and while nobody does; the CPU of the server meanwhile, as a share of a core."""
     with RunStore.open(store) as run:
-        run.add_groups([Task(index=0, env="agentrl/CodeRepair-v0", seed=0)], size=2 * pairs, purpose="train")
-        claims = run.claim("bench", 2 * pairs, lease_s=1e6)
-        version = run.current_version().version
+        run.groups.add_groups([Task(index=0, env="agentrl/CodeRepair-v0", seed=0)], size=2 * pairs, purpose="train")
+        claims = run.leases.claim("bench", 2 * pairs, lease_s=1e6)
+        version = run.versions.current_version().version
         spent: dict[bool, list[float]] = {True: [], False: []}
         server: list[float] = []
         for k, claim in enumerate(claims):
@@ -182,12 +182,12 @@ def watched(address: str, pid: int, store: Path, *, n: int, pairs: int) -> dict[
 
 def _play(run: RunStore, claim: Claim, version: int, turns: int = 400, pace_s: float = 0.01) -> float:
     """Write an episode at a run's pace; the mean CPU seconds of a turn and its answer."""
-    run.begin(claim.episode_id, claim.fence, START)
+    run.journal.begin(claim.episode_id, claim.fence, START)
     spent = 0.0
     for index in range(turns):
         began = time.thread_time()
-        run.journal_turn(claim.episode_id, claim.fence, turn(index, version))
-        run.journal_step(claim.episode_id, claim.fence, index, ANSWER)
+        run.journal.journal_turn(claim.episode_id, claim.fence, turn(index, version))
+        run.journal.journal_step(claim.episode_id, claim.fence, index, ANSWER)
         spent += time.thread_time() - began
         time.sleep(pace_s)
     return spent / turns

@@ -1,6 +1,6 @@
 """Train an adapter with the client of Tinker on a server of ours, supervised and then by a reward.
 
-    pip install 'agentrl[train,tinker]'
+    pip install '.[train,tinker]'
     agentrl serve agentrl/tiny-coder --training          # prints the two variables that this program reads
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-… python examples/tinker_client.py
 

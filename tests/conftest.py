@@ -25,10 +25,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from agentrl import notices
 from agentrl.host.janitor import OwnedFolder
 
 # Torch reads it as it loads. The products here are tiny: more threads wait for one another, on a busy machine for long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def notice_board() -> None:
+    """A notice is logged once in a process: each test begins with none."""
+    notices.OF_PROCESS.forget()
+
 
 # Property tests judge what the code does, not how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -106,7 +114,7 @@ def _compiler() -> str | None:
 
 def _adapters() -> str | None:
     names = ("anthropic", "datasets", "minisweagent", "openai", "openenv", "pettingzoo", "pygame", "reasoning_gym")
-    names += ("mlflow", "prometheus_client", "pyarrow", "tensorboard", "textarena", "trackio", "verifiers", "wandb")
+    names += ("mlflow", "prometheus_client", "pyarrow", "tensorboard", "textarena", "verifiers", "wandb")
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
@@ -130,7 +138,7 @@ def _programs_all() -> str | None:
 
 
 def _cookbook() -> str | None:
-    return _programs("cookbook")
+    return _programs()
 
 
 def _smollm2() -> str | None:
@@ -141,8 +149,8 @@ def _smollm2() -> str | None:
 
 
 def _sglang() -> str | None:
-    there = Path(__file__).parents[1].joinpath(".venv-sglang/.ready").exists()
-    return None if there else "no .venv-sglang with SGLang's message types (make sglang-types)"
+    there = Path(__file__).parents[1].joinpath("build/wheels/sglang/.ready").exists()
+    return None if there else "no build/wheels/sglang with SGLang's message types (make sglang-types)"
 
 
 def _templates() -> str | None:

@@ -12,6 +12,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from commands import agentrl
+from each_case import each_case
 
 from agentrl.cli.play import action_of, play
 from agentrl.config import parse
@@ -19,23 +21,12 @@ from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.records import StopReason, Task
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 
 ENVS = Path(__file__).parent / "run" / "envs.py"
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 500
-
-
-def agentrl(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", "from agentrl.cli.main import main; main()", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+COMMAND = [sys.executable, "-c", "from agentrl.cli.main import main; main()"]
 
 
 def run_file(tmp_path: Path, text: str) -> Path:
@@ -49,7 +40,7 @@ def one_line(stderr: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("document", "says"),
     [
         ('model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/CodeRepiar-v0"\n', "agentrl/CodeRepair-v0"),
@@ -139,9 +130,10 @@ def test_a_module_of_the_working_folder_is_found_as_its_file_is(
     )
     monkeypatch.chdir(tmp_path)
     for reference in ("my_world:World", "my_world.py:World"):
-        code, stdout, stderr = agentrl("play", reference, stdin="/quit\n")
-        assert (code, stderr) == (0, "")
-        assert "[user]" in stdout
+        command = [*COMMAND, "play", reference]
+        done = subprocess.run(command, input="/quit\n", capture_output=True, text=True, timeout=DEADLINE_S)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "[user]" in done.stdout
     code, _, stderr = agentrl("play", "his_world:World")
     assert (code, one_line(stderr)) == (
         2,
@@ -169,7 +161,7 @@ def test_what_goes_to_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
     assert max(widths) < 60 and "trained_twice: 0 " in stdout and "violations      │ none" in stdout
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["train", "a.toml", "--resume", "b"]])
+@each_case("arguments", [["train"], ["train", "a.toml", "--resume", "b"]])
 def test_train_wants_either_a_file_or_a_run(arguments: list[str]) -> None:
     code, _, stderr = agentrl(*arguments)
     assert (code, one_line(stderr)) == (2, "agentrl: give either a run file or --resume RUN_DIR")
@@ -178,12 +170,14 @@ def test_train_wants_either_a_file_or_a_run(arguments: list[str]) -> None:
 def test_audit_exits_1_where_a_law_is_broken(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
-        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
-        (claim,) = store.claim("w", 1, lease_s=10, now=0)
-        store.begin(claim.episode_id, claim.fence, ())
-        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-        store.take(1, 1, max_lag=0)
+        store.versions.confirm_version(store.versions.mint_version(0))
+        store.groups.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+        (claim,) = store.leases.claim("w", 1, lease_s=10, now=0)
+        store.journal.begin(claim.episode_id, claim.fence, ())
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
+        store.buffer.take(1, 1, max_lag=0)
     code, out, _ = agentrl("audit", run.path, "--json")
     assert code == 0, out
     import sqlite3
@@ -206,7 +200,7 @@ def test_doctor_says_what_to_do_about_what_is_missing() -> None:
         assert part in out
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("command", "names"),
     [("doctor", {"part", "works", "seen", "hint", "needed"}), ("list", {"kind", "id", "summary"})],
 )
@@ -217,9 +211,8 @@ def test_a_program_reads_what_a_person_reads(command: str, names: set[str]) -> N
 
 
 def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are() -> None:
-    code, stdout, _ = agentrl("bench", "sandbox", "--help")
-    assert code == 0
-    assert "--rounds" in stdout
+    done = subprocess.run([*COMMAND, "bench", "sandbox", "--help"], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0 and "--rounds" in done.stdout
     code, _, stderr = agentrl("bench", "sandbocks")
     assert code == 2
     assert all(name in one_line(stderr).partition("known: ")[2] for name in ("compaction", "sandbox", "weights"))
@@ -227,8 +220,9 @@ def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are
 
 @pytest.mark.bubblewrap
 def test_law_4_a_benchmark_is_the_command_itself_and_cannot_outlive_it() -> None:
-    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "bench", "sandbox"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [*COMMAND, "bench", "sandbox"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         deadline = time.monotonic() + DEADLINE_S
         while "benchmarks/sandbox.py" not in Path(f"/proc/{process.pid}/cmdline").read_text():
             assert process.poll() is None and time.monotonic() < deadline
@@ -271,7 +265,7 @@ def test_play_that_is_left_says_no_outcome() -> None:
         assert stdout.count("[user]") == 1 and "episode over" not in stdout
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "says"),
     [
         (["agentrl/Calculator-v0", "--set", "term=3"], "agentrl/Calculator-v0 cannot be made with {'term': 3}: "),
@@ -281,7 +275,7 @@ def test_play_that_is_left_says_no_outcome() -> None:
         (["json:loads"], "json:loads cannot be made with {}: loads() missing 1 required positional argument"),
     ],
 )
-@pytest.mark.parametrize("command", ["play", "validate"])
+@each_case("command", ["play", "validate"])
 def test_what_an_environment_does_not_take_is_one_line(command: str, arguments: list[str], says: str) -> None:
     code, _, stderr = agentrl(command, *arguments)
     assert code == 2

@@ -17,18 +17,6 @@ def parsed(**sections: Any) -> RunConfig:
     return configuration.parse({"model": "m", "env": {"id": "test/none"}, **sections})
 
 
-def test_numbers_of_processes_may_stand_in_the_cluster_table() -> None:
-    cluster = {"engine": {"replicas": 3}, "workers": {"replicas": 4, "cpus": 2}, "learner": {"ranks": 2}}
-    config = parsed(cluster=cluster)
-    assert (config.engine.replicas, config.rollout.workers, config.train.parallel.ranks) == (3, 4, 2)
-    assert configuration.from_json(configuration.to_json(config)) == config
-
-
-def test_two_numbers_for_the_same_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.workers\.replicas.*rollout\.workers = 2 says another number"):
-        parsed(cluster={"workers": {"replicas": 4}}, rollout={"workers": 2})
-
-
 @pytest.mark.parametrize(
     ("sections", "field"),
     [
@@ -91,9 +79,3 @@ def test_no_part_of_a_password_is_printed(key: str, store: object) -> None:
         parsed(cluster={key: store})
     assert not re.search("ss-|word(?!=)", str(raised.value)), raised.value
     assert "host" in str(raised.value) or key == "store", "what helps to find it is said"
-
-
-def test_the_settings_of_an_older_run_over_several_databases_are_read() -> None:
-    text = configuration.to_json(parsed(cluster={"store": "postgresql://h/a"}))
-    stored = text.replace('"postgresql://h/a"', '["postgresql://h/a", "postgresql://h/b"]')
-    assert stored != text and configuration.from_json(stored).cluster.store == "postgresql://h/a"

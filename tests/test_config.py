@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from each_case import each_case
 from pydantic import BaseModel
 
 from agentrl import config, registry
@@ -44,14 +45,12 @@ def test_a_missing_model_is_required() -> None:
         config.parse({"env": {"id": "e"}})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "field"),
     [
         ({"rollout": {"max_running": 4, "group_size": 8}}, "rollout.max_running"),
-        ({"rollout": {"group_size": 4}, "buffer": {"close": "quorum", "quorum": 5}}, "buffer.quorum"),
-        ({"buffer": {"quorum": 1}}, "buffer.quorum"),
-        ({"buffer": {"close": "full", "quorum": 99}}, "buffer.quorum"),
-        ({"rollout": {"group_size": 4}, "buffer": {"close": "auto", "quorum": 5}}, "buffer.quorum"),
+        ({"rollout": {"group_size": 4}, "buffer": {"close": 5}}, "buffer.close"),
+        ({"buffer": {"close": 1}}, "buffer.close"),
         ({"rollout": {"max_tokens_per_turn": 1024, "max_context": 1024}}, "rollout.max_tokens_per_turn"),
         ({"rollout": {"max_context": 9000}}, "train.tokens_per_batch"),
         ({"algo": {"importance": "none", "kl_weight": 0.1}}, "algo.importance"),
@@ -71,7 +70,7 @@ def test_an_impossible_combination_names_the_field_to_change(sections: dict[str,
     assert broken(**sections).field == field
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine", "rank", "sync"),
     [
         ({"kind": "vllm"}, 0, "full"),
@@ -85,7 +84,7 @@ def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, st
     assert config.parse({**MINIMAL, "engine": engine, "train": {"lora_rank": rank}}).sync == sync
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sync", "train", "engine", "field", "hint"),
     [
         ("nccl", {"device": "cuda:1", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
@@ -108,7 +107,7 @@ def test_weights_cannot_go_from_memory_to_memory_everywhere(
     assert error.field == field and hint in str(error)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sync", "device", "engine"),
     [
         ("nccl", "cuda:1", {}),
@@ -124,7 +123,7 @@ def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engi
     assert parsed.sync == sync and parsed.syncs_memory
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine", "field", "hint"),
     [
         ({"gpus": [[0]]}, "engine.gpus", "for replicas of vLLM that the run starts"),
@@ -197,6 +196,28 @@ def test_the_page_of_all_keys_is_that_of_the_code() -> None:
     assert {name for name in found if name.startswith("algo.")} == theirs
 
 
+def test_the_page_says_in_words_which_values_a_key_takes() -> None:
+    from agentrl.config.reference import all_keys, first_keys
+
+    words = r"(list of |two |lists of )*(text|integer|number|table|true or false)s?( from \S+| above \S+)?"
+    words += r"(,? (up )?to \S+|, below \S+)?"
+    value = rf"({words}|`[^`]+`)"
+    odd = [(key.name, key.kind) for key in all_keys() if not re.fullmatch(rf"{value}(, (or )?{value})*", key.kind)]
+    assert odd == []
+    kinds = {key.name: key.kind for key in all_keys()}
+    assert kinds["rollout.resume"] == '`"tokens"`, `"turns"`, `"episode"`, `"group"`'
+    assert kinds["train.betas"] == "two numbers from 0, below 1"
+    assert kinds["train.momentum"] == "number from 0, below 1, or `false`"
+    assert sum(map(len, first_keys().values())) <= 32
+
+
+def test_the_meaning_of_every_key_is_whole_sentences() -> None:
+    from agentrl.config.reference import all_keys
+
+    sentences = re.compile(r"(all but [^:]*: |`[^:]*`: )?[A-Z`\"].*[.)]", re.DOTALL)  # some name their algorithms first
+    assert [key.name for key in all_keys() if not sentences.fullmatch(key.meaning)] == []
+
+
 def leaves(section: type[RunConfig]) -> Iterator[str]:
     """Dotted names of all fields, found through pydantic's own schema."""
     whole = section.model_json_schema()
@@ -236,7 +257,7 @@ def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], grou
         config.parse(document)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rollout", "buffer", "quorum"),
     [
         ({}, {}, 6),
@@ -245,10 +266,10 @@ def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], grou
         ({"group_size": 16}, {"close": "auto"}, 12),
         ({"group_size": 2}, {"close": "auto"}, 2),
         ({"group_size": 1}, {"close": "auto"}, None),
-        ({}, {"close": "auto", "quorum": 5}, 5),
-        ({}, {"close": "full", "quorum": 5}, None),
+        ({}, {"close": 5}, 5),
+        ({}, {"close": "full"}, None),
         ({}, {"close": "auto", "max_lag": 0}, None),
-        ({}, {"max_lag": 0, "close": "quorum", "quorum": 7}, 7),
+        ({}, {"max_lag": 0, "close": 7}, 7),
     ],
 )
 def test_a_quorum_is_three_members_in_four_unless_training_is_synchronous(
@@ -263,10 +284,10 @@ def test_evaluation_samples_as_training_unless_it_has_its_own_settings() -> None
     same = config.parse({"model": "m", "env": {"id": "e"}, "rollout": rollout})
     trained = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, stop=("END",))
     assert same.rollout.sampling == same.eval_sampling == trained
-    own = {"temperature": 0, "top_p": 1.0, "top_k": 0}
+    own = {"temperature": 0, "top_p": 1.0}
     other = config.parse({"model": "m", "env": {"id": "e"}, "rollout": rollout, "eval": own})
     assert other.rollout.sampling == trained
-    assert other.eval_sampling == replace(trained, temperature=0.0, top_p=1.0, top_k=0)
+    assert other.eval_sampling == replace(trained, temperature=0.0, top_p=1.0)
 
 
 @pytest.mark.parametrize(("top_p", "greedy"), [(1.0, (0.0, 0)), (0.9, (1.0, 1))])
@@ -277,7 +298,7 @@ def test_a_server_that_tells_sets_is_asked_for_the_likeliest_token(top_p: float,
     assert (sampling.temperature, sampling.top_k) == greedy
 
 
-@pytest.mark.parametrize(("section", "value"), [("rollout", 0.005), ("rollout", 2.5), ("eval", 3.0)])
+@each_case(("section", "value"), [("rollout", 0.005), ("rollout", 2.5), ("eval", 3.0)])
 def test_a_temperature_that_vllm_would_change_is_refused(section: str, value: float) -> None:
     document = {"model": "m", "env": {"id": "e"}, section: {"temperature": value}}
     config.parse(document)
@@ -289,7 +310,7 @@ OFF = [
     ("alarms.kl_above", "alarms.ess_below"),
     ("algo.gae_length_alpha", "algo.critic_lr"),
     ("train.grad_clip", "train.peak_tflops"),
-    ("buffer.quorum", "curriculum"),
+    ("rollout.max_turns", "curriculum"),
 ]
 RUN_FILE = """
 model = "m"
@@ -306,8 +327,8 @@ def of(settings: RunConfig, name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("off", ["false", '"off"', "off"])
-@pytest.mark.parametrize("names", OFF)
+@each_case("off", ["false", '"off"', "off"])
+@each_case("names", OFF)
 def test_a_setting_that_may_be_none_is_switched_off(tmp_path: Path, names: tuple[str, ...], off: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN_FILE)
@@ -346,16 +367,7 @@ def test_what_cannot_be_none_is_not_switched_off() -> None:
     assert broken(train={"lr": False}).field == "train.lr"
 
 
-@pytest.mark.parametrize(
-    ("rollout", "found"),
-    [({}, (60.0, "rollout.liveness_deadline_s")), ({"lease_s": 24.0}, (12.0, "rollout.lease_s / 2"))],
-)
-def test_a_hang_is_named_after_the_setting_that_decides_it(rollout: dict[str, float], found: tuple[float, str]) -> None:
-    parsed = config.parse({**MINIMAL, "rollout": rollout})
-    assert (parsed.rollout.hang_deadline_s, parsed.rollout.hang_setting) == found
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("document", "field"),
     [
         ({"env": "calc", "tasks": [{"id": "a"}]}, "env"),
@@ -373,7 +385,7 @@ def test_what_a_stranger_may_write_is_named_when_it_is_read(document: dict[str, 
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value"),
     [
         ("train.lr", "true"),
@@ -381,8 +393,8 @@ def test_what_a_stranger_may_write_is_named_when_it_is_read(document: dict[str, 
         ("train.steps", "true"),
         ("train.steps", "2.0"),
         ("train.steps", '"2"'),
-        ("engine.canary", "1"),
-        ("engine.canary", '"yes"'),
+        ("engine.preempt", "1"),
+        ("engine.preempt", '"yes"'),
         ("algo.process_weight", "true"),
         ("seed", "true"),
         ("seed", "-1"),

@@ -1,4 +1,4 @@
-"""The rule about missing parts, which tests a worker runs, and what a killed pytest leaves: in a pytest of its own."""
+"""The rule about missing parts, and what a killed pytest leaves: in a pytest of its own."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def test_all_fails_for_a_missing_part_but_only_names_the_gpu(
     result.stdout.fnmatch_lines(["*AGENTRL_REQUIRE asks for docker: no engine*", "not run: tests marked gpu*"])
 
 
-def test_all_asks_only_for_parts_that_collected_tests_are_marked_with(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGENTRL_REQUIRE", "all")
-    suite.runpytest_inprocess("-k", "not docker").assert_outcomes(passed=2, skipped=1, deselected=1)
-
-
 SKIPS = """
 import pytest
 
@@ -92,65 +85,11 @@ def test_under_all_nothing_skips_itself(
     assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-@pytest.mark.parametrize(("setting", "errors"), [("docker", 1), ("gpu,docker", 2), ("compiler", 0)])
-def test_a_list_asks_for_what_it_names(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, setting: str, errors: int
-) -> None:
-    monkeypatch.setenv("AGENTRL_REQUIRE", setting)
-    suite.runpytest_inprocess().assert_outcomes(passed=2, errors=errors, skipped=2 - errors)
-
-
 def test_an_unknown_part_is_refused(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_REQUIRE", "dokcer")
     result = suite.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*AGENTRL_REQUIRE=dokcer*not among all, bubblewrap, docker*"])
-
-
-def test_the_notice_of_a_missing_part_comes_from_workers_too(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AGENTRL_REQUIRE", raising=False)
-    result = suite.runpytest_subprocess("-n", "1")
-    result.stdout.fnmatch_lines(["not run: tests marked docker (no engine)"])
-
-
-NOTES_ITS_WORKER = """
-import pytest
-from pathlib import Path
-
-@pytest.mark.parametrize("number", range(8))
-def test_it(worker_id, number): Path(Path(__file__).stem + "." + worker_id).touch()
-"""
-
-
-def test_tests_that_share_servers_run_on_one_worker(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
-    names = ("test_a", "test_vllm_runs", "test_vllm_weights")
-    pytester.makepyfile(**dict.fromkeys(names, NOTES_ITS_WORKER))
-    pytester.runpytest_subprocess("-n", "2").assert_outcomes(passed=24)
-    workers = {name: [path.suffix for path in pytester.path.glob(f"{name}.gw*")] for name in names}
-    assert workers["test_vllm_runs"] == workers["test_vllm_weights"] != workers["test_a"]
-    assert {len(ran) for ran in workers.values()} == {1}
-
-
-def test_the_files_with_most_slow_tests_begin_first(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nmarkers =\n  slow\n")
-    slow = "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range({}))\ndef test_it(n): pass\n"
-    files = {"test_a": "def test_it(): pass", "test_b": slow.format(1), "test_c": slow.format(2)}
-    pytester.makepyfile(**files, test_vllm="def test_it(): pass")
-    lines = pytester.runpytest_inprocess("--collect-only", "-q").outlines
-    assert [line.partition("::")[0] for line in lines if "::" in line] == [
-        *("test_vllm.py", "test_c.py", "test_c.py", "test_b.py", "test_a.py")
-    ]
-
-
-def test_a_long_test_is_slow_too(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nmarkers =\n  slow\n  long\n")
-    pytester.makepyfile("import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n\ndef test_other(): pass\n")
-    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=1, deselected=1)
 
 
 HANGING = """
@@ -190,12 +129,6 @@ def assert_it_ends_what_it_started_when_killed(pytester: pytest.Pytester, *optio
     assert [readable(process, DEADLINE_S) for process in processes] == [True] * 3
 
 
-def test_a_process_that_a_test_starts_finds_its_modules_compiled() -> None:
-    """Else each of them compiles torch and transformers for itself: ten seconds."""
-    keeps = "import sys; sys.exit(sys.dont_write_bytecode)"
-    assert subprocess.run([sys.executable, "-c", keeps], check=False).returncode == 0
-
-
 WITH_DOCKER = """
 import os, subprocess, time
 from pathlib import Path
@@ -223,9 +156,3 @@ def test_law_4_a_killed_pytest_leaves_no_docker_engine(
     pytester.makepyfile(WITH_DOCKER)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{pytester.path}/nobody.sock")  # so that it starts one of its own
     assert_it_ends_what_it_started_when_killed(pytester)
-
-
-def test_torch_computes_on_one_thread() -> None:
-    """On two, beside other work, a forward pass of a tiny model took thirty times as long."""
-    count = "import torch; print(torch.get_num_threads())"
-    assert subprocess.run([sys.executable, "-c", count], capture_output=True, check=True).stdout == b"1\n"

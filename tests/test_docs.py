@@ -7,8 +7,7 @@ How a block is checked follows from its language:
     sh       each command is looked up: `make` targets, `agentrl` command lines (parsed by the real command line, not
              run), scripts that exist
     toml     validated as a run file (`model` and `env` may be left out); after `<!-- pyproject -->` the entry-point
-             groups must be ours; after `<!-- sft -->` it is a file of `agentrl sft`, after `<!-- fleet -->`
-             of `agentrl fleet`
+             groups must be ours; after `<!-- sft -->` it is a file of `agentrl sft`
     json     parsed
     sql      run on a new run store
     text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
@@ -17,6 +16,7 @@ How a block is checked follows from its language:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -36,11 +36,11 @@ from typing import Any, get_args
 from urllib.parse import unquote
 
 import pytest
+from each_case import each_case
 
 from agentrl import config, registry
 from agentrl.errors import ConfigError
 from agentrl.offline import sft
-from agentrl.run.serving import shared_engines
 from agentrl.store import RunStore
 from tests import cli_page
 
@@ -59,7 +59,7 @@ def of_root(path: Path) -> str:
 
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet) -->\s*\Z")
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft) -->\s*\Z")
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
 INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
@@ -105,6 +105,7 @@ def check_sh(block: Block) -> list[str]:
     return [f"{block}: {wrong}" for command in commands if (wrong := wrong_command(command))]
 
 
+@functools.cache
 def wrong_command(line: str) -> str:
     """Why this command line cannot be right; empty if it can."""
     words = shlex.split(line, comments=True)
@@ -134,8 +135,9 @@ def wrong_command(line: str) -> str:
     return known[program](words[1:]) if program in known else f"{program!r} is a command that this test cannot check"
 
 
-def wrong_agentrl(arguments: list[str]) -> str:
-    """Have the real command line parse the arguments, with commands that do nothing in the place of ours."""
+@functools.cache
+def idle_program() -> Any:
+    """The real command line, with commands that do nothing in the place of ours."""
     import typer.main
 
     from agentrl.cli import main
@@ -145,9 +147,14 @@ def wrong_agentrl(arguments: list[str]) -> str:
     for command in groups:
         groups += getattr(command, "commands", {}).values()
         command.callback = lambda **_: None
+    return program
+
+
+def wrong_agentrl(arguments: list[str]) -> str:
+    """Have the real command line parse the arguments."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            program.main(arguments, prog_name="agentrl", standalone_mode=False)
+            idle_program().main(arguments, prog_name="agentrl", standalone_mode=False)
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
@@ -155,13 +162,18 @@ def wrong_agentrl(arguments: list[str]) -> str:
     return ""
 
 
-def wrong_make(arguments: list[str]) -> str:
+@functools.cache
+def make_targets() -> frozenset[str]:
     makefile = (ROOT / "Makefile").read_text()
-    for name, value in re.findall(r"^(\w+) := (\S+)$", makefile, re.M):
-        makefile = makefile.replace(f"$({name})", value)
-    targets = set(re.findall(r"^([\w./-]+):", makefile, re.M))
+    while variables := re.findall(r"^(\w+) := ([^\s$]+)$", makefile, re.M):  # a value may name another variable
+        for name, value in variables:
+            makefile = re.sub(rf"^{name} := .*\n", "", makefile, flags=re.M).replace(f"$({name})", value)
+    return frozenset(re.findall(r"^([\w./-]+):", makefile, re.M))
+
+
+def wrong_make(arguments: list[str]) -> str:
     asked = [word for word in arguments if "=" not in word]
-    return "" if set(asked) <= targets else f"no such target: make {shlex.join(asked)}"
+    return "" if set(asked) <= make_targets() else f"no such target: make {shlex.join(asked)}"
 
 
 def wrong_script(arguments: list[str]) -> str:
@@ -178,9 +190,6 @@ def check_toml(block: Block) -> list[str]:
             return [f"{block}: no entry-point group {group}" for group in groups - ENTRY_POINT_GROUPS]
         if block.note == "sft":
             sft.parse(document)
-            return []
-        if block.note == "fleet":
-            shared_engines.parse(document)
             return []
         named = {} if "tasks" in document else {"env": {"id": "any"}}
         config.parse({"model": "agentrl/tiny-coder", **named, **document})
@@ -307,9 +316,8 @@ def resolves(name: str) -> bool:
 # --- the documents ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_block(block: Block) -> None:
-    assert check(block) == []
+def test_every_block_is_right() -> None:
+    assert [wrong for block in BLOCKS for wrong in check(block)] == []
 
 
 TRAINS = [ROOT / "docs" / "reference" / "python.md"]
@@ -318,12 +326,13 @@ TRAINS = [ROOT / "docs" / "reference" / "python.md"]
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(one, marks=[pytest.mark.slow] if one in TRAINS else [], id=of_root(one)) for one in DOCUMENTS],
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path in TRAINS else [], id=of_root(path))
+        for path in dict.fromkeys(block.document for block in BLOCKS if block.language == "python")
+    ],
 )
 def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     code = "\n".join(block.body for block in blocks_of(document) if block.language == "python")
-    if not code:
-        return
     script = tmp_path / "document.py"
     script.write_text(code)
     done = subprocess.run(
@@ -338,20 +347,10 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=of_root)
-def test_links_and_names(document: Path) -> None:
-    names = [] if document == cli_page.PAGE else unknown_names(document)  # the program writes that page itself
-    assert broken_links(document) + names == []
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
-def test_a_page_begins_with_whom_it_is_for(page: Path) -> None:
-    title, reader = page.read_text().split("\n\n", 2)[:2]
-    assert title.startswith("# ") and reader.startswith("For "), "the first paragraph is 'For those who …'"
-
-
-def test_the_readme_is_one_that_is_read_to_its_end() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+def test_links_and_names() -> None:
+    """The program writes the page of commands itself."""
+    names = [name for page in DOCUMENTS if page != cli_page.PAGE for name in unknown_names(page)]
+    assert [link for page in DOCUMENTS for link in broken_links(page)] + names == []
 
 
 def missing_tests(page: str) -> list[str]:
@@ -369,12 +368,6 @@ def test_each_yes_of_ours_in_the_comparison_names_a_test_that_is_there() -> None
     rows = {match[1]: match[2] for match in re.finditer(r"^\| (\w) \| (.*) \|$", page, re.M)}
     assert [letter[1] for letter in letters if letter and "::test_" not in rows.get(letter[1], "")] == []
     assert missing_tests(page) == []
-    assert missing_tests(
-        "`tests/test_docs.py::test_gone` `tests/gone.py::test_a` `tests/test_docs.py::test_block`"
-    ) == [
-        "tests/test_docs.py::test_gone",
-        "tests/gone.py::test_a",
-    ]
 
 
 def test_the_page_of_commands_is_that_of_the_program() -> None:
@@ -396,8 +389,8 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
     return Block(ROOT / "README.md", 1, language, body, note, file)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
+@each_case(
+    "wrong, says",
     [
         (block("sh", "make demmo\n"), "no such target: make demmo"),
         (block("sh", "curl somewhere | sh\n"), "cannot check"),
@@ -407,7 +400,6 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("sh", "agentrl trian x.toml\n"), "No such command 'trian'"),
         (block("toml", "[train]\nsteps = 'ten'\n"), "train.steps"),
         (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
-        (block("toml", "model = 'm'\n[[tenants]]\nname = 'a'\nwait = 1\n", "fleet"), "did you mean 'weight'"),
         (block("toml", "model = 'm'\ndata = ['x']\nheldout = []\n", "sft"), "did you mean 'held_out'"),
         (block("toml", '[project.entry-points."agentrl.boxes"]\nmine = "a:B"\n', "pyproject"), "group agentrl.boxes"),
         (block("json", "{'a': 1}\n"), "Expecting property name"),
@@ -419,16 +411,6 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
 )
 def test_a_wrong_block_is_found(wrong: Block, says: str) -> None:
     assert len(found := check(wrong)) == 1 and says in found[0]
-
-
-def test_right_blocks_pass() -> None:
-    right = [
-        block("sh", "make demo  # trains\nSANDBOX=local-unsafe make test\n"),
-        block("toml", "[train]\nsteps = 10\n"),
-        block("json", '{"a": 1}\n'),
-        block("text", "tests/\n  conftest.py  parts\nagentrl/\n", "tree"),
-    ]
-    assert [wrong for one in right for wrong in check(one)] == []
 
 
 def test_wrong_links_and_names_are_found(tmp_path: Path) -> None:
@@ -445,11 +427,3 @@ def test_wrong_links_and_names_are_found(tmp_path: Path) -> None:
         "page.md: agentrl.records.Gone",
         "page.md: no such target: make demmo",
     ]
-
-
-def test_blocks_are_read_with_their_notes(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text("a\n\n<!-- file: x.py -->\n```python\nx = 1\n```\n- list\n\n  ```sh\n  make test\n  ```\n")
-    first, second = blocks_of(document)
-    assert (first.language, first.body, first.file, first.line) == ("python", "x = 1\n", "x.py", 4)
-    assert (second.language, second.body, second.note) == ("sh", "make test\n", "")

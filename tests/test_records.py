@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each_case import each_case
 
 from agentrl.records import Step, StopReason, Task, Trajectory, Turn, VersionSpan, context_ids
 
@@ -61,7 +62,7 @@ def test_versions_expand_spans_token_by_token() -> None:
     assert mixed.versions == (4, 4, 7)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reason", "outcome", "scored"),
     [
         (StopReason.DONE, 1.0, True),

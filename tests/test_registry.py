@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl import registry
 from agentrl.errors import UnknownIdError, UsageError
@@ -45,7 +46,7 @@ def test_only_what_another_process_can_import_has_a_reference() -> None:
         registry.reference_of(functools.partial(module_level))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "says"),
     [
         ("class X(:", r"SyntaxError: invalid syntax \(broken.py, line 1\)$"),

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl.config import load
 from agentrl.errors import UsageError
@@ -90,7 +91,7 @@ def test_another_name_everywhere(tmp_path: Path) -> None:
     assert not [path for path in written if "$" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", ["", "My_env", "my-env", "2envs", "class", "a/b", "..", "agentrl", "tests", "json"])
+@each_case("name", ["", "My_env", "my-env", "2envs", "class", "a/b", "..", "agentrl", "tests", "json"])
 def test_names_that_cannot_be_imported_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="is no name for a package"):
         new_env(name, tmp_path / "there")

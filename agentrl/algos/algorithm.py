@@ -101,7 +101,8 @@ class Loss:
     """`total` is the scalar to minimise; those of an update's passes add up. `clipped_K` says where a clip cut the
     gradient. `gauges` are scalars that add up likewise and are reported by name, divided by the number of updates or,
     if it is given, by `gauged`, which adds up too: the shares over which they are means. `importance_K` are the weights
-    that corrected stale tokens, `log_ratio_K` is of the ratio that the clip is on, if the algorithm has such."""
+    that corrected stale tokens, `log_ratio_K` is of the ratio that the clip is on, or that cut the token, if the
+    algorithm has such."""
 
     total: Tensor
     clipped_K: Tensor
@@ -112,18 +113,34 @@ class Loss:
 
 
 class Algorithm(BaseModel):
-    """An algorithm and its settings. Immutable; without state between steps."""
+    """Defines an algorithm by its settings and the methods that a learner calls. It is immutable and has no state
+    between steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
     unused: ClassVar[frozenset[str]] = frozenset()
-    """Settings that it inherits and that have no meaning for it: they stay at their defaults."""
+    """Settings that a kind inherits but does not use: they stay at their defaults."""
 
-    kind: Any  # which algorithm
-    process_weight: Weight = 1.0  # 0 switches process rewards off
-    importance_cap: Positive = 2.0  # importance weights, behaviour -> proximal, are cut off here
-    normalise: Literal["token", "sequence", "constant"] = "token"  # what weighs the same in the mean, see `divisor`
-    divisor: Count = 256  # normalise = "constant": an episode's sum is divided by so many tokens, whatever its length
+    kind: Any
+    """Algorithm that trains the policy. An installed package may offer more of them under the entry-point group
+    `agentrl.algorithms`."""
+
+    process_weight: Weight = 1.0
+    """Weight of process rewards in a return, beside the outcome. 0 switches process rewards off."""
+
+    importance_cap: Positive = 2.0
+    """Upper bound of the importance weights that correct stale tokens: ratios of the policy at the start of the step
+    (proximal) to the policy that sampled (behaviour). Larger weights are cut off here, or masked
+    (`algo.importance_mode`)."""
+
+    normalise: Literal["token", "sequence", "constant"] = "token"
+    """Weight of tokens in the mean of the loss: equal for every token of a step ("token"), equal for every episode and
+    divided among its tokens ("sequence"), or equal for every token of any step ("constant", see `algo.divisor`). Where
+    lengths differ, only "constant" keeps the direction of the gradient of the expected return."""
+
+    divisor: Count = 256
+    """Number of tokens that divides the sum of an episode's loss, whatever its length, if `algo.normalise` is
+    "constant". Other values of `algo.normalise` ignore it."""
 
     @model_validator(mode="after")
     def _without_unused(self) -> Self:

@@ -22,14 +22,23 @@ if TYPE_CHECKING:
 
 
 class CISPO(GRPO):
-    """Clipped importance-sampling policy optimization."""
+    """Bounds the importance weight and keeps every token's gradient: clipped importance-sampling policy
+    optimization."""
 
     unused: ClassVar = frozenset({"importance_cap", "importance_floor", "importance_mode", "dual_clip", "clip_from"})
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: Positive = 1.0  # the weight is at least 1 minus this: 1 is no bound
-    clip_high: Positive = 4.0  # and at most 1 plus this
-    importance: Literal["token", "none"] = "token"  # the ratio is that to the policy that sampled, or the proximal one
+
+    clip_low: Positive = 1.0
+    """Distance of the lower bound of a token's weight from 1: the weight is at least 1 minus this value. 1 sets no
+    lower bound."""
+
+    clip_high: Positive = 4.0
+    """Distance of the upper bound of a token's weight from 1: the weight is at most 1 plus this value."""
+
+    importance: Literal["token", "none"] = "token"
+    """Policy that the ratio of a token's weight divides by: the policy that sampled it ("token"), or the policy at the
+    start of the step ("none")."""
 
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         return outputs.logprobs_K - (tokens["behaviour"] if self.corrects else tokens["proximal"])

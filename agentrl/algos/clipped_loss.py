@@ -33,31 +33,103 @@ OLD = 2
 
 
 class Clipped(Algorithm):
-    """The settings of the policy's loss, and the loss."""
+    """Computes the loss of the policy with a clipped ratio, and holds its settings."""
 
-    clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
-    clip_high: Positive = 0.28  # and rise by so much
-    clip_from: Literal["auto", "proximal", "behaviour"] = "auto"  # policy of the step's start; that which sampled, too
-    dual_clip: Weight = 0.0  # bound on it with a negative advantage, such as 3 (Ye et al. 2020); 0: none
-    importance: Literal["token", "sequence", "geometric", "none"] = "token"  # the ratio that weighs stale tokens
-    importance_floor: Weight = 0.0  # importance weights are at least this, see `importance_mode`
-    importance_mode: Literal["truncate", "mask"] = "truncate"  # a weight out of floor and cap: the bound, or 0 (IcePop)
-    reject: Literal["none", "token", "sequence", "geometric"] = "none"  # an episode is left out if this ratio
-    reject_below: Weight = 0.5  # is below this, `token`: of any of its tokens
-    reject_above: Positive = 2.0  # or above this
-    kl_weight: Weight = 0.0  # of a penalty on leaving the reference
-    kl_in: Literal["loss", "reward"] = "loss"  # the penalty of each token, or that of the episode, as a reward
-    kl_gradient: Literal["k3", "k2", "k1"] = "k3"  # in the loss: k3 along KL(reference || policy), k2 and k1 reverse
-    reference_every: Annotated[int, Field(ge=0)] = 0  # steps after which the reference follows the policy; 0: never
-    reference_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of itself that it keeps then; 0: it is the policy
-    entropy_weight: Weight = 0.0  # bonus on the entropy of the policy
-    reward_weight: Weight = 1.0  # of the advantage from rewards; 0: distillation alone
-    distil_weight: Weight = 0.0  # of a penalty on leaving the teacher
-    distil_level: Literal["token", "episode"] = "token"  # what a token costs: itself, or all later ones too
-    observation_weight: Weight = 0.0  # of the cross-entropy of what the environment answered (ECHO)
-    teacher: str | None = None  # in the learner: a folder, a registered id, or one of the Hugging Face hub
-    teacher_every: Annotated[int, Field(ge=0)] = 0  # or the policy itself, followed after so many steps; 0: it is not
-    teacher_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of itself that such a teacher keeps then
+    clip_low: Positive = 0.2
+    """Distance below 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
+    a token with a negative advantage adds no policy gradient once its ratio is below 1 minus this value."""
+
+    clip_high: Positive = 0.28
+    """Distance above 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
+    a token with a positive advantage adds no policy gradient once its ratio is above 1 plus this value. A larger value
+    than `algo.clip_low` leaves unlikely tokens more room to become likely (clip-higher, Yu et al. 2025)."""
+
+    clip_from: Literal["auto", "proximal", "behaviour"] = "auto"
+    """Policy from which a token may move no further than the clip: the policy at the start of the step alone
+    ("proximal"), or the policy that sampled the token, too ("behaviour"). "auto" does the latter for tokens that are
+    more than 2 optimizer steps old, so that a policy does not learn the same from them again and again."""
+
+    dual_clip: Weight = 0.0
+    """Bound on the loss of a token with a negative advantage, in multiples of that advantage, such as 3 (dual-clip PPO,
+    Ye et al. 2020). Any other value than 0 must be above 1 + `algo.clip_high`; 0 sets no bound."""
+
+    importance: Literal["token", "sequence", "geometric", "none"] = "token"
+    """Importance weight for stale tokens, from their ratios of the policy at the start of the step to the policy that
+    sampled: the ratio of the token ("token"), the product over the tokens of its role in the episode ("sequence"),
+    their geometric mean ("geometric"), or 1 ("none"). "sequence" has the least bias, and a variance that grows with the
+    length."""
+
+    importance_floor: Weight = 0.0
+    """Lower bound of the importance weights; it must be below `algo.importance_cap`. Smaller weights are raised to it,
+    or masked (`algo.importance_mode`)."""
+
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """Treatment of an importance weight below `algo.importance_floor` or above `algo.importance_cap`: "truncate" sets
+    it to the bound, "mask" sets it to 0 (IcePop). A masked token stays in the normalisation."""
+
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Ratio of the policy at the start of the step to the policy that sampled, by which an episode is left out of the
+    loss if it is below `algo.reject_below` or above `algo.reject_above`: of any of its tokens ("token"), their product
+    ("sequence") or their geometric mean ("geometric"). Each role of an episode is judged apart. "none" leaves no
+    episode out."""
+
+    reject_below: Weight = 0.5
+    """Smallest ratio with which an episode stays in the loss, unless `algo.reject` is "none"; it must be below
+    `algo.reject_above`. With `algo.reject = "token"` the bound holds for every token of the episode."""
+
+    reject_above: Positive = 2.0
+    """Largest ratio with which an episode stays in the loss, unless `algo.reject` is "none". With `algo.reject =
+    "token"` the bound holds for every token of the episode."""
+
+    kl_weight: Weight = 0.0
+    """Weight of a penalty on leaving the reference, whose form is `algo.kl_form`. 0 leaves it out and needs no
+    reference."""
+
+    kl_form: Literal["k3", "k2", "k1", "reward"] = "k3"
+    """Form of the penalty of `algo.kl_weight`. As a term of the loss, "k3" has the gradient of KL(reference || policy),
+    as in GRPO, and "k2" and "k1" have that of KL(policy || reference); only "k1" stays exact if a step makes several
+    updates. "reward" instead takes the divergence of a token and of all later ones off the episode's reward."""
+
+    reference_every: Annotated[int, Field(ge=0)] = 0
+    """Number of optimizer steps between two updates of the reference, which then follows the policy. 0 never updates
+    it: the reference stays the model that the run began with. Any other value needs `algo.kl_weight`."""
+
+    reference_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """EMA decay of the reference at each update (`algo.reference_every`): the share of the old reference that stays in
+    the new one. 0 copies the policy."""
+
+    entropy_weight: Weight = 0.0
+    """Weight of a bonus on the entropy of the policy. 0 leaves it out; raise it if the entropy falls to 0 at once."""
+
+    reward_weight: Weight = 1.0
+    """Weight of the advantage from rewards. 0 leaves rewards out, for distillation alone (`algo.distil_weight`)."""
+
+    distil_weight: Weight = 0.0
+    """Weight of a penalty on leaving the teacher: the advantage of a token is lowered by this weight times log policy -
+    log teacher. The teacher is `algo.teacher`, the policy's past (`algo.teacher_every`) or a reward source of kind
+    "teacher". 0 switches distillation off."""
+
+    distil_level: Literal["token", "episode"] = "token"
+    """Tokens whose divergence from the teacher lowers the advantage of a token: itself alone ("token"), or itself and
+    all later ones of the episode ("episode"). "episode" is exact for the divergence between whole episodes, and has
+    more variance."""
+
+    observation_weight: Weight = 0.0
+    """Weight of the cross-entropy of the environment's answers, which trains the policy to predict them (ECHO,
+    Shrivastava et al. 2026). 0 leaves it out."""
+
+    teacher: str | None = None
+    """Model that the learner loads as the teacher (`algo.distil_weight`): a folder of a model or a run, a registered
+    id, or an id of the Hugging Face hub. It needs the policy's tokenizer. Without it, the learner loads no teacher;
+    `algo.teacher_every` or a reward source of kind "teacher" may provide one."""
+
+    teacher_every: Annotated[int, Field(ge=0)] = 0
+    """Number of optimizer steps between two updates of a teacher that is a copy of the policy, which then follows the
+    policy. 0 makes no such teacher; any other value needs `algo.distil_weight` and excludes `algo.teacher`."""
+
+    teacher_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """EMA decay of a teacher that follows the policy, at each update (`algo.teacher_every`): the share of the old
+    teacher that stays in the new one. 0 copies the policy."""
 
     @model_validator(mode="after")
     def _of_references(self) -> Self:
@@ -113,7 +185,7 @@ class Clipped(Algorithm):
     @property
     def charges(self) -> dict[str, float]:
         """The weights of the divergences, by the model diverged from, that an episode as a whole is charged for."""
-        reference = self.kl_weight if self.kl_in == "reward" else 0.0
+        reference = self.kl_weight if self.kl_form == "reward" else 0.0
         teacher = self.distil_weight if self.distil_level == "episode" else 0.0
         return {name: weight for name, weight in (("reference", reference), ("teacher", teacher)) if weight > 0}
 
@@ -207,14 +279,18 @@ class Clipped(Algorithm):
 
         advantage_K = self.advantage(tokens)
         surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": advantage_K}, outputs)
-        if (held_K := self._held(tokens)) is not None:
+        held_K = self._held(tokens)
+        far_K = torch.zeros_like(clipped_K, dtype=torch.bool)
+        if held_K is not None:
             moved_K = (outputs.logprobs_K.detach() - tokens["behaviour"]).exp() - 1
             far_K = held_K & torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
             surrogate_K, clipped_K = torch.where(far_K, surrogate_K.detach(), surrogate_K), clipped_K | far_K
         log_ratio_K = self.log_ratio(tokens, outputs).detach()
+        if held_K is not None:  # the side of a cut is that of the ratio that cut: with one update a step it is this one
+            log_ratio_K = torch.where(far_K, outputs.logprobs_K.detach() - tokens["behaviour"], log_ratio_K)
         kl_K = None
-        if self.kl_weight > 0 and self.kl_in == "loss":
-            kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_gradient, tokens["proximal"])
+        if self.kl_weight > 0 and self.kl_form != "reward":
+            kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_form, tokens["proximal"])
         importance_K = self.correction(tokens)
         total = policy_loss(
             surrogate_K,

@@ -126,7 +126,7 @@ def _scaled(
 ) -> Tensor:
     """Values less their baseline, over their spread."""
     of_all = _inverse_spread(values_GT, turns_G, judges_G)
-    inverse_G = torch.full_like(values_GT[:, 0], of_all)
+    inverse_G = values_GT.new_full((len(values_GT),), of_all)  # there may be no turn at all
     for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
         members_G = judges_G.clone()
         members_G[member] = scale == "std"
@@ -137,8 +137,9 @@ def _scaled(
 
 def _inverse_spread(values_GT: Tensor, turns_G: Tensor, members_G: Tensor) -> float:
     """1 / spread of some members' values; 0 where they do not differ, or are fewer than two."""
-    if int(members_G.sum()) < 2:
+    longest = int(turns_G[members_G].max()) if int(members_G.sum()) > 1 else 0
+    if longest == 0:
         return 0.0
-    variance_T = values_GT[members_G][:, : int(turns_G[members_G].max())].var(0, correction=1)
-    spread = float(variance_T.mean().sqrt()) if len(variance_T) else 0.0
+    variance_T = values_GT[members_G][:, :longest].var(0, correction=1)
+    spread = float(variance_T.mean().sqrt())
     return 1.0 / (spread + STD_FLOOR) if spread > ROUNDING else 0.0

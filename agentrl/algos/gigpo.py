@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 
 
 class GiGPO(GRPO):
-    """Group-in-group policy optimization."""
+    """Judges a turn also by turns in the same state: group-in-group policy optimization."""
 
     unused: ClassVar = frozenset({"source_scale"})
 
     kind: Literal["gigpo"] = "gigpo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    step_weight: Weight = 1.0  # omega: of the advantage among turns in the same state
-    step_discount: Share = 0.95  # gamma: of a reward per turn between, in that advantage
+
+    step_weight: Weight = 1.0
+    """Weight of the advantage among turns in the same state, beside the advantage of the whole episode (omega in Feng
+    et al. 2025)."""
+
+    step_discount: Share = 0.95
+    """Discount of a reward for each turn between it and the turn that is credited, in the advantage among turns in the
+    same state (gamma in Feng et al. 2025)."""
 
     @model_validator(mode="after")
     def _of_turns(self) -> Self:

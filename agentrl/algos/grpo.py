@@ -23,13 +23,28 @@ if TYPE_CHECKING:
 
 
 class GRPO(Clipped):
-    """Group-relative policy optimization."""
+    """Judges an episode by the other episodes of its group: group-relative policy optimization."""
 
     kind: Literal["grpo"] = "grpo"
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
-    scale: Literal["none", "std", "mean"] = "none"  # divides advantages by the spread, or the mean, of their group
-    source_scale: Literal["none", "std", "leave_one_out"] = "none"  # or outcome and each source by its own spread
-    discount: Share = 1.0  # of a reward per turn between; the outcome is earned at the last turn
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
+    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
+    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
+    episode that it judges."""
+
+    scale: Literal["none", "std", "mean"] = "none"
+    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
+    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
+    towards easy and hard tasks, "mean" towards tasks with few successes."""
+
+    source_scale: Literal["none", "std", "leave_one_out"] = "none"
+    """Divisor of the outcome and of each reward source, each by itself: its standard deviation over the group ("std",
+    as in GDPO) or over the siblings alone ("leave_one_out", which needs groups of 3). "none" adds them up as they are;
+    any other value excludes `algo.scale` and an `algo.discount` below 1."""
+
+    discount: Share = 1.0
+    """Discount of a reward for each turn between it and the turn that is credited; the outcome is earned at the last
+    turn. 1 discounts nothing."""
 
     @property
     def least_members(self) -> int:

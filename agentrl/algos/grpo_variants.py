@@ -19,25 +19,42 @@ from agentrl.algos.grpo import GRPO
 
 
 class RLOO(GRPO):
-    """REINFORCE, leave one out."""
+    """Judges an episode by the mean of its siblings: REINFORCE, leave one out."""
 
     kind: Literal["rloo"] = "rloo"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class DrGRPO(GRPO):
-    """GRPO done right."""
+    """Removes the biases of GRPO that come from lengths and deviations: GRPO done right."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"  # what an outcome is compared with
-    normalise: Literal["token", "sequence", "constant"] = "constant"  # what weighs the same in the mean, see `divisor`
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
+    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
+    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
+    episode that it judges."""
+
+    normalise: Literal["token", "sequence", "constant"] = "constant"
+    """Weight of tokens in the mean of the loss: equal for every token of a step ("token"), equal for every episode and
+    divided among its tokens ("sequence"), or equal for every token of any step ("constant", see `algo.divisor`). Where
+    lengths differ, only "constant" keeps the direction of the gradient of the expected return."""
 
 
 class DAPO(GRPO):
-    """Decoupled clip and dynamic sampling policy optimization."""
+    """Scales by the group's deviation with a wider upper clip: decoupled clip and dynamic sampling policy
+    optimization."""
 
     kind: Literal["dapo"] = "dapo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"  # what an outcome is compared with
-    scale: Literal["none", "std", "mean"] = "std"  # divides advantages by the spread, or the mean, of their group
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
+    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
+    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
+    episode that it judges."""
+
+    scale: Literal["none", "std", "mean"] = "std"
+    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
+    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
+    towards easy and hard tasks, "mean" towards tasks with few successes."""
 
 
 class MaxRL(GRPO):
@@ -54,8 +71,16 @@ class MaxRL(GRPO):
     mean is 0 or less says nothing."""
 
     kind: Literal["maxrl"] = "maxrl"  # pyright: ignore[reportIncompatibleVariableOverride]
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"  # what an outcome is compared with
-    scale: Literal["none", "std", "mean"] = "mean"  # divides advantages by the spread, or the mean, of their group
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "group_mean"
+    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
+    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
+    episode that it judges."""
+
+    scale: Literal["none", "std", "mean"] = "mean"
+    """Divisor of the advantages of a group: the standard deviation of its returns ("std", as GRPO was first published),
+    their mean ("mean", as in MaxRL), or 1 ("none"). Dividing changes how much a task weighs: "std" biases the gradient
+    towards easy and hard tasks, "mean" towards tasks with few successes."""
 
 
 class Distil(GRPO):
@@ -66,6 +91,16 @@ class Distil(GRPO):
     `reward_weight` mixes rewards in, which then have no baseline unless `baseline` names one."""
 
     kind: Literal["distil"] = "distil"  # pyright: ignore[reportIncompatibleVariableOverride]
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "none"  # what an outcome is compared with
-    reward_weight: Weight = 0.0  # of the advantage from rewards; 0: distillation alone
-    distil_weight: Weight = 1.0  # of a penalty on leaving the teacher
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "none"
+    """Baseline that an episode's return is compared with: the mean of the other members of its group ("leave_one_out"),
+    the mean of all members with itself among them ("group_mean"), or 0 ("none"). Only "group_mean" depends on the
+    episode that it judges."""
+
+    reward_weight: Weight = 0.0
+    """Weight of the advantage from rewards. 0 leaves rewards out, for distillation alone (`algo.distil_weight`)."""
+
+    distil_weight: Weight = 1.0
+    """Weight of a penalty on leaving the teacher: the advantage of a token is lowered by this weight times log policy -
+    log teacher. The teacher is `algo.teacher`, the policy's past (`algo.teacher_every`) or a reward source of kind
+    "teacher". 0 switches distillation off."""

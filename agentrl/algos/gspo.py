@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 
 
 class GSPO(GRPO):
-    """Group sequence policy optimization."""
+    """Clips the ratio of a whole turn: group sequence policy optimization."""
 
     unused: ClassVar = frozenset({"clip_from"})
 
     kind: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    clip_low: Positive = 3e-4  # the ratio of a turn may fall by so much
-    clip_high: Positive = 4e-4  # and rise by so much
+
+    clip_low: Positive = 3e-4
+    """Distance below 1 at which the ratio of a whole turn is clipped, which is the geometric mean of its tokens'
+    ratios: a turn with a negative advantage adds no policy gradient once its ratio is below 1 minus this value."""
+
+    clip_high: Positive = 4e-4
+    """Distance above 1 at which the ratio of a whole turn is clipped, which is the geometric mean of its tokens'
+    ratios: a turn with a positive advantage adds no policy gradient once its ratio is above 1 plus this value."""
 
     def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         import torch

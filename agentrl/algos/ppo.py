@@ -32,23 +32,64 @@ if TYPE_CHECKING:
 
 
 class PPO(Clipped):
-    """Proximal policy optimization with a value function."""
+    """Judges actions by a critic's values: proximal policy optimization with a value function."""
 
     kind: Literal["ppo"] = "ppo"
-    clip_high: Positive = 0.2  # and rise by so much
-    importance: Literal["token", "prefix", "sequence", "geometric", "none"] = "token"  # prefix: of the episode so far
-    level: Literal["token", "turn"] = "token"  # what an action is: values are those before a token, or before a turn
-    discount: Share = 1.0  # of a reward per action between
-    gae_lambda: Share = 1.0  # of the policy's advantages; below 1 the critic's errors bias them
-    gae_length_alpha: Positive | None = None  # VAPO: gae_lambda = 1 - 1 / (alpha * actions of the episode) instead
-    value_lambda: Share = 1.0  # of the critic's targets
-    trace_cap: Positive = 1.0  # on the ratio of each later action in both: their product must not explode
-    value_clip: Weight = 0.2  # a value may change by so much in a step; 0: by any amount
-    value_weight: Positive = 0.5  # of the critic's loss
-    critic: Literal["own", "shared"] = "own"  # the value head's trunk: a second model, or the policy itself
-    critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
-    centre: bool = True  # advantages less those of the step's other episodes in the role's same turn, on average
-    critic_warmup_steps: Annotated[int, Field(ge=0)] = 5  # first steps, which train the critic alone
+
+    clip_high: Positive = 0.2
+    """Distance above 1 at which PPO's clip cuts the ratio of the current policy to the policy at the start of the step:
+    a token with a positive advantage adds no policy gradient once its ratio is above 1 plus this value. A larger value
+    than `algo.clip_low` leaves unlikely tokens more room to become likely (clip-higher, Yu et al. 2025)."""
+
+    importance: Literal["token", "prefix", "sequence", "geometric", "none"] = "token"
+    """Importance weight for stale tokens, from their ratios of the policy at the start of the step to the policy that
+    sampled: the ratio of the token ("token"), the product over the episode up to this action ("prefix"), the product
+    over the tokens of its role in the episode ("sequence"), their geometric mean ("geometric"), or 1 ("none", plain
+    GAE). "prefix" has no bias with `algo.gae_lambda = 1` and a cap that cuts nothing, and a variance that grows with
+    the length."""
+
+    level: Literal["token", "turn"] = "token"
+    """Unit of an action: a token, or a whole turn. The critic's values are those before each token, or before each
+    turn."""
+
+    discount: Share = 1.0
+    """Discount of a reward for each action between it and the action that is credited. 1 discounts nothing."""
+
+    gae_lambda: Share = 1.0
+    """Lambda of the policy's advantages in GAE. Below 1 the variance is smaller, and the critic's errors bias the
+    advantages."""
+
+    gae_length_alpha: Positive | None = None
+    """Alpha of a lambda that grows with the episode, 1 - 1 / (alpha * actions of the episode) and at least 0, which
+    replaces `algo.gae_lambda` (VAPO). Without it, `algo.gae_lambda` holds for every length."""
+
+    value_lambda: Share = 1.0
+    """Lambda of the critic's targets. Below 1 they rely more on the critic's own values and less on later rewards."""
+
+    trace_cap: Positive = 1.0
+    """Upper bound of each later action's ratio, of the policy at the start of the step to the policy that sampled, in
+    advantages and in the critic's targets. Above 1 the product of these ratios can explode in long episodes."""
+
+    value_clip: Weight = 0.2
+    """Largest change of a value in a step that still lowers the critic's loss. 0 sets no limit."""
+
+    value_weight: Positive = 0.5
+    """Weight of the critic's loss beside the policy's loss."""
+
+    critic: Literal["own", "shared"] = "own"
+    """Trunk of the value head: a second model ("own"), or the policy itself ("shared"), whose layers then learn from
+    both losses. "shared" needs less memory."""
+
+    critic_lr: Positive | None = None
+    """Learning rate of the value head and of a trunk of its own, with the warmup and the schedule of `train.lr`.
+    Without it, `train.lr`."""
+
+    centre: bool = True
+    """Subtracts from an advantage the mean advantage of the step's other episodes in the same turn of the same role.
+    This takes off a constant error of the critic and adds no bias."""
+
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Number of first steps that train the critic alone. 0 trains the policy from the first step on."""
 
     @property
     def slots(self) -> Slots:

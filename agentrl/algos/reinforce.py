@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reinforce(Clipped):
-    """REINFORCE with the baseline and the scale of the step."""
+    """Compares an episode with the whole step, which gives the baseline and the scale: REINFORCE++."""
 
     kind: Literal["reinforce++"] = "reinforce++"
 

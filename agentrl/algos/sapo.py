@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 
 
 class SAPO(GRPO):
-    """Soft adaptive policy optimization."""
+    """Weakens tokens by a soft gate instead of a clip: soft adaptive policy optimization."""
 
     unused: ClassVar = frozenset({"clip_low", "clip_high", "dual_clip", "clip_from"})
 
     kind: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
-    tau_positive: Positive = 1.0  # how quickly a token with a positive advantage counts less
-    tau_negative: Positive = 1.05  # and with a negative one
+
+    tau_positive: Positive = 1.0
+    """Sharpness of the soft gate for a token with a positive advantage: the larger, the sooner the token counts less as
+    its ratio leaves 1."""
+
+    tau_negative: Positive = 1.05
+    """Sharpness of the soft gate for a token with a negative advantage: the larger, the sooner the token counts less as
+    its ratio leaves 1. It is larger than `algo.tau_positive` by default, since such a token makes all other tokens
+    likelier."""
 
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         from agentrl.algos.losses import gated_surrogate

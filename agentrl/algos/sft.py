@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(Algorithm):
-    """Maximum likelihood."""
+    """Maximises the likelihood of demonstrations."""
 
     kind: Literal["sft"] = "sft"
 

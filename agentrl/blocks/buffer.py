@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.host.with_block import Closing
 from agentrl.records import Group, Trajectory, WeightVersion
-from agentrl.store import MovedGroup, MovedMember, Returns, RunStore
+from agentrl.store import PlayedMember, Returns, RunStore
 from agentrl.store.buffer.admission import AdmissionBounds
 from agentrl.store.databases.open_store import STORE
 from agentrl.store.episodes.endings import Ending
@@ -70,10 +70,10 @@ class Buffer(Closing):
             RunStore.create(path, "{}").close()
         self.store = RunStore.open(path)
         self.reader = RunStore.read(path)
-        self.store.lead()
-        self.store.release_all()  # what a process before played, or held
+        self.store.lineage.lead()
+        self.store.deaths.release_all()  # what a process before played, or held
         self.failure: Exception | None = None  # of a rollout that played into it
-        self._step = max(self.store.steps_trained(), default=0)
+        self._step = max(self.store.trained.steps_trained(), default=0)
 
     @property
     def step(self) -> int:
@@ -98,15 +98,15 @@ class Buffer(Closing):
 
     def mint(self, step: int) -> WeightVersion:
         """A new weight version for the weights that step `step` made: `publish` calls it."""
-        return self.store.mint_version(step)
+        return self.store.versions.mint_version(step)
 
     def confirm(self, version: WeightVersion) -> None:
         """An engine serves a version: `publish` calls it."""
-        self.store.confirm_version(version)
+        self.store.versions.confirm_version(version)
 
     def ready(self) -> int:
         """How many groups a step could take now."""
-        return self.store.ready_count()
+        return self.store.buffer.ready_count()
 
     def put(self, trajectories: Sequence[Trajectory]) -> int:
         """Put the ended trajectories of one task in, as a group; returns its id. They are judged against each other.
@@ -116,7 +116,7 @@ class Buffer(Closing):
         if not trajectories:
             raise UsageError("a group without trajectories cannot be put into the buffer: give the members of one task")
         task = trajectories[0].task
-        members: list[MovedMember] = []
+        members: list[PlayedMember] = []
         if other := next((trajectory.task for trajectory in trajectories if trajectory.task != task), None):
             raise UsageError(f"a group has one task: the trajectories are of seeds {task.seed} and {other.seed}")
         for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.member):
@@ -125,7 +125,7 @@ class Buffer(Closing):
                     f"trajectory {trajectory.episode_id} has not ended: put it in when it has a stop reason"
                 )
             spans = [span for turn in trajectory.turns if turn.learns for span in turn.spans]
-            unknown = sorted({span.version for span in spans if not self.store.knows_version(span.version)})
+            unknown = sorted({span.version for span in spans if not self.store.versions.knows_version(span.version)})
             if unknown:
                 hint = "publish(learner.weights(), fleet, buffer) before they are played"
                 raise UsageError(f"the buffer minted no weight version {unknown[0]}: {hint}")
@@ -135,8 +135,10 @@ class Buffer(Closing):
                 success=trajectory.success,
                 outcomes=dict(trajectory.outcomes),
             )
-            members.append(MovedMember(start=trajectory.start, turns=trajectory.turns, ending=ending))
-        return self.store.put_group(MovedGroup(id=0, task=task, members=tuple(members)))
+            members.append(
+                PlayedMember(start=trajectory.start, turns=trajectory.turns, ending=ending, tools=trajectory.tools)
+            )
+        return self.store.played.put_group(task, members)
 
     def take(
         self, n: int | None = None, *, max_lag: int | None = None, skip_at_most: int = 0, timeout_s: float = 600.0
@@ -152,10 +154,10 @@ class Buffer(Closing):
             raise ConfigError("n", size, "give 1 or more")
         step, deadline = self.step + 1, time.monotonic() + timeout_s
         while True:
-            groups = self.store.take(step, size, max_lag=bound, returns=Returns(), skip_at_most=skip_at_most)
+            groups = self.store.buffer.take(step, size, max_lag=bound, returns=Returns(), skip_at_most=skip_at_most)
             if groups is not None:
                 self._step = step
-                return Batch(tuple(groups), step, bound, self.store.step_of, self.store.is_undone)
+                return Batch(tuple(groups), step, bound, self.store.versions.step_of, self.store.versions.is_undone)
             if self.failure is not None:
                 raise self.failure
             left_s = deadline - time.monotonic()
@@ -168,17 +170,17 @@ class Buffer(Closing):
 
     def checkpoint(self, step: int, folder: str | Path) -> None:
         """A learner's checkpoint of `step` is in `folder`: what was taken up to there is trained for good."""
-        version = self.store.version_at(step)
+        version = self.store.versions.version_at(step)
         if version is None:
             raise UsageError(f"no weights of step {step} were published with this buffer: publish them before")
-        self.store.checkpoint(step, version, folder)
+        self.store.lineage.checkpoint(step, version, folder)
 
     def resume(self) -> Path | None:
         """After a crash: go back to the last checkpoint. What was taken after it is there to be taken again. Returns
         its folder, for `learner.load`; None if there is none, and the learner begins anew."""
-        last = self.store.latest_checkpoint()
+        last = self.store.lineage.latest_checkpoint()
         self._step = 0 if last is None else last.step
-        self.store.rollback(self._step)
+        self.store.lineage.rollback(self._step)
         return None if last is None else Path(last.path)
 
     def close(self) -> None:

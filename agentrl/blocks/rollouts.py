@@ -29,7 +29,8 @@ from agentrl.rollout.env_calls import make_env
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.rollout.worker import Worker
-from agentrl.store.asynchronous import Aside, AsyncStore
+from agentrl.store.async_calls import Aside
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import PHASE
 
 EnvLike = str | Callable[..., Any]
@@ -187,11 +188,11 @@ async def _journaled(
     sender: trio.MemorySendChannel[Trajectory],
 ) -> None:
     store, reader = buffer.store, buffer.reader
-    if not store.knows_version(fleet.version):
+    if not store.versions.knows_version(fleet.version):
         hint = "publish(learner.weights(), fleet, buffer) before"
         raise UsageError(f"the fleet serves weight version {fleet.version}, which the buffer did not mint: {hint}")
     bounds = buffer.bounds(group_size, context.settings.max_running)
-    journal = AsyncStore(store, reader, disk_wait_s=_DISK_S)
+    journal = JournalWriter(store, reader, disk_wait_s=_DISK_S)
     ended: list[int] = []
     news = trio.Event()
 
@@ -203,14 +204,14 @@ async def _journaled(
         nonlocal news
         while True:
             while ended:
-                await sender.send(reader.trajectory(ended.pop(0)))
+                await sender.send(reader.reads.trajectory(ended.pop(0)))
             news = trio.Event()
             await news.wait()
 
     async def close_groups(aside: Aside[Any]) -> None:
         while True:
             with suppress(StoreError):
-                await aside(lambda one: one.expire(one.now(), context.settings.group_deadline_s))
+                await aside(lambda one: one.buffer.expire(one.now(), context.settings.group_deadline_s))
             await trio.sleep(_EXPIRE_S)
 
     PHASE.set(store, "train")

@@ -14,12 +14,13 @@ from pathlib import Path
 from agentrl.engine.vllm.launch import find_build
 from agentrl.errors import UsageError
 from agentrl.host.cores import cores
+from agentrl.host.installation import install_command
 
 _DEADLINE_S = 20
 
 
 _CHECKOUT = (Path(__file__).parents[2] / "Makefile").is_file()
-_INSTALL = "run make setup" if _CHECKOUT else "pip install 'agentrl[train]'"
+_INSTALL = "run make setup" if _CHECKOUT else install_command("train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def _bubblewrap() -> PartCheck:
 
 def _docker() -> PartCheck:
     seen = _output(["docker", "version", "--format", "{{.Server.Version}}"])
-    hint = "optional: start a docker engine and install agentrl[docker] for sandbox = 'docker'"
+    hint = f"optional, for sandbox = 'docker': start a docker engine, and {install_command('docker')}"
     return PartCheck("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else hint)
 
 

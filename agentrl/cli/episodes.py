@@ -15,7 +15,7 @@ from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.run.run_folder import RunDir
-    from agentrl.store.interfaces import Versions
+    from agentrl.store import RunStore
 
 
 _RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run directory")]
@@ -33,7 +33,7 @@ def fork(
 
     run = RunDir.open(path)
     with RunStore.open(run.store_path) as store:
-        group = store.fork(episode, turn=turn, k=k)
+        group = store.groups.fork(episode, turn=turn, k=k)
         go_on = _go_on(path, run, store)
     print(
         f"group {group}: {k} continuations of episode {episode} from turn {turn} on, played as soon as the run goes on"
@@ -45,92 +45,59 @@ def export_episodes(
     path: _RUN,
     out: Annotated[Path, typer.Option(help="The file to write")],
     form: Annotated[
-        Literal["moving", "messages", "tokens", "atif", "inspect", "verifiers", "parquet"],
-        typer.Option(
-            "--format",
-            help="moving: untrained ones, for another run; messages, tokens: demonstrations; the others: for programs"
-            " that read these",
-        ),
-    ] = "moving",
+        Literal["messages", "tokens", "atif", "inspect", "verifiers", "parquet"],
+        typer.Option("--format", help="messages, tokens: demonstrations; the others: for programs that read these"),
+    ] = "messages",
     best_of: Annotated[int | None, typer.Option(min=1, help="The best of the first N episodes of a task")] = None,
     min_outcome: Annotated[float | None, typer.Option(help="Only those with such an outcome, or a better one")] = None,
     per_task: Annotated[int | None, typer.Option(min=1, help="At most so many of a task, the best ones")] = None,
 ) -> None:
-    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots; or, with another
-    --format, its finished ones: demonstrations for agentrl sft, or what Harbor, Inspect, verifiers or pandas read."""
-    from agentrl.offline.episode_export import export_episodes as write
+    """Write a run's finished episodes to a file: demonstrations for agentrl sft, or what Harbor, Inspect, verifiers or
+    pandas read."""
+    from agentrl.offline.episode_export import Choice, select
+    from agentrl.offline.episode_formats import write_episodes
     from agentrl.run.run_folder import RunDir
     from agentrl.store import RunStore
 
     run = RunDir.open(path)
-    if form != "moving":
-        _export_demonstrations(run, out, form, best_of, min_outcome, per_task)
-        return
-    if (best_of, min_outcome, per_task) != (None, None, None):
-        raise UsageError("--best-of, --min-outcome and --per-task choose demonstrations: give --format messages too")
-    with RunStore.open(run.store_path) as store:
-        moved = write(run.config(), store, out)
-    print(f"{moved.groups} groups with {moved.episodes} episodes, {moved.unfinished} of them unfinished, in {out}")
-    if moved.left:
-        print(f"{moved.left} late episodes are not in it: their groups were trained without them")
-    if moved.large:
-        print(f"{moved.large} groups are not in it: an episode of theirs is too large to be moved")
-    if moved.groups:
-        print(f"take them into another run: agentrl import-episodes OTHER_RUN {out}")
-
-
-def _export_demonstrations(
-    run: RunDir,
-    out: Path,
-    form: Literal["messages", "tokens", "atif", "inspect", "verifiers", "parquet"],
-    best_of: int | None,
-    min_outcome: float | None,
-    per_task: int | None,
-) -> None:
-    from agentrl.offline.episode_export import Choice, select
-    from agentrl.offline.episode_formats import write_episodes
-    from agentrl.store import RunStore
-
     choice = Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task)
     with RunStore.read(run.store_path) as store:
         if form not in ("messages", "tokens"):
-            print(f"{write_episodes(store, choice.of(store), form, out, run.config())} episodes in {out}")
+            print(f"{write_episodes(store.reads, choice.of(store.reads), form, out, run.config())} episodes in {out}")
             return
-        told = select(store, choice, form, out)
-    print(f"{told.written} episodes in {out}")
-    if told.rewritten:
-        print(f"{told.rewritten} are not in it: no single conversation; --format tokens has them")
-    if told.dropped:
+        exported = select(store.reads, choice, form, out, splits_thoughts=_writes_thoughts(run))
+    print(f"{exported.written} episodes in {out}")
+    if exported.broken_calls:
+        print(f"{exported.broken_calls} turns in it hold a call that is not well-formed: they stand as text")
+    if exported.cut:
+        print(f"{exported.cut} turns in it were cut by their length: they are context (weight 0)")
+    if exported.untaught:
+        print(f"{exported.untaught} are not in it: each of their turns was cut by its length, or masked")
+    if exported.rewritten:
+        print(f"{exported.rewritten} are not in it: no single conversation; --format tokens has them")
+    if exported.dropped:
         print(
-            f"{told.dropped} are not in it: retention dropped their tokens (buffer.keep_steps); try --format messages"
+            f"{exported.dropped} are not in it: retention dropped their tokens (buffer.keep_steps);"
+            " try --format messages"
         )
 
 
-def import_episodes(
-    path: _RUN,
-    file: Annotated[Path, typer.Argument(help="A file of agentrl export-episodes")],
-    without_snapshots: Annotated[bool, typer.Option(help="Replay environments instead")] = False,
-) -> None:
-    """Take another run's untrained episodes in; they go on with the run. Same model and tasks."""
-    from agentrl.offline.episode_export import import_episodes as read
-    from agentrl.run.run_folder import RunDir
-    from agentrl.store import RunStore
+def _writes_thoughts(run: RunDir) -> bool:
+    """Whether the template of the run's model writes thoughts; no if the model is gone."""
+    from agentrl.models.resolve import renderer_of
 
-    run = RunDir.open(path)
-    with RunStore.open(run.store_path) as store:
-        moved = read(run.config(), store, file, snapshots=not without_snapshots)
-        go_on = _go_on(path, run, store)
-    again = f"; {moved.known} had come in before" if moved.known else ""
-    print(f"{moved.groups} groups with {moved.episodes} episodes came in, {moved.unfinished} of them unfinished{again}")
-    print(f"if the run does not go on by itself now: {go_on}")
+    try:
+        return renderer_of(run.config()).writes_thoughts
+    except UsageError:
+        return False
 
 
-def _go_on(path: Path, run: RunDir, store: Versions) -> str:
+def _go_on(path: Path, run: RunDir, store: RunStore) -> str:
     """What to type for the run to go on. A run that has trained all of its steps needs one more."""
     from agentrl.errors import StoreError
 
     try:
-        done = store.current_version().step
+        done = store.versions.current_version().step
     except StoreError:  # no engine serves any weights yet
         done = 0
     return f"agentrl train --resume {path}" + f" --set train.steps={done + 1}" * (done >= run.config().train.steps)
@@ -140,7 +107,6 @@ def add_commands(app: typer.Typer) -> None:
     """Offer them on the command line."""
     app.command()(fork)
     app.command()(export_episodes)
-    app.command()(import_episodes)
 
 
 store = typer.Typer(no_args_is_help=True, help="The store of a run.")

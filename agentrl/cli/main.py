@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -20,17 +21,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.cli import tables
-from agentrl.cli.command_groups import arrange
+from agentrl.cli.command_groups import OrderedCommands, arrange
 from agentrl.cli.completion import environment_ids, run_folders
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
 from agentrl.cli.health import health
-from agentrl.cli.offline import chaos, export, retrain, sft, trace
-from agentrl.cli.plan import advise, plan, simulate
+from agentrl.cli.offline import export, retrain, sft, trace
+from agentrl.cli.plan import plan, simulate
 from agentrl.cli.rewards import rescore, rewards
-from agentrl.cli.run import fleet, logs, scale, status, stop, submit, tasks
-from agentrl.cli.runs import runs
+from agentrl.cli.run import logs, scale, stop, submit, tasks
+from agentrl.cli.status import status
 from agentrl.cli.steer import pause, requeue, resume, set_
+from agentrl.cli.strict import Strict
 from agentrl.cli.view import beside, metrics, view
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host import json_log
@@ -38,10 +40,12 @@ from agentrl.host.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from agentrl.config import EngineSettings
+    from agentrl.config.reference import Key
     from agentrl.env.checks.validate import Validation
     from agentrl.run.evaluation.held_out import EvalResult
 
 app = typer.Typer(
+    cls=OrderedCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,7 +55,6 @@ _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 add_commands(app)
 for command in (
-    runs,
     status,
     health,
     view,
@@ -68,14 +71,11 @@ for command in (
     rescore,
     simulate,
     plan,
-    advise,
-    chaos,
     retrain,
     trace,
     demos,
     sft,
     export,
-    fleet,
 ):
     app.command()(command)
 app.command("set")(set_)
@@ -147,6 +147,7 @@ def train(
     small: Annotated[bool, typer.Option("--small", help="Learn on this CPU, with a model of 135 M parameters")] = False,
     page: Annotated[bool, typer.Option("--view", help="Serve a web page of the run, as agentrl view does")] = False,
     log_format: _LOG_FORMAT = "text",
+    strict: Strict = False,
 ) -> None:
     """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
     _log_as(log_format, "supervisor")
@@ -205,7 +206,7 @@ def evaluate(
     env: Annotated[
         str | None, typer.Option(autocompletion=environment_ids, help="Environment id; default: the run's own")
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
+    n: Annotated[int | None, typer.Option(min=1, help="Tasks; default: those of the set, all rows or 256")] = None,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
     show: Annotated[int, typer.Option(min=0, help="Print the first N episodes of each set, word for word")] = 0,
@@ -214,6 +215,7 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="The model's name at that server")] = None,
     key_variable: Annotated[str | None, typer.Option(help="With the server's key; default: OPENAI_API_KEY")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes at once there; default: 16")] = None,
+    strict: Strict = False,
 ) -> None:
     """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID, measure a
     model on any server; episodes that --out holds already are not played again."""
@@ -262,7 +264,7 @@ def _show_episode(title: str, text: str) -> None:
 
 
 def _evaluate_model(
-    what: str | None, env: str | None, n: int, settings: list[str], out: Path | None, show: int
+    what: str | None, env: str | None, n: int | None, settings: list[str], out: Path | None, show: int
 ) -> list[EvalResult]:
     from agentrl.host.janitor import OwnedFolder
     from agentrl.run.evaluation.of_checkpoint import measured
@@ -289,7 +291,7 @@ def _evaluate_endpoint(
     what: str | None,
     model: str | None,
     env: str | None,
-    n: int,
+    n: int | None,
     settings: list[str],
     out: Path | None,
     key: str | None,
@@ -382,6 +384,7 @@ def validate(
     whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
     drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    strict: Strict = False,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
     from agentrl.config import apply_override
@@ -448,25 +451,36 @@ def list_ids(
 @app.command()
 def keys(
     of: Annotated[str, typer.Argument(help="Only keys with this beginning, such as rollout")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Every key, in the order of the tables")] = False,
     page: Annotated[
-        bool, typer.Option("--page", help="The whole table as Markdown, as docs/reference/run-file.md has it")
+        bool, typer.Option("--page", help="Every key as Markdown, as docs/reference/run-file.md has it")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Every key as JSON")] = False,
 ) -> None:
-    """List the keys of a run file with their defaults and meanings."""
+    """List the keys of a run file that matter first, by the question that they answer. Their defaults and meanings are
+    those of the code."""
     from agentrl.config import reference as run_file
 
     if page:
         print(run_file.page(), end="")
         return
-    found = [key for key in run_file.all_keys() if key.name.startswith(of)]
-    if not found:
-        raise UsageError(f"no key begins with {of!r}: agentrl keys shows all")
-    if as_json:
-        tables.print_json([asdict(key) for key in found])
+    if not (of or every or as_json):
+        for question, first in run_file.first_keys().items():
+            _print_keys(first, title=question)
+        tables.console().print("agentrl keys --all lists every key, agentrl keys rollout those of one table")
         return
-    table = Table("key", "value", "default", "meaning")
-    for key in found:
+    chosen = [key for key in run_file.all_keys() if key.name.startswith(of)]
+    if not chosen:
+        raise UsageError(f"no key begins with {of!r}: agentrl keys --all lists every key")
+    if as_json:
+        tables.print_json([asdict(key) for key in chosen])
+    else:
+        _print_keys(chosen)
+
+
+def _print_keys(keys: Sequence[Key], title: str = "") -> None:
+    table = Table("key", "value", "default", "meaning", title=title, title_justify="left")
+    for key in keys:
         table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
     tables.console().print(table)
 

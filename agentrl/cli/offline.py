@@ -1,4 +1,4 @@
-"""The commands beside a run: `agentrl retrain`, `export`, `sft`, and `chaos`, which hurts a run on purpose.
+"""The commands beside a run: `agentrl retrain`, `export`, `trace` and `sft`.
 
 Nothing heavy is imported before they run.
 """
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from agentrl.cli import tables
 from agentrl.cli.completion import run_folders
+from agentrl.cli.strict import Strict
 from agentrl.errors import UsageError
 from agentrl.host.quick_imports import quick_imports
 
@@ -89,6 +90,7 @@ def sft(
     out: Annotated[Path | None, typer.Option(help="Its folder; default runs/NAME")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on in this folder")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the run of agentrl sft that is there")] = False,
+    strict: Strict = False,
 ) -> None:
     """Train a model on demonstrations: a warm start for agentrl train."""
     with quick_imports():
@@ -106,59 +108,6 @@ def sft(
         folder = out or Path("runs") / config.name
         last = training.train(config, folder, told=print, overwrite=overwrite)
     print(f"checkpoint: {last}\nbegin a run with it: agentrl train RUN_FILE --set model={folder}")
-
-
-_SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
-_RESTART_GROUPS = Annotated[
-    bool, typer.Option(help="Interrupted groups start anew; with --compare, in a further run with the same faults")
-]
-_RESTART_DATABASE = Annotated[
-    str, typer.Option(help="The shell's command that restarts the PostgreSQL server of the run's store")
-]
-_ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
-
-
-def chaos(
-    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
-    faults: Annotated[int, typer.Option(min=1, help="How often the run is hurt")] = 10,
-    seed: Annotated[int, typer.Option(help="Decides the faults and their times")] = 0,
-    out: Annotated[Path, typer.Option(help="Run directory")] = Path("runs/chaos"),
-    every_s: Annotated[float, typer.Option(help="Mean seconds between two faults")] = 60.0,
-    only: _ONLY = None,
-    disk_mb: Annotated[int, typer.Option(min=0, help="Size of the disk that is filled; 0: none is")] = 512,
-    compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
-    restart_groups: _RESTART_GROUPS = False,
-    restart_database: _RESTART_DATABASE = "",
-    settings: _SETTINGS = None,
-) -> None:
-    """Hurt a run on purpose (kill, stop, slow down, cut off, fill its disk …) and audit it; exit code 1 if it does not
-    hold."""
-    from agentrl.config import load
-    from agentrl.errors import UsageError
-    from agentrl.offline.chaos import Hurts, hurt, on_a_small_disk
-
-    what = Hurts(
-        file=file,
-        out=out,
-        faults=faults,
-        seed=seed,
-        every_s=every_s,
-        only=tuple(only or ()),
-        settings=tuple(settings or ()),
-        compare=compare,
-        restart_groups=restart_groups,
-        restart_database=restart_database,
-    )
-    config = load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
-    if not 0 < every_s < math.inf:
-        raise UsageError(f"--every-s {every_s:g}: must be a number of seconds above 0, such as 60")
-    what.check(config, disk_mb)
-    console = tables.console()
-    status = on_a_small_disk(what, disk_mb)
-    if status is None:
-        status = 0 if hurt(what, console) else 1
-    if status:
-        raise SystemExit(status)
 
 
 def retrain(
@@ -217,7 +166,7 @@ def lines(again: Retrained) -> Iterator[str]:
     elif again.equal:
         yield f"{of}: the weights of all {again.tensors} tensors are bit-equal to those of the run"
     elif wrong is None:
-        yield f"{of}: the run recorded no hash of its weights, nothing was compared (train.hash_every = 1 records one)"
+        yield f"{of}: the run recorded no hash of its weights, nothing was compared"
     yield from (f"not as in the run: {note}" for note in again.notes)
     if again.out is not None:
         yield f"weights: {again.out}"

@@ -1,4 +1,4 @@
-"""The commands `agentrl plan`, `advise` and `simulate`. Nothing heavy is imported before they run."""
+"""The commands `agentrl plan` and `simulate`. Nothing heavy is imported before they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from agentrl.cli import tables
-from agentrl.cli.completion import run_folders
 from agentrl.errors import UsageError
 from agentrl.host.quick_imports import quick_imports
 
@@ -131,23 +130,6 @@ def _table(found: Plan) -> Table:
     return table
 
 
-def advise(
-    run: Annotated[
-        Path, typer.Argument(autocompletion=run_folders, help="A run directory, of a finished run or one that goes on")
-    ],
-    gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs too")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the lines")] = False,
-) -> None:
-    """Say what to change in a run, from its own times: lag, quorum, batch, and with --gpus which side gets them."""
-    from agentrl.run.advise import advise as look
-
-    if as_json:
-        print(json.dumps(list(look(run, gpus)), indent=2))
-        return
-    for line in look(run, gpus):
-        print(line)
-
-
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="The run file (TOML); default: that of --from")] = None,
     run: Annotated[Path | None, typer.Option("--from", help="A finished run to take all times from")] = None,
@@ -158,7 +140,6 @@ def simulate(
     close: Annotated[str, typer.Option(help="When groups close, as full,7/8 or 6/8@10 (10 s later)")] = "full,6/8",
     gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs")] = 0,
     scale_batch: Annotated[bool, typer.Option(help="Let buffer.groups_per_step grow with the slots")] = False,
-    others: Annotated[bool, typer.Option(help="Also what other systems do with stragglers")] = True,
     steps: Annotated[int | None, typer.Option(min=2, help="Simulated steps; default: for 8,000 episodes")] = None,
     seed: Annotated[int, typer.Option(help="Of the drawn times")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
@@ -178,7 +159,6 @@ def simulate(
         close=close,
         gpus=gpus,
         scale_batch=scale_batch,
-        others=others,
         steps=steps,
         seed=seed,
     )

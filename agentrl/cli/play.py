@@ -16,10 +16,10 @@ from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import EnvError, Tracebacks, boundary
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Message, Messages, Step, StopReason, Task
+from agentrl.records import NO_TOOLS, Json, Message, Messages, ShownTools, Step, StopReason, Task
 from agentrl.registration import make
 from agentrl.rollout.memory_store import MemoryStore
-from agentrl.rollout.text_policy import TextAnswer, TextPolicy, cause_of, play_text
+from agentrl.rollout.text_policy import TextAnswer, TextPolicy, Tools, cause_of, play_text
 
 _LIMITS = Rollout(max_context=1 << 30)  # messages, of which a person reads any number
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
@@ -73,7 +73,7 @@ class _Person:
         for message in messages:
             self._write(shown(message))
 
-    async def answer(self, messages: object, news: Sequence[Message], tools: object) -> TextAnswer:
+    async def answer(self, messages: object, news: Sequence[Message], tools: Tools) -> TextAnswer:
         """A typed action. Raises _Left."""
         while True:
             self.show(news)
@@ -84,7 +84,7 @@ class _Person:
             if line.strip() == "/quit":
                 raise _Left
             try:
-                return TextAnswer(action_of(line, self._format))
+                return TextAnswer(action_of(line, self._format, tools))
             except ValueError as error:
                 self._write(f"({error})")
 
@@ -96,8 +96,8 @@ class _Shown(MemoryStore):
         super().__init__()
         self._env, self._write = env, write
 
-    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
-        await super().begin(episode_id, fence, start)
+    async def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
+        await super().begin(episode_id, fence, start, tools)
         self._write(f"({_HELP})")
         for schema in self._env.tool_schemas():
             self._write(f"tool {_signature(schema)}")
@@ -108,7 +108,7 @@ class _Shown(MemoryStore):
             self._write(f"(reward {step.reward:+.2f})")
 
 
-def action_of(line: str, tool_format: str = "hermes") -> str:
+def action_of(line: str, tool_format: str = "hermes", tools: Tools = ()) -> str:
     """A typed line as an action: `/tool key=value` becomes a tool call of that format, `\\n` in text a new line.
 
     Raises ValueError for a call that is not of that form."""
@@ -126,7 +126,8 @@ def action_of(line: str, tool_format: str = "hermes") -> str:
             arguments[key] = json.loads(text)
         except json.JSONDecodeError:
             arguments[key] = text
-    return get_format(tool_format).write(ToolCall(name, arguments))
+    form = get_format(tool_format)
+    return form.write(form.spelled(ToolCall(name, arguments), tools))
 
 
 def _signature(schema: Mapping[str, Json]) -> str:

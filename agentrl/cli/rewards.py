@@ -27,7 +27,7 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
 
     with RunStore.read(RunDir.open(path).store_path) as store:
         found, failed = list(reports(store)), failures(store)
-        functions = by_function([row.values for row in store.metrics("step")])
+        functions = by_function([row.values for row in store.metrics.values("step")])
     if as_json:
         document = {"sources": found, "failures": failed}
         rows = {name: [asdict(reward) for reward in many] for name, many in document.items()}

@@ -1,11 +1,10 @@
-"""The commands `agentrl status`, `logs`, `tasks`, `scale`, `stop`, `submit` and `fleet`. Imports nothing heavy."""
+"""The commands `agentrl logs`, `tasks`, `scale`, `stop` and `submit`. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -22,21 +21,6 @@ if TYPE_CHECKING:
 _RUN = Annotated[Path, typer.Argument(metavar="RUN", autocompletion=run_folders, help="A run directory")]
 _TAIL = 1 << 20  # bytes at a log's end that are searched for its last lines
 _POLL_S = 0.2
-_SHOWN = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
-"""A log has what a policy and its programs printed: no control character of it reaches the terminal."""
-
-
-def status(
-    path: _RUN,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
-) -> None:
-    """Say what a run does now, and what to type next. Changes nothing."""
-    from agentrl.run.reporting import status as found
-    from agentrl.run.run_folder import RunDir
-
-    now = found.status(RunDir.open(path))
-    for line in [json.dumps(now)] if as_json else found.lines(now):
-        print(line.translate(_SHOWN))
 
 
 def logs(
@@ -84,7 +68,11 @@ def tasks(
     run = RunDir.open(path)
     config = run.config()
     with RunStore.read(run.store_path) as store:
-        rows = failed_tasks.as_rows(store.failed_tasks(), config) if failed else failed_tasks.all_rows(store, config)
+        rows = (
+            failed_tasks.as_rows(store.metrics.failed_tasks(), config)
+            if failed
+            else failed_tasks.all_rows(store, config)
+        )
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -139,8 +127,11 @@ def _last(file: IO[bytes], n: int) -> list[str]:
 
 
 def _tell(log: Path, *lines: str) -> None:
+    """Print what a policy and its programs printed, without control characters: none reaches the terminal."""
+    from agentrl.env.gymnasium_wrappers import printable
+
     for line in lines:
-        print(f"{log.stem}: {line}".translate(_SHOWN), flush=True)
+        print(printable(f"{log.stem}: {line}"), flush=True)
 
 
 def _tell_json(log: Path, *lines: str) -> None:
@@ -174,13 +165,3 @@ def submit(
     job = submitting.submit(address, submitting.entrypoint(file, place, given), deadline_s=deadline_s)
     print(f"job {job} of {address} trains in {place}")
     print(f"next      agentrl status {place}; agentrl logs {place} --follow; agentrl stop {place}")
-
-
-def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/how-to/fleet.md")]) -> None:
-    """Serve engines that several runs share through adapters, until Ctrl-C. Prints each tenant's lines for its run."""
-    from agentrl.host.nonblocking_output import waiting_for_no_reader
-    from agentrl.run.serving import shared_engines
-
-    config = shared_engines.load(file)
-    with waiting_for_no_reader():
-        shared_engines.run(config, partial(print, flush=True))

@@ -37,6 +37,19 @@ def read(given: Any, field: str) -> Any:
         raise config_error(error, kind, tuple(field.split("."))) from None
 
 
+def check_registered(algorithms: Mapping[str, Algorithm]) -> None:
+    """Raise ConfigError for an algorithm that is an object of a class that no kind names. The processes of a run read
+    kind and settings from a file, so a subclass of GRPO would train as plain GRPO without a word."""
+    for field, algo in algorithms.items():
+        try:
+            known: type | None = algorithm(str(algo.kind))
+        except UnknownIdError:
+            known = None
+        if type(algo) is not known:
+            hint = "offer the class by an entry point of agentrl.algorithms and give its kind, or use agentrl.blocks"
+            raise ConfigError(field, type(algo).__name__, f"other processes cannot read an object: {hint}")
+
+
 def leave(table: dict[str, Any], kind: str) -> None:
     """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
     try:
@@ -114,5 +127,5 @@ def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_
             hint = f"{named} compares siblings: give at least {least}, or another algorithm"
             raise ConfigError("rollout.group_size", group_size, hint)
         if quorum is not None and quorum < least:
-            hint = f"{named} learns nothing from fewer than {least} members: give buffer.quorum = {least}"
-            raise ConfigError("buffer.quorum", quorum, hint)
+            hint = f"{named} learns nothing from fewer than {least} members: give buffer.close = {least}"
+            raise ConfigError("buffer.close", quorum, hint)

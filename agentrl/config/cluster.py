@@ -1,7 +1,7 @@
 """The `[cluster]` table of a run file: who starts the run's processes, where, and which store they share.
 
-Numbers of processes may be given here or in the sections of the parts (`engine.replicas`, `rollout.workers`,
-`train.parallel.ranks`), where the rest of the code reads them.
+How many processes there are stands in the sections of the parts (`engine.replicas`, `rollout.workers`,
+`train.parallel.ranks`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, cast
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from agentrl.config.sections import Count, Positive, Section
 from agentrl.errors import ConfigError
-
-_COUNTS = (  # key of [cluster], section and key that it stands for
-    ("engine.replicas", "engine.replicas"),
-    ("workers.replicas", "rollout.workers"),
-    ("learner.ranks", "train.parallel.ranks"),
-)
-
 
 _ADDRESS = "give postgresql://user@host/database; false, or nothing, is SQLite"
 
@@ -29,26 +22,32 @@ def _without_secrets(url: object) -> str:
 
 
 class EnginePlaces(Section):
-    """What Ray reserves for the engines."""
+    """Resources that Ray reserves for the engines."""
 
-    replicas: Count | None = None  # the same as engine.replicas
-    gpus: Annotated[int, Field(ge=0)] = 0  # of each; vLLM splits its layers over several
-    cpus: Positive = 1.0  # of each
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Number of GPUs that Ray reserves for each engine; vLLM splits its layers over several. It must be 0 with
+    `cluster.launcher = "local"`, where `engine.gpus` names the GPUs."""
+
+    cpus: Positive = 1.0
+    """Number of CPUs that Ray reserves for each engine."""
 
 
 class LearnerPlaces(Section):
-    """What Ray reserves for the learner, whose ranks are on one node."""
+    """Resources that Ray reserves for the learner, whose ranks are on one node."""
 
-    ranks: Count | None = None  # the same as train.parallel.ranks
-    gpus: Annotated[int, Field(ge=0)] = 0  # of each rank
-    cpus: Positive = 1.0  # of each rank
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Number of GPUs that Ray reserves for each rank of the learner. It must be 0 with `cluster.launcher = "local"`,
+    where `train.device` names the GPU."""
+
+    cpus: Positive = 1.0
+    """Number of CPUs that Ray reserves for each rank of the learner."""
 
 
 class WorkerPlaces(Section):
-    """What Ray reserves for the workers."""
+    """Resources that Ray reserves for the workers."""
 
-    replicas: Count | None = None  # the same as rollout.workers
-    cpus: Positive = 1.0  # of each
+    cpus: Positive = 1.0
+    """Number of CPUs that Ray reserves for each worker."""
 
 
 class Split(NamedTuple):
@@ -62,33 +61,66 @@ class Split(NamedTuple):
 
 
 class ControllerSettings(Section):
-    """Moves places between engines and the learner's ranks while the run goes on, if that trains more tokens a second.
-    Left out, nothing moves."""
+    """Moves places between the engines and the learner's ranks while the run goes on, if that trains more tokens per
+    second. Without this table, nothing moves."""
 
-    engines: Annotated[tuple[int, int], Field(strict=False)]  # at least, at most
-    ranks: list[Count]  # numbers of ranks that the learner may have, as [1, 2, 4]
-    every_s: Positive = 60.0  # between two looks
-    window_steps: Annotated[int, Field(ge=4)] = 16  # steps that a look judges by; no step counts in two looks
-    agree: Count = 3  # looks in a row that must see the same gain
-    gain: Positive = 0.1  # share of more tokens trained a second that a move has to promise
-    horizon_s: Positive = 3600.0  # within it a move pays for itself, and is not taken back unless it did harm
-    margin: Positive = 2.0  # times the measured cost of a move that it has to earn
+    engines: Annotated[tuple[int, int], Field(strict=False)]
+    """Fewest and most engines that the run may have, such as `[4, 7]`."""
+
+    ranks: list[Count]
+    """Numbers of ranks that the learner may have, such as `[1, 2, 4]`. `train.parallel.ranks` must be one of them."""
+
+    every_s: Positive = 60.0
+    """Seconds between two looks of the controller at the run."""
+
+    window_steps: Annotated[int, Field(ge=4)] = 16
+    """Number of optimizer steps that the controller judges by in one look. No step counts in two looks."""
+
+    agree: Count = 3
+    """Number of consecutive looks that must promise `cluster.controller.gain` for the same move before it happens."""
+
+    gain: Positive = 0.1
+    """Smallest increase in trained tokens per second that a move must promise, as a share (0.1 is 10%). A move that
+    lowers the rate by this share is undone at the next look, if that is worth its cost."""
+
+    horizon_s: Positive = 3600.0
+    """Seconds within which a move must earn twice its measured cost. For at least this time after a move, no other move
+    happens between the same two splits, unless the first one did harm."""
 
 
 class Cluster(Section):
-    """Where a run's processes are, and what several hosts share."""
+    """Placement of a run's processes, and the store that several hosts share."""
 
-    launcher: Literal["local", "ray"] = "local"  # who starts the processes: this machine, or Ray on its nodes
-    address: str = "auto"  # of the Ray cluster: HOST:PORT of its head, or the one that this machine belongs to
-    store: str | None = None  # postgresql://user@host/database; default: SQLite
+    launcher: Literal["local", "ray"] = "local"
+    """Launcher of the run's processes: `local` starts them on this machine, `ray` on the nodes of a Ray cluster."""
+
+    address: str = "auto"
+    """Address of the Ray cluster: `HOST:PORT` of its head, or `auto` for the cluster that this machine belongs to."""
+
+    store: str | None = None
+    """URL of the PostgreSQL database for the run's store, `postgresql://user@host/database`. Without it, the store is
+    SQLite, and Ray places all processes on the machine where the run starts."""
+
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
     workers: WorkerPlaces = WorkerPlaces()
     controller: ControllerSettings | None = None
-    place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
-    head_away_s: Positive = 2.0  # Ray's head refuses connections for so long: the run leaves, to join the next one
-    lease_s: Positive = 20.0  # cut off from the run, a process ends itself
-    store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
+
+    place_deadline_s: Positive = 300.0
+    """Seconds to wait until Ray finds a node for a process; Ray's autoscaler may need them to start a node. A run waits
+    equally long for Ray's head when it joins a cluster, and leaves a head that has been silent for that time."""
+
+    head_away_s: Positive = 2.0
+    """Seconds for which Ray's head may refuse connections before the run leaves its cluster; with `--keep-alive` the
+    run then joins the next one. For a head that keeps its state on disk or in Redis, raise it to the time of a restart,
+    below the 60 seconds after which Ray itself gives up."""
+
+    lease_s: Positive = 20.0
+    """Seconds without contact to the run after which a process on a Ray node ends itself. A process that the run cannot
+    reach counts as dead only after this time."""
+
+    store_deadline_s: Positive = 120.0
+    """Seconds that the run waits for a database that does not answer, before it ends."""
 
     @field_validator("store", mode="before")
     @classmethod
@@ -104,43 +136,6 @@ class Cluster(Section):
     def on_ray(self) -> bool:
         """Whether Ray starts the run's processes."""
         return self.launcher == "ray"
-
-
-class WithCluster(BaseModel):
-    """A run file's document with the numbers of `[cluster]` in the sections that they stand for."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_cluster(cls, document: Any) -> Any:
-        if isinstance(document, dict) and isinstance(cast("dict[str, Any]", document).get("cluster"), dict):
-            return _spread(cast("dict[str, Any]", document))
-        return cast(object, document)
-
-
-def _spread(document: dict[str, Any]) -> dict[str, Any]:
-    for key, stands_for in _COUNTS:
-        value = _get(document["cluster"], key)
-        if value is None:
-            continue
-        if (other := _get(document, stands_for)) not in (None, value):
-            raise ConfigError(f"cluster.{key}", value, f"{stands_for} = {other!r} says another number: give one")
-        document = _with(document, stands_for.split("."), value)
-    return document
-
-
-def _get(table: Any, key: str) -> Any:
-    for part in key.split("."):
-        table = cast("dict[str, Any]", table).get(part) if isinstance(table, dict) else getattr(table, part, None)
-    return table
-
-
-def _with(table: Any, keys: list[str], value: Any) -> Any:
-    first, *rest = keys
-    if isinstance(table, BaseModel):
-        inner = _with(getattr(table, first), rest, value) if rest else value
-        return table.model_copy(update={first: inner})
-    found = cast("dict[str, Any]", table)
-    return {**found, first: _with(found.get(first, {}), rest, value) if rest else value}
 
 
 class _Engine(Protocol):

@@ -19,7 +19,7 @@ _SERVED = ("prm", "judge", "teacher")
 _OF_KINDS = {  # settings of a reward source, and what has a use for them
     "call": ("callable", "tests"),
     **dict.fromkeys(("command", "files", "score", "sandbox", "image", "box_s"), ("tests",)),
-    **dict.fromkeys(("potential", "gamma"), ("shaping",)),
+    "gamma": ("shaping",),
     **dict.fromkeys(("most_tokens", "margin_tokens"), ("overlong",)),
     **dict.fromkeys(("url", "model", "api_key_env"), _SERVED),
     **dict.fromkeys(("prompt", "envs"), ("teacher",)),
@@ -32,8 +32,7 @@ _OF_OWN_ENGINES = {"replicas", "threads"}
 
 
 _OF_ALGORITHMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("kl_in", "kl_gradient"), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
-    (("kl_gradient",), lambda algo: algo.kl_weight and algo.kl_in == "reward", "with {}.kl_in = 'reward'"),
+    (("kl_form",), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
     (("reject_below", "reject_above"), lambda algo: algo.reject == "none", "without {}.reject"),
     (("importance_floor", "importance_cap"), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
     (("divisor",), lambda algo: algo.normalise != "constant", "without {}.normalise = 'constant'"),
@@ -74,10 +73,6 @@ def _of_engines(config: RunConfig) -> Iterator[str]:
         yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
     if engine.weights_url is not None and config.sends_adapters:
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
-    if engine.canary_tolerance is not None and not engine.canary:
-        yield "engine.canary_tolerance has no effect without the canary: --set engine.canary=true"
-    if engine.stage == "file" and (engine.kind == "embedded" or config.transport.form != "file"):
-        yield "engine.stage has no effect: vLLM alone stages, and only what is a file: --set engine.stage=auto"
     if engine.kind == "sglang" and "kv_cache_mb" in given and not engine.urls:
         yield "engine.kv_cache_mb has no effect on SGLang: --set engine.sglang.mem-fraction-static=0.8 bounds it"
     if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
@@ -136,18 +131,9 @@ def _of_deadlines(config: RunConfig) -> Iterator[str]:
 
 
 def _of_groups(config: RunConfig) -> Iterator[str]:
-    buffer, pivot = config.buffer, config.rollout.pivot
-    if buffer.quorum is not None and config.quorum is None:
-        closes = "all members" if buffer.close == "full" else "all members at buffer.max_lag = 0"
-        yield f"buffer.quorum has no effect, as groups wait for {closes}: --set buffer.quorum=false"
-    if buffer.close == "quorum" and buffer.synchronous:
+    buffer = config.buffer
+    if buffer.synchronous and config.quorum is not None:
         yield "buffer.max_lag = 0 leaves the late members of a quorum untrained: --set buffer.max_lag=1"
-    if buffer.window != type(buffer).model_fields["window"].default and buffer.order != "windowed":
-        yield f"buffer.window has no effect with buffer.order = {buffer.order!r}: --set buffer.order=windowed"
-    if not buffer.skip_without_signal and "skip_at_most" in _changed(buffer):
-        yield "buffer.skip_at_most has no effect, as no group is skipped: --set buffer.skip_without_signal=auto"
-    if pivot is not None and pivot.below and pivot.rule != "low_reward":
-        yield f"rollout.pivot.below has no effect with rule = {pivot.rule!r}: --set rollout.pivot.rule=low_reward"
 
 
 def _of_source(source: RewardSource) -> Iterator[str]:

@@ -17,19 +17,30 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from agentrl import registry
-from agentrl.config.sections import Count, Positive, Section
+from agentrl.config.sections import Count, Section
 from agentrl.errors import ConfigError, UsageError
 
 
 class LeagueSettings(Section):
-    """Which past selves play the roles that `[[roles]] plays` gives to them, and how often."""
+    """The past selves that play the roles which `[[roles]] plays` gives to them, and how often they play."""
 
-    every: Count = 20  # steps after which a checkpoint is saved and joins
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the groups that meet past selves; in the others all learn
-    rule: str = "uniform"  # who is drawn: latest, uniform, pfsp (those that the policy beats least), or module:function
-    newest: Count = 32  # members that are drawn from, beside the model that the run began with
-    pfsp_power: Positive = 2.0  # of pfsp: the weight of a member is so high a power of the share of games that it wins
-    measured: Literal["first", "latest", "drawn"] = "first"  # evaluation meets what the run began with, or past selves
+    every: Count = 20
+    """Optimizer steps between two members: after each of these steps a checkpoint is saved and joins the league."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the training groups that meet past selves. In the other groups the policy plays and learns all roles;
+    evaluation always meets past selves."""
+
+    rule: str = "uniform"
+    """Rule that draws a past self for a group: "latest", "uniform", "pfsp" (prefers members that the policy beats
+    least), or `module:function` of yours."""
+
+    newest: Count = 32
+    """Number of newest members to draw from, in addition to the model that the run began with."""
+
+    measured: Literal["first", "latest", "drawn"] = "first"
+    """Opponent in evaluation: the model that the run began with ("first"), the newest member ("latest"), or members
+    drawn as in training ("drawn")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +62,7 @@ class Member:
 Rule = Callable[[Sequence[Member]], Sequence[float]]
 """Weights of members, oldest first: each is drawn in proportion to its own. A rule of yours is such a function."""
 
+_PFSP_POWER: Final = 2.0  # AlphaStar's f_hard
 FIRST: Final = Member(version=0, step=0)
 
 
@@ -63,7 +75,7 @@ def rule(settings: LeagueSettings) -> Rule:
     if settings.rule == "uniform":
         return lambda members: [1.0] * len(members)
     if settings.rule == "pfsp":
-        return lambda members: [(1 - member.beaten) ** settings.pfsp_power for member in members]
+        return lambda members: [(1 - member.beaten) ** _PFSP_POWER for member in members]
     try:
         return registry.load_reference(settings.rule)
     except UsageError as error:

@@ -1,20 +1,21 @@
 """Every key of the run file with its default and its meaning, read from `agentrl.config` itself.
 
-A key's meaning is the comment behind it there, so the code, this table and the documentation page always agree.
+A key's meaning is the docstring below it there, which an editor shows too, so the code, this table and the
+documentation page always agree. pydantic could read these docstrings itself (`use_attribute_docstrings`), but parses
+the source of every section then, whenever a process starts.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import io
 import json
-import re
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -22,35 +23,57 @@ from agentrl import registry
 from agentrl.algos.algorithm import Algorithm
 from agentrl.config import run_config
 
-_NUMBERS = (
-    (r"Positive", "number above 0"),
-    (r"Weight", "number from 0"),
-    (r"Wait", 'number from 0, or `"always"`'),
-    (r"Share", "number from 0 to 1"),
-    (r"Count \| Literal\['auto'\]", 'integer from 1, or `"auto"`'),
-    (r"Count", "integer from 1"),
-    (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
-    (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),
-    (r"Annotated\[float, Field\(allow_inf_nan=False\)\]", "number"),
-    (r"Annotated\[float, Field\(ge=0, le=1\)\]", "number from 0 to 1"),
-    (r"Annotated\[float, Field\(ge=0, lt=1\)\]", "number from 0, below 1"),
-    (r"Annotated\[float, Field\(gt=0, le=1\)\]", "number above 0, up to 1"),
-    (r"Annotated\[str, .*\]", "text"),
-    (r"list\[Annotated\[str, .*\]\]", "list of texts"),
-    (r"list\[str\]", "list of texts"),
-    (r"str \| list\[str\]", "text, or list of texts"),
-    (r"list\[Gpus\]", "list of lists of GPUs"),
-    (r"Gpus", "list of GPUs"),
-    (r"tuple\[float, float\]", "two numbers"),
-    (r"tuple\[int, int\]", "two integers"),
-    (r"list\[Count\]", "list of integers from 1"),
-    (r"dict\[.*\]", "table"),
-    (r"SerializeAsAny\[Algorithm\]", "table"),
-    (r"bool", "true or false"),
-    (r"str", "text"),
-    (r"int", "integer"),
-    (r"float", "number"),
-)
+_WORDS = {bool: "true or false", str: "text", int: "integer", float: "number"}
+_SEVERAL = {"text": "texts", "integer": "integers", "number": "numbers", "list": "lists", "table": "tables"}
+_COUNTS = {2: "two", 3: "three"}
+
+QUESTIONS = {
+    "What is trained, and on which tasks?": (
+        "model",
+        "env.id",
+        "env.kwargs",
+        "tasks[].rows",
+        "algo.kind",
+        "train.lora_rank",
+    ),
+    "What earns a reward?": (
+        "env.reward",
+        "rewards[].source",
+        "rewards[].kind",
+        "algo.process_weight",
+        "algo.kl_weight",
+    ),
+    "How long may an episode be?": (
+        "rollout.max_turns",
+        "rollout.max_tokens_per_turn",
+        "rollout.max_context",
+        "rollout.step_deadline_s",
+        "rollout.temperature",
+    ),
+    "How much does a step learn from?": (
+        "train.steps",
+        "train.lr",
+        "rollout.group_size",
+        "buffer.groups_per_step",
+        "buffer.max_lag",
+    ),
+    "Where does it run, and with how much memory?": (
+        "engine.kind",
+        "engine.gpus",
+        "rollout.max_running",
+        "train.device",
+        "train.dtype",
+        "train.tokens_per_batch",
+    ),
+    "How is it measured, and what is kept?": (
+        "eval.every",
+        "eval.sets[].name",
+        "eval.sets[].n",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+    ),
+}
+"""The keys that most run files set, by the question that each answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +91,20 @@ def all_keys() -> list[Key]:
     return list(_of(run_config.RunConfig, ""))
 
 
+def first_keys() -> dict[str, list[Key]]:
+    """The keys that matter first, by the question that they answer."""
+    keys = {key.name: key for key in all_keys()}
+    return {question: [keys[name] for name in names] for question, names in QUESTIONS.items()}
+
+
 def page() -> str:
     """The table as a documentation page."""
     lines = [
         "# Run file",
         "",
         "For those who write a run file: every key, its default and what it means. Made by `agentrl keys --page`:",
-        "the meanings are the comments of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`;",
-        "some begin with the kinds they are of.",
+        "the meanings are the docstrings of files in `agentrl/config/`, and for `algo` of those in `agentrl/algos/`;",
+        "some begin with the algorithms that have the key.",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
         "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
         "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",
@@ -84,25 +113,31 @@ def page() -> str:
         "algorithms), and every command that reads it may import them, as your user, outside of any sandbox. So is the",
         "folder of a run, whose `config.json` says the same. Read them as you read a program before you start it.",
         "",
-        "| key | value | default | meaning |",
-        "| --- | --- | --- | --- |",
+        "## The keys that matter first",
+        "",
+        "Most run files set no others. `agentrl keys` prints these, `agentrl keys --all` every one.",
+        "",
     ]
-    for key in all_keys():
+    for question, keys in first_keys().items():
+        lines += [f"### {question}", "", *_table(keys), ""]
+    return "\n".join([*lines, "## Every key", "", *_table(all_keys())]) + "\n"
+
+
+def _table(keys: Sequence[Key]) -> Iterator[str]:
+    yield "| key | value | default | meaning |"
+    yield "| --- | --- | --- | --- |"
+    for key in keys:
         cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
-    source = inspect.getsource(section)
-    comments = {
-        token.start[0]: token.string.lstrip("# ").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and "pyright" not in token.string
-    }
-    (tree,) = ast.parse(source).body
+    kinds = get_type_hints(section, include_extras=True)
+    (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
+    # Python drops a string that follows a field, so it is read from the source. Types are read from the class: matching
+    # their text was tried, and showed Python's words to users for each type that no pattern knew.
+    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         if node.target.id not in section.model_fields:
@@ -115,9 +150,16 @@ def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             several = "[]" if "list" in ast.unparse(node.annotation) else ""
             yield from _of(inner, f"{prefix}{name}{several}.")
         else:
-            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)  # of a value in brackets, several
-            meaning = next((comments[line] for line in lines if line in comments), "")
-            yield Key(prefix + name, _kind(ast.unparse(node.annotation)), _default(field), meaning)
+            yield Key(prefix + name, _kind(kinds[name]), _default(field), _docstring(below))
+
+
+def _docstring(statement: ast.stmt | None) -> str:
+    """The text of a string that stands alone, on one line; "" for any other statement."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return " ".join(text.split())
+        case _:
+            return ""
 
 
 def _algorithms(prefix: str) -> Iterator[Key]:
@@ -136,10 +178,10 @@ def _algorithms(prefix: str) -> Iterator[Key]:
             kinds_of.setdefault(replace(key, default=default), []).append(kind)
     for key, having in kinds_of.items():
         others = [f"`{kind}`" for kind in kinds if kind not in having]
-        named = ", ".join(f"`{kind}`" for kind in having)
+        kinds_text = ", ".join(f"`{kind}`" for kind in having)
         if len(others) < len(having):
-            named = f"all but {', '.join(others)}" if others else "all"
-        yield replace(key, meaning=f"{named}: {key.meaning}")
+            kinds_text = f"all but {', '.join(others)}" if others else ""
+        yield replace(key, meaning=f"{kinds_text}: {key.meaning}" if kinds_text else key.meaning)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -149,20 +191,48 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _kind(annotation: str) -> str:
-    """An annotation in words."""
-    annotation = re.sub(r"^Annotated\[(.*), Field\(strict=False\)\]$", r"\1", annotation)  # of TOML's lists as tuples
-    text = annotation.removesuffix(" | None")
-    if text != annotation:
-        return f"{_kind(text)}, or `false`"
-    if match := re.fullmatch(r"Literal\[(.*)\]", text):
-        return ", ".join(f"`{json.dumps(value)}`" for value in ast.literal_eval(f"({match[1]},)"))
-    if match := re.fullmatch(r"(bool) \| (Literal\[.*\])", text):
-        return f"{_kind(match[2])}, {_kind(match[1])}"
-    for pattern, words in _NUMBERS:
-        if match := re.fullmatch(pattern, text):
-            return match.expand(words)
-    return text
+def _kind(annotation: Any) -> str:
+    """The values that an annotation takes, in words."""
+    kind, limits = _bare(annotation)
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{json.dumps(value)}`" for value in parts)
+    if get_origin(kind) in (Union, UnionType):
+        words = [_kind(Annotated[part, *limits] if limits else part) for part in parts if part is not NoneType]
+        return ", or ".join([*words, "`false`"] if NoneType in parts else words)
+    if get_origin(kind) is list:
+        return f"list of {_several(_kind(parts[0]))}"
+    if get_origin(kind) is tuple:
+        return f"{_COUNTS[len(parts)]} {_several(_kind(parts[0]))}"
+    if kind not in _WORDS:
+        return "table"
+    return "".join([_WORDS[kind], *_range(limits)])
+
+
+def _bare(annotation: Any) -> tuple[Any, list[Any]]:
+    """A type without its constraints, and these."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, []
+    kind, *fields = get_args(annotation)
+    return kind, [limit for field in fields for limit in getattr(field, "metadata", [field])]
+
+
+def _range(limits: Sequence[Any]) -> Iterator[str]:
+    """The least and the greatest value, in words."""
+    for limit in limits:
+        if isinstance(limit, Ge):
+            yield f" from {limit.ge}"
+        elif isinstance(limit, Gt):
+            yield f" above {limit.gt}"
+        elif isinstance(limit, Le):
+            yield f" to {limit.le}" if any(isinstance(other, Ge) for other in limits) else f", up to {limit.le}"
+        elif isinstance(limit, Lt):
+            yield f", below {limit.lt}"
+
+
+def _several(words: str) -> str:
+    first, _, rest = words.partition(" ")
+    return f"{_SEVERAL.get(first, first)} {rest}".rstrip()
 
 
 def _default(field: Any) -> str:

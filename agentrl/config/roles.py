@@ -26,15 +26,28 @@ from agentrl.records import POLICY
 class RoleTable(Section):
     """One role of the environment. Roles without a table are played and trained as `[algo]` and `[[tasks]]` say."""
 
-    name: str  # the role, as the environment names it
-    algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: its task's
-    plays: Literal["self", "league", "either"] = "self"  # "league": past selves; "either": these, or the policy
-    adapter: bool = False  # train a LoRA adapter of its own (train.lora_rank); else it shares that of the other roles
-    model: str | None = None  # train all weights of this model of its own, on engines of its own; default: the run's
+    name: str
+    """Name of the role in the environment."""
+
+    algo: SerializeAsAny[Algorithm] | None = None
+    """Algorithm that trains the role, as a table like `[algo]`. Without it, the algorithm of its task."""
+
+    plays: Literal["self", "league", "either"] = "self"
+    """Player of the role: the policy that learns ("self"), past selves of `[league]` ("league"), or either of them
+    ("either"): each group draws one of the roles with "either" for the policy, and past selves play the others. Past
+    selves need `train.lora_rank`."""
+
+    adapter: bool = False
+    """Train a LoRA adapter of rank `train.lora_rank` for this role alone. With false, the role shares the weights of
+    the other roles, unless `roles[].model` is set."""
+
+    model: str | None = None
+    """Model whose weights are all trained for this role alone, on engines that serve only this model. Without it, the
+    role is played by the run's `model`."""
 
 
 class WithRoles:
-    """What the tables say together."""
+    """Properties of all `[[roles]]` tables together."""
 
     if TYPE_CHECKING:
         model: str
@@ -203,7 +216,7 @@ def _check_beside(field: str, config: WithRoles, *, train: Train) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings(WithRoles):
-    """What a learner needs to know before its first step. Plain data: it is sent to the other ranks."""
+    """Settings that a learner needs before its first step. Plain data: it is sent to the other ranks."""
 
     model: str = ""  # as the run file names it; the learner gets a folder
     train: Train = field(default_factory=Train)

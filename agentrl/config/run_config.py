@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationEr
 
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
-from agentrl.config import algorithms, gpu_placement, sglang_arguments, shared_engines, vllm_arguments, weight_sync
+from agentrl.config import algorithms, gpu_placement, sglang_arguments, vllm_arguments, weight_sync
 from agentrl.config import cluster as cluster_settings
 from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
-from agentrl.config.cluster import Cluster, WithCluster
+from agentrl.config.cluster import Cluster
 from agentrl.config.league import LeagueSettings
 from agentrl.config.roles import LearnerSettings, RoleTable, WithRoles
 from agentrl.config.sections import (
@@ -38,7 +38,6 @@ from agentrl.config.sections import (
     Resume,
     RewardSource,
     Sandboxes,
-    as_stored,
     check_sources,
     check_temperatures,
     check_template,
@@ -50,8 +49,11 @@ from agentrl.config.sections import Section as _Section
 from agentrl.config.train import Train as Train
 from agentrl.config.train import check_experts
 from agentrl.config.weight_sync import Transport
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, FormatError, UsageError
 from agentrl.records import POLICY, EngineKey, SamplingParams
+
+RUN_FORMAT = 1
+"""The format of a run's stored configuration: `config.json`, and the store's copy."""
 
 MAX_LORA_RANK = 512  # that vLLM takes
 
@@ -65,17 +67,41 @@ def key_in(variable: str, field: str) -> EngineKey:
 
 class TaskTable(_Section):
     """One source of training tasks: rows of a data set as reset options, a range of seeds, or (neither) an endless
-    stream of seeds that also the run's seed decides. What is left out is `env`'s."""
+    stream of seeds that also the run's seed decides. Without `id` the environment is that of `[env]`; the `kwargs` and
+    `options` of `[env]` hold for every table of the same environment."""
 
-    id: str | None = None  # environment; default: that of env
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
-    options: dict[str, Any] = Field(default_factory=dict)  # reset options; a row adds its own
-    weight: Positive = 1.0  # its share of the tasks, beside the other tables' weights
-    rows: str | None = None  # .jsonl, .json, .csv, .parquet beside the run file, or `hf:NAME[:CONFIG][:SPLIT]`
-    first_seed: Annotated[int, Field(ge=0)] = 0  # where its seeds begin
-    seeds: Count | None = None  # so many, from first_seed on
-    epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
-    algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: that one
+    id: str | None = None
+    """Environment of these tasks: an id, module:Class or file.py:Class. Without it, `env.id`."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's constructor, laid over `env.kwargs` if the environment is that of `env.id`."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Reset options of every episode of these tasks, overridden by the fields of a row. If the environment is that of
+    `env.id`, they are laid over `env.options`."""
+
+    weight: Positive = 1.0
+    """Weight of this source: its share of all training tasks is its weight over the sum of all tables' weights."""
+
+    rows: str | None = None
+    """Data set whose rows are the tasks, each row as reset options: a .jsonl, .json, .csv or .tsv file (also with .gz)
+    or a .parquet file beside the run file, or a data set of the Hugging Face hub as `hf:NAME[:CONFIG][:SPLIT]`. Without
+    it, the tasks are seeds."""
+
+    first_seed: Annotated[int, Field(ge=0)] = 0
+    """First seed of these tasks. An endless stream of seeds adds an offset that depends on `seed`; rows get seeds of
+    their own, so the setting has no effect on them."""
+
+    seeds: Count | None = None
+    """Number of seeds from `tasks[].first_seed` on. Without it and `tasks[].rows`, the stream of seeds has no end."""
+
+    epochs: Count | None = None
+    """Number of times that the rows or seeds are played, each time in another order. Without it, they are repeated
+    endlessly. A run with a `[curriculum]` refuses it."""
+
+    algo: SerializeAsAny[Algorithm] | None = None
+    """Algorithm that trains these tasks, as a table like `[algo]`. Without it, the algorithm of `[algo]`. All tables of
+    one environment need the same algorithm."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -93,41 +119,110 @@ class TaskTable(_Section):
 
 
 class Rollout(_Section):
-    """How episodes run."""
+    """Limits, deadlines and sampling of the episodes that workers play."""
 
-    workers: Count = 1  # processes that play episodes
-    group_size: Count = 8  # episodes of one task; an algorithm that compares them needs 2
-    max_running: Count = 128  # episodes at once, all workers together
-    max_turns: Count | None = None  # of an episode; without it as many as the environment allows
-    max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
-    max_context: Count = 1024  # tokens of one row
-    max_observation_bytes: Count | None = None  # more is cut, and flagged; default: 16 for each token of max_context
-    temperature: Positive = 1.0  # of sampling; [eval] may have its own, also of the next three
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the fewest tokens that have this probability
-    top_k: Annotated[int, Field(ge=0)] = 0  # sample from so many likeliest tokens; 0: from all
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sample from tokens at least so likely, relative to the likeliest
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
-    turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
-    step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
-    episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
-    group_deadline_s: Positive = 600.0  # a group closes with what has ended, its late members end after as long again
-    checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
-    resume: Resume = "tokens"  # what an interrupted episode goes on from; the others lose work, for comparisons
-    lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
-    liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
-    snapshot_every_turns: Annotated[int, Field(ge=0)] = 1  # of environments that offer snapshots; 0: none are taken
-    max_snapshot_bytes: Count = 4 << 20  # an environment that gives more is not asked again in its episode
-    max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
-    max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
-    skip_tasks: list[str] = Field(default_factory=list)  # ids of tasks not to train on, see agentrl tasks RUN --failed
-    failure_budget: Annotated[float, Field(ge=0, le=1)] = (
-        0.2  # share of episodes that may fail; an outage is one of them
-    )
-    template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
-    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
-    roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names
-    pivot: PivotSettings | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
-    compaction: CompactionSettings | None = None  # of conversations that outgrow max_context; without it they end there
+    workers: Count = 1
+    """Number of worker processes that play episodes."""
+
+    group_size: Count = 8
+    """Number of episodes of one task, which form a group. An algorithm that compares members needs at least 2."""
+
+    max_running: Count = 128
+    """Largest number of episodes that run at once in all workers together. It must be at least `rollout.group_size`."""
+
+    max_turns: Count | None = None
+    """Largest number of turns of an episode. Without it, an episode has as many turns as its environment allows."""
+
+    max_tokens_per_turn: Count = 64
+    """Largest number of tokens sampled in one turn. A longer turn is cut there, and the environment is informed of the
+    cut. It must be below `rollout.max_context`."""
+
+    max_context: Count = 1024
+    """Largest number of tokens, prompts and sampled ones together, in one conversation, which is one row of training.
+    An episode that reaches it ends there, unless `rollout.compaction` shortens the conversation before."""
+
+    max_observation_bytes: Count | None = None
+    """Largest size in bytes of the text in one answer of the environment. A longer answer is cut, and its step records
+    how many bytes were lost. Without it, the limit is 16 bytes for each token of `rollout.max_context`."""
+
+    temperature: Positive = 1.0
+    """Sampling temperature of training episodes. `eval.temperature` sets another one for evaluation."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass to sample from: the smallest set of likeliest tokens that has at least this probability; 1 keeps
+    all tokens. `eval.top_p` sets another value for evaluation."""
+
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Number of likeliest tokens to sample from; 0 keeps all tokens. Evaluation uses the same value."""
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Least probability of a sampled token, relative to the likeliest one; 0 keeps all. Evaluation uses it as well."""
+
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a turn as soon as they are sampled, in addition to the stop tokens of the chat template."""
+
+    turn_deadline_s: Positive = 60.0
+    """Seconds of sampling that one turn may take; a longer turn is cut. Only the time in which its tokens come counts:
+    queues, pauses and restarts of engines do not."""
+
+    step_deadline_s: Positive = 60.0
+    """Seconds for the work that the policy requests in one step, and as many for the environment's code in one call.
+    Slow work of the policy ends the episode at a time limit and is scored; slow code of the environment is an
+    infrastructure failure and is not scored."""
+
+    episode_deadline_s: Positive = 300.0
+    """Seconds that all steps of an episode may take together, without the time that engines and host take. A longer
+    episode ends at a time limit and is scored."""
+
+    group_deadline_s: Positive = 600.0
+    """Seconds from the start of a group after which it closes with the members that have ended. After twice this time
+    its late members expire, and so does a group that had too few scored members to close."""
+
+    checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
+    """Largest number of tokens of a running turn that the death of its worker can cost; all earlier tokens are in the
+    store. 0 writes no part of a turn, so that a death can cost all its tokens."""
+
+    resume: Resume = "tokens"
+    """Point from which an interrupted episode continues: its last written token ("tokens"), its last whole turn
+    ("turns"), its start ("episode") or the start of its whole group ("group"). All values but "tokens" lose work and
+    are meant for comparisons."""
+
+    lease_s: Positive = 120.0
+    """Seconds without a sign of life after which a worker loses the leases of its episodes to other workers. A worker
+    that hangs for half of this time is ended and started again."""
+
+    snapshot_every_turns: Annotated[int, Field(ge=0)] = 1
+    """Turns between two snapshots of an environment that offers them. 0 takes no snapshots: an interrupted episode is
+    then restored by a replay of its actions."""
+
+    max_replays: Annotated[int, Field(ge=0)] = 2
+    """Number of times that a task is played again after its group was lost to a failure of infrastructure or to its
+    deadline. 0 never plays such a task again. With `rollout.resume = "group"`, it also bounds the restarts of a
+    group."""
+
+    skip_tasks: list[str] = Field(default_factory=list)
+    """Ids of tasks that are not trained on. `agentrl tasks RUN --failed` lists the ids of the tasks that failed."""
+
+    failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Largest share of episodes that may fail through no doing of the policy before the run ends. All failures of one
+    outage count as one, and up to 8 failures never end a run."""
+
+    template: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's chat template, for example `{ enable_thinking = false }`."""
+
+    roles: dict[str, str] = Field(default_factory=dict)
+    """Policy that plays each role of the environment: "trained" (the policy that learns, also for roles that are not
+    listed), "frozen" (the model as the run began with it), another model by its id or folder, or the URL of an engine
+    that somebody else runs. All of them need the tokenizer of the run's `model`."""
+
+    roles_api_key_env: str | None = None
+    """Environment variable with the key of the engines whose URLs `rollout.roles` names. Without it, none is sent."""
+
+    pivot: PivotSettings | None = None
+    """Table of the forks that the run makes by itself. Without it, only `agentrl fork` makes forks."""
+
+    compaction: CompactionSettings | None = None
+    """Table of how conversations that outgrow `rollout.max_context` are shortened. Without it, they end there."""
 
     @field_validator("template")
     @classmethod
@@ -155,12 +250,7 @@ class Rollout(_Section):
     def hang_deadline_s(self) -> float:
         """After so long a worker whose loop stands still is ended: before another may claim the episode that blocks
         it, and hang as well."""
-        return min(self.liveness_deadline_s, self.lease_s / 2)
-
-    @property
-    def hang_setting(self) -> str:
-        """What decides `hang_deadline_s`."""
-        return "rollout.lease_s / 2" if self.lease_s / 2 < self.liveness_deadline_s else "rollout.liveness_deadline_s"
+        return self.lease_s / 2
 
     def roles_key(self) -> EngineKey | None:
         """The key of engines in `roles` that somebody else runs. Raises ConfigError if its variable is not set."""
@@ -180,40 +270,115 @@ class Rollout(_Section):
 
 
 class EngineSettings(_Section):
-    """Where tokens are sampled."""
+    """The inference engines that sample tokens: where they run, their memory, and how new weights reach them."""
 
-    kind: Literal["embedded", "vllm", "sglang"] = "embedded"  # ours for a CPU, vLLM, or SGLang
-    urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
-    api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
-    secret_env: list[str] = Field(default_factory=list)  # variables with secrets that our engines and learner need too
-    shared: bool = False  # with other runs, from `agentrl fleet FLEET.toml`: only adapters travel
-    untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
-    replicas: Count = 1  # engines that the run starts
-    gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM or SGLang on each of these: [[0], [1, 2]]
-    colocated: bool = False  # engine and learner take turns on one GPU: the engine sleeps while the learner steps
-    threads: Count | Literal["auto"] = "auto"  # of arithmetic, in each engine; auto: idle cores (embedded), or 1
-    max_batch: Count = 128  # requests that an engine computes at once
-    kv_cache_mb: Count = 512  # keys and values of an engine
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of weights and cache
-    stream_tokens: Count = 16  # tokens per streamed chunk
-    sync: str = "auto"  # how new weights travel: auto, full, delta, adapter, nccl, ipc, or a transport of yours
-    weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
-    weights_from: list[str] = Field(default_factory=list)  # further folders and URLs that engines may read weights from
-    stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
-    canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
-    canary_every_s: Positive = 20.0  # in the mean: it is compared again, at moments that nobody knows
-    canary_tolerance: Positive | None = None  # nats of a token (bfloat16: the mean); default: as dtypes explain
-    routed_experts: bool = False  # journal the experts that a mixture computed each token with
-    preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
-    vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there
-    sglang: dict[str, Any] = Field(default_factory=dict)  # the same of SGLang's
-    recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
-    admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
-    stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
-    hedge_after: Positive | None = None  # times the median wait for a first token: then a second engine is asked
-    outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
-    start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
-    liveness_deadline_s: Positive = 60.0  # a replica that answers nothing for so long is ended and started again
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Inference engine: "embedded" is agentrl's engine, which runs on the CPU; "vllm" and "sglang" are the servers of
+    these projects. The code for SGLang was not run with a real server yet."""
+
+    urls: list[str] = Field(default_factory=list)
+    """URLs of running servers to attach to, instead of starting engines. A `/v1` at the end of a URL is removed."""
+
+    api_key_env: str | None = None
+    """Environment variable that holds the key of the servers at `engine.urls`. Without it, no key is sent."""
+
+    secret_env: list[str] = Field(default_factory=list)
+    """Names of environment variables with secrets that the run's engines and its learner need. Without
+    `engine.weights_url`, these processes get no other variable whose name looks like a secret, except for those that
+    agentrl itself needs there."""
+
+    untested_vllm: bool = False
+    """Try a version of vLLM that agentrl was not tested with, after a warning. With false, it is refused."""
+
+    replicas: Count = 1
+    """Number of engines that the run starts for each trained model. Leave it out with `engine.gpus`, whose length is
+    the number of engines."""
+
+    gpus: list[Gpus] = Field(default_factory=list[Gpus])
+    """GPUs of each replica of vLLM or SGLang, one list for each replica: `[[0], [1, 2]]`. An empty list puts every
+    replica on the first GPU; on Ray, Ray places the replicas."""
+
+    colocated: bool = False
+    """Let engine and learner take turns on one GPU: the engine sleeps while the learner computes a step."""
+
+    threads: Count | Literal["auto"] = "auto"
+    """Number of CPU threads for the arithmetic of each engine. "auto" uses the idle cores in an embedded engine with a
+    model of 20 million parameters or more, and 1 thread in any other engine."""
+
+    max_batch: Count = 128
+    """Largest number of requests that an engine computes at once."""
+
+    kv_cache_mb: Count = 512
+    """Memory for the keys and values of an embedded engine, or on each GPU of a vLLM server. SGLang ignores it: set
+    `engine.sglang.mem-fraction-static` there."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Data type of an engine's weights and KV cache, in which new weights are sent as well. "auto" takes the type in
+    which the CPU computes the model fastest for the embedded engine, and float16 for a float16 model, else bfloat16,
+    for vLLM and SGLang."""
+
+    stream_tokens: Count = 16
+    """Number of tokens in each chunk that an engine streams."""
+
+    sync: str = "auto"
+    """Transport of new weights to the engines: "auto", "full", "delta", "adapter", "nccl", "ipc", or the name of a
+    transport of yours. "auto" sends a trained adapter alone if the engine is vLLM, or if roles have adapters or past
+    selves; else it sends all weights, or only the changes if `engine.weights_url` is set."""
+
+    weights_url: str | None = None
+    """URL of a folder in an object store, such as `s3://bucket/folder`, through which new weights travel to engines
+    that share no disk with the learner. Without it, they travel as files on this machine, or from memory to memory."""
+
+    weights_from: list[str] = Field(default_factory=list)
+    """Folders and URLs from which the engines that the run starts may read weights, in addition to the run's folders
+    and `engine.weights_url`."""
+
+    canary: bool | Positive = True
+    """Comparison of the log-probabilities of a fixed probe on engine and learner after each weight update; the run ends
+    on a mismatch. It allows the difference that rounding explains (true) or so many nats (a number); false makes no
+    comparison."""
+
+    routed_experts: bool = False
+    """Journal the experts that a mixture used for each token, for replay in the learner. Only vLLM reports them."""
+
+    preempt: bool = False
+    """Let running turns leave their request when new weights arrive, and continue under the new weights, also from one
+    adapter version to the next. With false, a running turn keeps its request."""
+
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the vLLM servers that the run starts, by the names that vLLM gives them."""
+
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the SGLang servers that the run starts, by the names that SGLang gives them."""
+
+    recompute_kv: bool = False
+    """Recompute the keys and values of running requests after new weights arrive. With false, vLLM and the embedded
+    engine keep the keys and values of older weights; SGLang always recomputes them."""
+
+    admin_deadline_s: Positive = 30.0
+    """Seconds for an engine to answer a request about weights, pauses or its state. It must not exceed
+    `engine.liveness_deadline_s`."""
+
+    stall_s: Positive = 30.0
+    """Seconds that an engine may leave a turn without a token before it is asked whether it is alive. If it does not
+    answer, the turn continues at another engine."""
+
+    hedge_after: Positive | None = None
+    """Multiple of the median wait for a first token after which a turn asks a second engine as well; the engine that
+    answers first keeps the turn. Without it, a turn never asks a second engine. The embedded engine needs
+    `engine.stream_tokens = 1` for it."""
+
+    outage_deadline_s: Positive = 600.0
+    """Seconds that a turn may spend in all waiting that is not sampling: queues, pauses and restarts of engines. Then
+    its episode fails as an infrastructure failure. Choose more than a restart of your engine takes."""
+
+    start_deadline_s: Positive = 600.0
+    """Seconds for an engine to start; a large model has to be read and, on a GPU, compiled. Learner and workers have as
+    long until their first sign of life."""
+
+    liveness_deadline_s: Positive = 60.0
+    """Seconds without any answer after which a replica that the run started is ended and started again."""
+
     _own_key: EngineKey | None = PrivateAttr(default=None)
 
     @field_validator("urls")
@@ -281,7 +446,7 @@ class EngineSettings(_Section):
             raise ConfigError("engine.sglang", self.sglang, hint)
         if self.kind != "sglang":
             return self
-        for name in ("colocated", "shared", "weights_url"):
+        for name in ("colocated", "weights_url"):
             if value := getattr(self, name):
                 raise ConfigError(f"engine.{name}", value, "SGLang is not run so here: leave it out, or take 'vllm'")
         return self
@@ -314,13 +479,24 @@ class EngineSettings(_Section):
         return self
 
 
-class RunConfig(WithRoles, WithCluster, _Section):
-    """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
+class RunConfig(WithRoles, _Section):
+    """A whole run. `seed` decides tasks and their order; the same file runs on one CPU or many GPUs."""
 
-    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
-    seed: Annotated[int, Field(ge=0)] = 0  # decides tasks, their order and the weights of a fresh adapter
-    model: str  # a registered id, a folder, or an id of the Hugging Face hub
-    scratch_dir: Annotated[str, Field(pattern="^/")] | None = None  # for weight files; default: shared memory
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"
+    """Name of the run, and of its folder below runs/ unless the command names another one."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed that decides the tasks, their order, the order of minibatches and the weights of a fresh adapter. The
+    engines' sampling of tokens does not follow it."""
+
+    model: str
+    """Model to train: a registered id, a folder, an id of the Hugging Face hub, or a run (its newest checkpoint)."""
+
+    scratch_dir: Annotated[str, Field(pattern="^/")] | None = None
+    """Absolute path of the folder for weight files on their way to the engines, which must be able to read it. Without
+    it, shared memory, or the temporary folder if there is none; on Ray, the run's folder. Set it if shared memory is
+    too small."""
+
     env: EnvSource
     tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
     curriculum: CurriculumSettings | None = None
@@ -330,24 +506,28 @@ class RunConfig(WithRoles, WithCluster, _Section):
     buffer: BufferSettings = BufferSettings()
     cluster: Cluster = Cluster()
     sandbox: Sandboxes = Sandboxes()
-    algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
+
+    algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)
+    """Algorithm of the run, chosen by its `kind`, with the settings of that algorithm."""
+
     roles: list[RoleTable] = Field(default_factory=list[RoleTable])
     league: LeagueSettings = LeagueSettings()
     train: Train = Train()
     eval: Evaluation = Evaluation()
     alarms: Alarms = Alarms()
-    trackers: dict[str, dict[str, Any]] = Field(
-        default_factory=dict[str, dict[str, Any]]
-    )  # `[trackers.ID]`: figures go there too; arguments of the tracker, see `docs/how-to/trackers.md`
+
+    trackers: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """Trackers that receive the run's metrics as well: one table `[trackers.ID]` for each, which holds the arguments of
+    that tracker. See `docs/how-to/trackers.md`."""
 
     @property
     def sync(self) -> str:
         """How new weights travel, the name of a transport: that of `engine.sync`. `auto` is the adapter alone where one
-        is trained and the engine is vLLM or shared, or roles have their own. An adapter that does not travel alone is
+        is trained and the engine is vLLM, or roles have their own. An adapter that does not travel alone is
         merged first."""
         engine = self.engine
-        held = engine.kind == "vllm" or engine.shared or bool(self.adapted_roles or self.league_roles)
-        adapters, objects = held and bool(self.train.lora_rank), engine.weights_url is not None
+        takes_adapters = engine.kind == "vllm" or bool(self.adapted_roles or self.league_roles)
+        adapters, objects = takes_adapters and bool(self.train.lora_rank), engine.weights_url is not None
         return weight_sync.chosen(engine.sync, adapters=adapters, objects=objects)
 
     @property
@@ -359,10 +539,13 @@ class RunConfig(WithRoles, WithCluster, _Section):
     def quorum(self) -> int | None:
         """How many scored members close a group; the others are trained when they end. None: the last member closes it,
         as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
-        if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.synchronous):
+        close = self.buffer.close
+        if close == "full" or (close == "auto" and self.buffer.synchronous):
             return None
+        if isinstance(close, int):
+            return close
         size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
-        return self.buffer.quorum or (max(2, least, 3 * size // 4) if size > 1 else None)
+        return max(2, least, 3 * size // 4) if size > 1 else None
 
     @property
     def eval_sampling(self) -> SamplingParams:
@@ -468,10 +651,10 @@ class RunConfig(WithRoles, WithCluster, _Section):
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
             )
-        if buffer.quorum is not None and buffer.quorum > rollout.group_size:
+        if isinstance(buffer.close, int) and buffer.close > rollout.group_size:
             raise ConfigError(
-                "buffer.quorum",
-                buffer.quorum,
+                "buffer.close",
+                buffer.close,
                 f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
             )
         self._possible_algorithms()
@@ -491,7 +674,6 @@ class RunConfig(WithRoles, WithCluster, _Section):
             hint = "SGLang tells the set that a token is drawn from under a top_k alone: give 1 to 4096"
             raise ConfigError("rollout.top_k", self.rollout.top_k, hint)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
-        shared_engines.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
         cluster_settings.check(self.cluster, self.engine, self.train, several=bool(self.role_models))
         others = {*rollout.given_models(), *self.role_models.values()}
         if others and self.engine.kind == "sglang":
@@ -499,9 +681,6 @@ class RunConfig(WithRoles, WithCluster, _Section):
             raise ConfigError("engine.kind", "sglang", hint)
         gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=others)
         if self.curriculum is not None:
-            if self.curriculum.hopeless >= self.curriculum.solved:
-                hint = f"must be below curriculum.solved = {self.curriculum.solved:g}"
-                raise ConfigError("curriculum.hopeless", self.curriculum.hopeless, hint)
             for at, table in enumerate(self.tasks):
                 if table.epochs is not None:
                     hint = "a curriculum decides how often a task is played: leave it out"
@@ -605,11 +784,17 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
     return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
 
 
-def to_json(config: RunConfig) -> str:
-    """The whole configuration, defaults included, as JSON; `from_json` reads it back equal."""
-    return json.dumps(config.model_dump(mode="json"), indent=2)
+def to_json(config: RunConfig, *, defaults: bool = True) -> str:
+    """The configuration as JSON, without `defaults` only what differs from these; `from_json` reads it back equal."""
+    document = config.model_dump(mode="json", exclude_defaults=not defaults)
+    return json.dumps({"format": RUN_FORMAT, **document}, indent=2)
 
 
-def from_json(text: str) -> RunConfig:
-    """Read what `to_json` wrote, now or in an older agentrl."""
-    return parse(as_stored(json.loads(text)))
+def from_json(text: str, path: object = "the run's configuration") -> RunConfig:
+    """Read what `to_json` wrote. Raises FormatError, which names `path`, if its format is another."""
+    stored = json.loads(text)
+    document = cast("dict[str, Any]", stored if isinstance(stored, dict) else {})
+    format = document.pop("format", 0)
+    if format != RUN_FORMAT:
+        raise FormatError(path, "run format", format, RUN_FORMAT)
+    return parse(document)

@@ -1,4 +1,4 @@
-"""What the sections of the run file are made of, and some of them: environment, curriculum, buffer, reward sources,
+"""Common parts of the run file's sections, and some of the sections: environment, curriculum, buffer, reward sources,
 evaluation and sandbox. `agentrl.config` has the others.
 """
 
@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.records import SamplingParams
@@ -69,42 +69,89 @@ class Section(BaseModel):
 
 
 class EnvSource(Section):
-    """Which tasks: environment id, constructor arguments, and the stream of seeds."""
+    """Environment of the training tasks: its id, its arguments, and its stream of seeds."""
 
-    id: str  # environment: an id, module:Class or file.py:Class
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
-    options: dict[str, Any] = Field(default_factory=dict)  # reset options of every episode
-    first_seed: Annotated[int, Field(ge=0)] = 0  # where the stream of seeds begins
-    reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
+    id: str
+    """Environment to train in: a registered id, `module:Class` or `file.py:Class`. Without it, the environment of the
+    first `[[tasks]]` table."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's constructor. A `[[tasks]]` or `[[eval.sets]]` table of the same environment may
+    override single entries."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Reset options of every episode. A `[[tasks]]` or `[[eval.sets]]` table of the same environment may override
+    single entries."""
+
+    first_seed: Annotated[int, Field(ge=0)] = 0
+    """First seed of the endless stream of tasks, which the run's `seed` shifts. It applies only to a run without
+    `[[tasks]]` tables."""
+
+    reward: str | None = None
+    """Rewarder that replaces the environment's outcome, as `module:name` or `file.py:name`: a function of a trajectory
+    that returns a float, or a judge. Without it, the environment's outcome counts."""
 
 
 class CurriculumSettings(Section):
-    """Which tasks are left out for a while: see `agentrl.env.tasks.Curriculum`."""
+    """Pauses tasks that the policy almost always or almost never solves. See `agentrl.env.tasks.Curriculum`."""
 
-    pool: Count = 10_000  # tasks it chooses from: the first ones of its sources
-    solved: Annotated[float, Field(ge=0, le=1)] = 0.95  # smoothed success rate from which a task pauses
-    hopeless: Annotated[float, Field(ge=0, le=1)] = 0.02  # and down to which
-    min_plays: Count = 8  # episodes of a task before it may pause
-    pause: Count = 1_000  # groups of others before it is tested again
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
+    pool: Count = 10_000
+    """Maximum number of tasks that the curriculum chooses from: the first ones of the run's task sources."""
+
+    solved: Annotated[float, Field(gt=0.02, le=1)] = 0.95
+    """Smoothed success rate from which a task counts as solved and pauses."""
 
 
 class BufferSettings(Section):
-    """How far generation may run ahead, which groups the learner takes, and what the store keeps."""
+    """Limits how far generation may run ahead, and sets which groups the learner takes and what the store keeps."""
 
-    groups_per_step: Count = 16  # groups that one optimizer step learns from
-    max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
-    max_tokens: Count | None = None  # sampled tokens that wait: from then on only groups for the next step start
-    order: Annotated[str, Field(min_length=1)] = "oldest"  # of groups: windowed, freshest, prioritised, module:Class
-    window: Annotated[float, Field(gt=0, le=1)] = 0.3  # of order windowed: the share of groups it takes from
-    skip_without_signal: bool | Literal["auto"] = "auto"  # groups without any advantage leave, others take their place
-    skip_at_most: Positive = 1.0  # times groups_per_step, for one step: then it takes groups without signal as well
-    close: Literal["auto", "full", "quorum"] = "auto"  # of groups: by the last member or a quorum; auto: full at lag 0
-    quorum: Annotated[int, Field(ge=2)] | None = None  # scored members that close a group; default: three in four
-    quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
-    wait_at_bound: Wait = "always"  # for episodes that a step makes too old; or times as long as the learner works
-    keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
-    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
+    groups_per_step: Count = 16
+    """Number of groups that one optimizer step learns from."""
+
+    max_lag: Annotated[int, Field(ge=0)] = 4
+    """Maximum age of a sampled token, in optimizer steps; older tokens never enter the loss. 0 is synchronous
+    training."""
+
+    max_tokens: Count | None = None
+    """Number of sampled tokens in the buffer from which only groups for the next step start. Without it, the buffer has
+    no limit in tokens. Set it to bound memory where episodes differ much in length."""
+
+    order: Annotated[str, Field(min_length=1)] = "oldest"
+    """Order in which the learner takes groups: `oldest`, `windowed`, `freshest`, `prioritised`, a registered order, or
+    a class of your own as `module:Class`. See `docs/explanation/buffer.md`."""
+
+    skip_without_signal: bool | Literal["auto"] = "auto"
+    """Drops groups without any advantage, at most `buffer.groups_per_step` per optimizer step, and plays others in
+    their place. `auto` and `true` never drop groups of an algorithm that learns from equal returns; if all algorithms
+    of the run are such, `true` is refused. `false` trains every group; choose it where sampling costs more than
+    training."""
+
+    close: Literal["auto", "full", "quorum"] | int = "auto"
+    """Rule that closes a group: `full` when all members have ended, `quorum` when three in four are scored, or a number
+    of scored members, from 2. `auto` is `quorum`, but `full` in synchronous training (`buffer.max_lag = 0`)."""
+
+    quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """Seconds to wait for the remaining members of a group once its quorum is reached. Choose less than the time of an
+    optimizer step."""
+
+    wait_at_bound: Wait = "always"
+    """Limit of the learner's wait for running episodes that its next step would make too old (`buffer.max_lag`).
+    `always` waits until they end, 0 never waits, and another number bounds the waits of the whole run to so many times
+    the learner's working time."""
+
+    keep_steps: Annotated[int, Field(ge=0)] = 50
+    """Number of most recent optimizer steps whose trained groups keep their token arrays in the store. Older groups
+    lose them, except for the share `buffer.keep_sample`. Lower it to save disk space."""
+
+    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of the groups older than `buffer.keep_steps` steps that keep their token arrays too."""
+
+    @field_validator("close")
+    @classmethod
+    def _several(cls, close: str | int) -> str | int:
+        if isinstance(close, int) and close < 2:
+            raise ConfigError("buffer.close", close, "give auto, full, quorum, or the number of scored members, from 2")
+        return close
 
     @property
     def synchronous(self) -> bool:
@@ -130,37 +177,24 @@ class BufferSettings(Section):
     def skips(self) -> int:
         """The most groups without signal that leave for one step. With "auto" too: those of an algorithm that learns
         from equal returns never leave."""
-        return math.ceil(self.skip_at_most * self.groups_per_step) if self.skip_without_signal else 0
-
-
-def as_stored(document: Any) -> Any:
-    """A run's stored settings with what an older agentrl, which did not store them, meant: it skipped no group, and
-    computed a prompt in every pass; its store could be in several databases. What is no table is left to be refused."""
-    if not isinstance(document, dict):
-        return document
-    table = cast("dict[str, Any]", document)
-    for name, meant in (("buffer", {"skip_without_signal": False}), ("train", {"prompt_once": False})):
-        own = table.get(name, {})
-        if isinstance(own, dict):
-            table = table | {name: meant | cast("dict[str, Any]", own)}
-    match table.get("cluster"):
-        case {"store": [first, *_]} as cluster:
-            table = table | {"cluster": {**cast("dict[str, Any]", cluster), "store": first}}
-        case _:
-            pass
-    return table
+        return self.groups_per_step if self.skip_without_signal else 0
 
 
 PIVOT_RULES = ("uniform", "entropy", "low_reward")
 
 
 class PivotSettings(Section):
-    """Forks of played episodes: a group that plays one on from one of its turns, in the place of a new group."""
+    """Forks of played episodes: a group that continues an episode from one of its turns, in place of a new group."""
 
-    share: Annotated[float, Field(gt=0, le=1)] = 0.25  # of the groups that closed, those that get a fork
-    k: Annotated[int, Field(ge=2)] = 4  # members of a fork
-    rule: str = "uniform"  # which turn: uniform, entropy, low_reward, or the module:function of yours
-    below: Annotated[float, Field(allow_inf_nan=False)] = 0.0  # low_reward: a turn with less is played anew
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of the closed groups that get a fork, chosen at random."""
+
+    k: Annotated[int, Field(ge=2)] = 4
+    """Number of members of a fork, at most `rollout.group_size`."""
+
+    rule: str = "uniform"
+    """Rule that chooses the turn of a fork: `uniform` (any turn), `entropy` (the turn with the least expected tokens),
+    `low_reward` (the first turn with a negative process reward), or a function of your own as `module:function`."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -176,12 +210,19 @@ _ASK_FOR_NOTES = (
 
 
 class CompactionSettings(Section):
-    """A conversation that outgrows its context goes on from less of it. See `docs/how-to/long-episodes.md`."""
+    """Shortens a conversation that outgrows its context, so that the episode can go on. See
+    `docs/how-to/long-episodes.md`."""
 
-    at: Annotated[float, Field(gt=0, lt=1)] = 0.6  # share of max_context; the rest is for one more answer and the notes
-    how: str = "summary"  # the policy writes notes; drop_tools: old tool answers go; or the module:function of yours
-    request: Annotated[str, Field(min_length=1)] = _ASK_FOR_NOTES  # summary: the user's message that asks for the notes
-    keep: Annotated[int, Field(ge=0)] = 1  # drop_tools: so many of the newest tool answers stay
+    at: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Share of `rollout.max_context` at which the conversation is shortened. The rest must hold one more answer of the
+    environment, and the policy's notes."""
+
+    how: str = "summary"
+    """Method of shortening: `summary` lets the policy write notes, `drop_tools` removes the text of old tool answers,
+    and `module:function` calls a function of your own."""
+
+    request: Annotated[str, Field(min_length=1)] = _ASK_FOR_NOTES
+    """User message that asks the policy for its notes, with `rollout.compaction.how = "summary"`."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -192,43 +233,111 @@ class CompactionSettings(Section):
 
 
 class RewardSource(Section):
-    """Who says what single turns are worth, beside the environment. See `docs/how-to/process-rewards.md`."""
+    """Scores single turns, in addition to the environment. See `docs/how-to/process-rewards.md`."""
 
-    source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
-    kind: Literal[
-        "callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"
-    ]  # who is asked, see docs/how-to/rewards.md
-    call: str | None = None  # module:name of (trajectory up to the turn) -> float; tests: of (task) -> files by path
-    potential: Literal["callable", "tests"] = "callable"  # shaping: what measures it
-    command: list[str] = Field(default_factory=list)  # tests: what runs them in their box
-    files: str | None = None  # tests: a folder whose files go into that box, beside the agent's work
-    score: Literal["share", "exit", "number"] = "share"  # tests: passed of all, exit code 0, or the last line it prints
-    sandbox: str = "bubblewrap"  # tests: where boxes come from
-    image: str | None = None  # tests: what boxes are made of
-    box_s: Positive = 20.0  # tests: of the command; work that takes longer gets 0
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula, as algo.discount
-    most_tokens: Count | None = None  # overlong: of a turn, which costs 1; as rollout.max_tokens_per_turn
-    margin_tokens: Count | None = None  # overlong: the last ones before, over which the cost rises from 0
-    url: str | None = None  # prm, judge, teacher: the server; teacher: or "policy", the run's own engines
-    prompt: str | None = None  # teacher: a system message that it alone reads, before the episode
-    envs: list[str] = Field(default_factory=list)  # teacher: of the environments that it teaches; none: of all
-    model: str | None = None  # by which the server knows the model; default: its only one
-    api_key_env: str | None = None  # the environment variable with the key that the server asks for
-    rubric: str | None = None  # judge: by which it scores the last action, from 0 to 1
-    label: Annotated[int, Field(ge=0)] = 0  # prm: which output, of a model with several
-    activation: bool = False  # prm: through a sigmoid or softmax first
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0  # in a turn's process reward; teacher: no part of it
-    version: Count = 1  # of what it says; scores of another version do not count
-    concurrency: Count = 8  # calls at once
-    call_deadline_s: Positive = 30.0  # of one call
-    retries: Annotated[int, Field(ge=0)] = 2  # calls after one that failed
-    deadline_s: Positive = 120.0  # after an episode's end: it is waited for no longer
-    late: Literal["drop", "neutral", "partial"] = "drop"  # then: leave the episode out, count none, or what there is
+    source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    """Name of the source in tables and records. The name `env` is reserved for the environment."""
+
+    kind: Literal["callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"]
+    """Method that scores a turn: a function (`callable`), differences of a potential (`shaping`), tests in a fresh box
+    (`tests`), a reward model (`prm`), a chat model with a rubric (`judge`), a teacher model (`teacher`), or a
+    punishment of long turns (`overlong`). See `docs/how-to/process-rewards.md`."""
+
+    call: str | None = None
+    """Function that scores, as `module:name` or `file.py:name`. For the kinds `callable` and `shaping` it maps the
+    trajectory up to the turn to a float; for `tests` it maps the task to test files by their paths, which are added to
+    those of `rewards.files`."""
+
+    command: list[str] = Field(default_factory=list)
+    """Command that runs the tests in their box, as a list of words, for the kind `tests`. With the kind `shaping`, the
+    share of tests that passed becomes the potential."""
+
+    files: str | None = None
+    """Folder of test files that are copied into the test box, beside the agent's work. A relative path starts at the
+    run file's folder."""
+
+    score: Literal["share", "exit", "number"] = "share"
+    """Reading of a test run: `share` is the share of tests that passed, `exit` is 1 for exit code 0, and `number` is
+    the last line that the command prints, a number from 0 to 1."""
+
+    sandbox: str = "bubblewrap"
+    """Sandbox backend that makes the boxes for tests, such as `bubblewrap` or `docker`."""
+
+    image: str | None = None
+    """Image of the boxes for tests. Without it, the default of the backend that `rewards.sandbox` names."""
+
+    box_s: Positive = 20.0
+    """Seconds that the test command may run; work that takes longer gets 0. It must be below
+    `rewards.call_deadline_s`."""
+
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount in the formula of the kind `shaping`. Give it the value of `algo.discount`."""
+
+    most_tokens: Count | None = None
+    """Number of sampled tokens in a turn from which the kind `overlong` subtracts a full 1. It must be at most
+    `rollout.max_tokens_per_turn`, which is the usual choice."""
+
+    margin_tokens: Count | None = None
+    """Number of tokens before `rewards.most_tokens` over which the cost of the kind `overlong` rises from 0 to 1."""
+
+    url: str | None = None
+    """URL of the server, for the kinds `prm`, `judge` and `teacher`. For a teacher, `policy` means the run's own
+    engines."""
+
+    prompt: str | None = None
+    """System message that only the teacher reads, before the episode. Without it, the teacher reads the episode
+    alone."""
+
+    envs: list[str] = Field(default_factory=list)
+    """Ids of the environments that the teacher teaches. An empty list means all."""
+
+    model: str | None = None
+    """Name by which the server knows the model. Without it, the server's only model."""
+
+    api_key_env: str | None = None
+    """Environment variable with the API key that the server at `rewards.url` requires. Without it, no key is sent. The
+    run's own engines (`rewards.url = "policy"`) need none."""
+
+    rubric: str | None = None
+    """Rubric by which a judge scores the last action, from 0 to 1."""
+
+    label: Annotated[int, Field(ge=0)] = 0
+    """Index of the reward model's output that is the score, for a model with several outputs (kind `prm`)."""
+
+    activation: bool = False
+    """Applies a sigmoid (one output) or softmax (several) to the outputs of a reward model (kind `prm`)."""
+
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of the source's score in the process reward of a turn. It has no effect for a teacher, whose scores are no
+    part of the reward."""
+
+    version: Count = 1
+    """Version number of the source's scores. Scores of another version do not count."""
+
+    concurrency: Count = 8
+    """Maximum number of simultaneous calls to the source."""
+
+    call_deadline_s: Positive = 30.0
+    """Seconds after which one call to the source counts as failed."""
+
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Number of repeated calls after a failed call."""
+
+    deadline_s: Positive = 120.0
+    """Seconds to wait for missing scores after the end of an episode; then `rewards.late` applies. It must be below
+    `train.stall_deadline_s`."""
+
+    late: Literal["drop", "neutral", "partial"] = "drop"
+    """Treatment of an episode that lacks scores at `rewards[].deadline_s`: `drop` removes it from loss and baseline,
+    `neutral` ignores all scores that this source gave it, and `partial` counts the scores that arrived. A teacher needs
+    `partial`; the kind `shaping` allows `drop` and `neutral`."""
 
     @property
     def measure(self) -> str:
         """What is asked about a turn: the kind, or a shaping's potential."""
-        return self.potential if self.kind == "shaping" else self.kind
+        if self.kind == "shaping":
+            return "tests" if self.command else "callable"
+        return self.kind
 
     def beside(self, folder: Path) -> Self:
         """With a folder of tests taken from `folder`."""
@@ -275,14 +384,29 @@ class RewardSource(Section):
 
 
 class HeldOut(Section):
-    """One held-out evaluation: `n` tasks from the environment's own held-out seeds."""
+    """Held-out evaluation set: `n` tasks that training does not use."""
 
-    name: str  # what the set is called in tables and curves
-    id: str | None = None  # default: the training environment
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
-    options: dict[str, Any] = Field(default_factory=dict)  # likewise
-    n: Count = 256  # tasks, of eval.samples episodes each
-    first_seed: Annotated[int, Field(ge=0)] = 1_000_000_000  # of its tasks; far from those of training
+    name: str
+    """Name of the set in tables and curves."""
+
+    id: str | None = None
+    """Environment of the set: a registered id, `module:Class` or `file.py:Class`. Without it, the training
+    environment."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's constructor. If the set is in the training environment, they override single
+    entries of `env.kwargs`."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Reset options of the set's episodes. If the set is in the training environment, they override single entries of
+    `env.options`."""
+
+    n: Count = 256
+    """Number of tasks in the set, each played in `eval.samples` episodes. Without it, a set of rows has each row
+    once."""
+
+    first_seed: Annotated[int, Field(ge=0)] = 1_000_000_000
+    """First seed of the set's tasks. Keep it far from the seeds of training."""
 
 
 Action = Literal["warn", "lower_lag", "stop"]
@@ -290,15 +414,31 @@ Watched = Literal["mismatch", "ess", "kl", "entropy", "clip", "non_finite", "rou
 
 
 class Alarms(Section):
-    """Thresholds for a step's measures, and what happens beyond them: see `docs/reference/metrics.md`."""
+    """Thresholds for the measures of an optimizer step, and the actions beyond them. See
+    `docs/reference/metrics.md`."""
 
-    mismatch_above: Positive | None = 0.2  # mean |difference| of log-probs of fresh tokens, engine and learner, nats
-    ess_below: Annotated[float, Field(ge=0, le=1)] | None = 0.3  # effective sample size over sample size
-    kl_above: Positive | None = 0.3  # KL of behaviour to learner in nats per token
-    entropy_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of the policy, in nats
-    clip_above: Annotated[float, Field(ge=0, le=1)] | None = 0.5  # share of tokens that a clip cut
-    actions: dict[Watched, Action] = Field(default_factory=dict[Watched, Action])  # default: warn, for each of these
-    calm_steps: Count = 10  # steps without an alarm that lowers the lag, until buffer.max_lag holds again
+    mismatch_above: Positive | None = 0.2
+    """Threshold for the mean absolute difference between the log-probabilities that engine and learner give fresh
+    tokens (lag 0), in nats. `false` switches the alarm off."""
+
+    ess_below: Annotated[float, Field(ge=0, le=1)] | None = 0.3
+    """Threshold for the effective sample size, as a share of the sample size. `false` switches the alarm off."""
+
+    kl_above: Positive | None = 0.3
+    """Threshold for the KL divergence of the behaviour policy to the learner, in nats per token. `false` switches the
+    alarm off."""
+
+    entropy_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Threshold for the entropy of the policy, in nats. Without it, there is no such alarm, as the right value depends
+    on the model."""
+
+    clip_above: Annotated[float, Field(ge=0, le=1)] | None = 0.5
+    """Threshold for the share of tokens that the algorithm's clip cut. `false` switches the alarm off."""
+
+    actions: dict[Watched, Action] = Field(default_factory=dict[Watched, Action])
+    """Actions by alarm name (`mismatch`, `ess`, `kl`, `entropy`, `clip`, `non_finite`, `routing`); an alarm without an
+    entry is `warn`. `warn` prints a line, `lower_lag` halves `buffer.max_lag` until 10 steps have passed without such
+    an alarm, and `stop` saves and ends the run."""
 
     def action(self, name: Watched) -> Action:
         """What the alarm of that name does."""
@@ -306,19 +446,35 @@ class Alarms(Section):
 
 
 class Evaluation(Section):
-    """When and on what the policy is measured. Every set runs before and after; those of `during` also every
-    `every`."""
+    """Measures the policy on held-out sets. Every set runs before and after training; the sets of `during` also run
+    every `every` optimizer steps."""
 
-    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations during training; 0: only before and after
-    during: list[str] | None = None  # the names of the sets that are measured then; default: the first
-    n_during: Count = 96  # tasks of each set in such an evaluation
-    engines: Annotated[int, Field(ge=0)] = 0  # of evaluation during training alone; 0: it shares those of training
-    gpus: list[list[int]] = Field(default_factory=list[list[int]])  # of each of these engines, with vLLM
-    samples: Count = 1  # episodes of each task: pass@k for k = 1, 2, 4, … up to it
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # 0: greedy; default: rollout's
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
-    top_k: Annotated[int, Field(ge=0)] | None = None  # likewise
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None  # likewise
+    every: Annotated[int, Field(ge=0)] = 0
+    """Number of optimizer steps between evaluations during training. 0 evaluates only before and after training."""
+
+    during: list[str] | None = None
+    """Names of the held-out sets that are measured during training. Without it, the first set."""
+
+    n_during: Count = 96
+    """Maximum number of tasks of each set in an evaluation during training."""
+
+    engines: Annotated[int, Field(ge=0)] = 0
+    """Number of engines that only evaluate during training, beside the training engines. 0 evaluates on the training
+    engines."""
+
+    gpus: list[list[int]] = Field(default_factory=list[list[int]])
+    """GPUs of each engine of `eval.engines`, such as `[[1], [2]]`. vLLM needs them; no other engine takes them."""
+
+    samples: Count = 1
+    """Number of episodes of each task. Evaluation reports pass@k for k = 1, 2, 4, … up to this number."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Sampling temperature of evaluation. 0 is greedy. Without it, `rollout.temperature`."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus of evaluation: a token is sampled from the fewest tokens that together have this probability. Without it,
+    `rollout.top_p`."""
+
     sets: list[HeldOut] = Field(default_factory=list[HeldOut])
 
     @model_validator(mode="after")
@@ -341,8 +497,8 @@ class Evaluation(Section):
     def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
         """How to sample in an evaluation of a run whose training samples as given. A vLLM that tells kept sets takes no
         greedy request: it gets one for the likeliest token."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        sampling = replace(training, **{name: value for name, value in own.items() if value is not None})
+        overrides = {name: getattr(self, name) for name in ("temperature", "top_p")}
+        sampling = replace(training, **{name: value for name, value in overrides.items() if value is not None})
         if sampling.temperature == 0 and training.cuts and engine == "vllm":
             return replace(sampling, temperature=1.0, top_k=1)
         return sampling
@@ -436,11 +592,20 @@ def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:
 
 
 class DockerSettings(Section):
-    """The engine of the backend `docker`, for a whole run; without it docker's own variables name one."""
+    """Docker engine that makes the boxes of the backend `docker`, for a whole run. Without these settings, docker's own
+    environment variables choose it."""
 
-    base_url: str | None = None  # of the engine: tcp://HOST:2376 or unix:///PATH; default: DOCKER_HOST
-    cert_path: str | None = None  # folder of ca.pem, cert.pem and key.pem, for tcp://; at this path on every node
-    image: str | None = None  # of boxes whose environment names none
+    base_url: str | None = None
+    """Address of the docker engine: `tcp://HOST:2376` or `unix:///PATH`. Without it, the address in `DOCKER_HOST`, or
+    else docker's socket on this machine."""
+
+    cert_path: str | None = None
+    """Folder with `ca.pem`, `cert.pem` and `key.pem`, required if `sandbox.docker.base_url` is a `tcp://` address, and
+    refused otherwise. A relative path starts at the run file's folder. On a cluster, every node needs the folder at
+    this path."""
+
+    image: str | None = None
+    """Image of boxes whose environment names no image. Without it, such an environment gets no box."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -457,11 +622,10 @@ class DockerSettings(Section):
 
 
 class BubblewrapSettings(Section):
-    """What the boxes of the backend `bubblewrap` have beside this machine's /usr, for a whole run."""
+    """Folders that the boxes of the backend `bubblewrap` see beside this machine's /usr, for a whole run."""
 
-    readonly: dict[str, str] = Field(
-        default_factory=dict
-    )  # folders of this machine to their paths in every box, which cannot change them
+    readonly: dict[str, str] = Field(default_factory=dict)
+    """Read-only folders in every box: a table from absolute paths on this machine to absolute paths in the box."""
 
     @model_validator(mode="after")
     def _absolute(self) -> Self:
@@ -473,16 +637,17 @@ class BubblewrapSettings(Section):
 
 
 class Sandboxes(Section):
-    """Settings of the backends that boxes come from; which backend, the environment says."""
+    """Settings of the sandbox backends. The environment chooses which backend makes its boxes."""
 
     bubblewrap: BubblewrapSettings = BubblewrapSettings()
     docker: DockerSettings = DockerSettings()
-    swe_rex: dict[str, Any] = Field(
-        default_factory=dict
-    )  # arguments of the backend `swe-rex`: deployment, network, and the deployment's fields
-    inspect: dict[str, Any] = Field(
-        default_factory=dict
-    )  # arguments of the backend `inspect`: kind, config, network, image
+
+    swe_rex: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the backend `swe-rex`: `deployment`, `network`, `image`, and the fields of SWE-ReX's own
+    configuration of the deployment."""
+
+    inspect: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the backend `inspect`: `kind`, `config`, `network` and `image`."""
 
     def beside(self, folder: Path) -> Self:
         """With a folder of certificates taken from `folder`."""

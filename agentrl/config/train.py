@@ -48,16 +48,34 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ParallelPlan(Section):
-    """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
-    of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them: each
-    rank, or each `context` times `tensor` of them together, computes one at a time."""
+    """Divides the learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and
+    the state of the optimizer are cut into a shard for each rank (FSDP2). The passes of an update are divided among the
+    ranks: each rank, or each `context` times `tensor` of them together, computes one pass at a time."""
 
-    ranks: Count = 1  # processes that share the learner's work; 1: nothing is divided
-    tensor: Count = 1  # ranks that compute each pass together, of each layer some heads and neurons; divides ranks
-    context: Count = 1  # ranks, or groups of `tensor`, that compute each pass together, each for some of its tokens
-    expert: Count = 1  # ranks that keep a mixture's experts apart and send each other tokens; divides ranks
-    gpus: Gpus | None = None  # of ranks 0, 1, …; default: from that of train.device on
-    deadline_s: Positive = 120.0  # of a collective or write: the learner starts again and names the rank that was late
+    ranks: Count = 1
+    """Number of processes that share the learner's work, each with a device of its own. 1 divides nothing."""
+
+    tensor: Count = 1
+    """Number of ranks that compute each pass together, each with a part of the heads and neurons of every layer (tensor
+    parallelism). This number times `train.parallel.context` must divide `train.parallel.ranks`."""
+
+    context: Count = 1
+    """Number of ranks, or of groups of `train.parallel.tensor` ranks, that compute each pass together, each for a part
+    of its tokens (context parallelism). This number times `train.parallel.tensor` must divide `train.parallel.ranks`.
+    Raise it if one pass or one row is too long for the memory of a rank."""
+
+    expert: Count = 1
+    """Number of ranks over which the experts of a mixture are divided: each rank keeps its experts, and tokens are sent
+    to the rank that has theirs (expert parallelism). It must divide `train.parallel.ranks`. With 1, each rank gathers
+    the experts of a layer as it comes to it."""
+
+    gpus: Gpus | None = None
+    """Numbers of the GPUs of ranks 0, 1 and so on, one for each rank; `train.device` must then be "cuda". Without it,
+    the ranks take the GPUs from that of `train.device` on."""
+
+    deadline_s: Positive = 120.0
+    """Seconds that a rank may take to come to a collective, or to write anything of its part of a checkpoint. After
+    that the learner is started again from its checkpoint, and the error names the rank that was late."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -79,48 +97,155 @@ class ParallelPlan(Section):
 
 
 class Train(Section):
-    """The optimizer and its budgets."""
+    """Holds the settings of the optimizer, of its budgets of memory and time, and of the checks on the learner's
+    process."""
 
-    steps: Count = 100  # optimizer steps
-    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"  # muon: of matrices, AdamW of the rest
-    offload_optimizer: bool = False  # moments, and masters of weights, wait in host memory; the same numbers, slower
-    lr: Positive = 5e-4  # learning rate; that of AdamW suits muon too
-    warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
-    lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the last step, or 0 after it; a critic's falls in proportion
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of matrices, not of norms and biases
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)  # of AdamW
-    momentum: Annotated[float | None, Field(ge=0, lt=1)] = None  # of muon (default: 0.95) and sgd (default: 0)
-    grad_clip: Positive | None = 1.0  # largest norm of the gradient
-    max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite
-    tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
-    prompt_once: bool = True  # compute the prompt of a group that is larger than a pass once, not in each of its passes
-    logits_mb: Count = 1024  # of memory for logits: a pass whose logits do not fit computes them in parts, and twice
-    threads: Count = 1  # of arithmetic in the learner
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass, and of frozen matrices
-    weights: Literal["float32", "bfloat16"] = "float32"  # of trained matrices between passes; embedding: float32
-    master_weights: bool = True  # of bfloat16 weights, in float32; false: each update is rounded up or down at random
-    minibatches: Count = 1  # optimizer updates that share a step's groups
-    epochs: Count = 1  # how often a step goes over its groups
-    routing_replay: RoutingReplay = "auto"  # compute tokens with journaled experts; on: the run ends where one has none
-    balance_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of the loss that evens a mixture's load
-    peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
-    offload_activations: bool = False  # keep what layers began with in host memory until the backward pass
-    compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
-    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"  # over trees; auto: the fastest that works here
-    lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
-    lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
-    lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers
-    checkpoint_every: Count = 20  # steps, or
-    checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
-    keep_checkpoints: Count = 2  # the newest ones; older ones are removed
-    async_checkpoints: bool = True  # copy the state to host memory, where there is room, and write it beside next steps
-    hash_every: Annotated[int, Field(ge=0)] = 1  # steps between records of the weights' hash, for retrain; 0: none
-    liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
-    progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
-    stall_deadline_s: Positive = 600.0  # no turn, answer, score, episode end or step for so long: the run fails
+    steps: Count = 100
+    """Number of optimizer steps of the run. A run that has made all its steps goes on if it is resumed with a larger
+    number."""
+
+    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """Optimizer of the trained weights. "muon" updates matrices by Muon, and by AdamW the embedding, the output layer,
+    vectors and the fused experts of a mixture. Where memory is short, "adamw8bit" stores the moments of AdamW in 8
+    bits, and "sgd" without `train.momentum` has none."""
+
+    offload_optimizer: bool = False
+    """Keeps the moments of the optimizer, and the float32 masters of bfloat16 weights, in host memory to save memory of
+    the device. The numbers stay the same; each update is slower. `train.optimizer = "adamw8bit"` excludes it."""
+
+    lr: Positive = 5e-4
+    """Learning rate after the warmup. A rate that suits AdamW suits "muon" too, whose updates are as large."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Number of first steps in which the learning rate rises from 0 to `train.lr`. 0 begins with the full rate."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate from the end of the warmup to the last step: it stays ("constant"), or it falls to
+    `train.lr_min` in a straight line ("linear") or along half a cosine ("cosine")."""
+
+    lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Learning rate of the last step, if `train.lr_schedule` lets the rate fall; it must be below `train.lr`. With 0,
+    the rate reaches 0 only in the step after the last one. A critic's rate falls in proportion."""
+
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight decay of matrices; norms and biases have none."""
+
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of the first and the second moment in AdamW, also in its 8-bit form and in the part of "muon" that is
+    AdamW. They have no effect with "sgd"."""
+
+    momentum: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Momentum of "muon" and "sgd"; other optimizers refuse it. Without it, 0.95 for "muon" and 0 for "sgd"."""
+
+    grad_clip: Positive | None = 1.0
+    """Largest norm of a model's gradient in an update; a larger gradient is scaled down to it. Without it, gradients
+    are not clipped."""
+
+    max_skipped: Annotated[int, Field(ge=0)] = 3
+    """Number of updates in a row that may be skipped because a gradient or the loss is not finite. One more ends the
+    run, which can be resumed with a larger number."""
+
+    tokens_per_batch: Count = 4096
+    """Largest number of tokens that are packed into one forward pass; gradients accumulate over the passes of an
+    update. It must be at least `rollout.max_context`. Lower it if the learner runs out of memory."""
+
+    prompt_once: bool = True
+    """Computes the prompt of a group that is larger than one pass once, and not again in each of its passes. With
+    `train.compile`, and for models that cannot compute it apart, each pass computes it."""
+
+    logits_mb: Count = 1024
+    """Memory for the logits of a pass, in MiB. A pass whose logits do not fit computes them in parts, and a second time
+    in the backward pass."""
+
+    threads: Count = 1
+    """Number of CPU threads for the arithmetic of the learner, in each of its ranks."""
+
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Device of the learner: "cpu", "cuda", or a GPU by its number, such as "cuda:1"."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which a pass computes, and in which frozen matrices are stored."""
+
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Number format of trained matrices between passes; the embedding stays in float32. "bfloat16" needs `train.dtype =
+    "bfloat16"`, a single rank and no adapter. It saves memory only with `train.offload_optimizer` or without
+    `train.master_weights`."""
+
+    master_weights: bool = True
+    """Keeps a float32 copy of bfloat16 weights (`train.weights`), which the optimizer updates. Without the copy, each
+    update is rounded up or down at random, which saves memory and adds noise."""
+
+    minibatches: Count = 1
+    """Number of optimizer updates into which the groups of a step are divided, each with its part of the groups. With
+    1, and `train.epochs = 1`, a step makes a single update."""
+
+    epochs: Count = 1
+    """Number of times that a step goes over its groups, each time with `train.minibatches` updates."""
+
+    routing_replay: RoutingReplay = "auto"
+    """Replay of the experts that the engine chose for a token of a mixture, if they are journaled
+    (`engine.routed_experts`). "auto" leaves a token without journaled experts to the learner's router, "on" ends the
+    run at such a token, "off" leaves every token to the router."""
+
+    balance_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the loss that evens the load of the experts of a mixture. 0 leaves it out."""
+
+    peak_tflops: Positive | None = None
+    """Peak speed of the learner's device in TFLOP/s, of which the metric `mfu` is a share. Without it, the speed that
+    the vendor states, for a known GPU with `train.dtype = "bfloat16"`; otherwise there is no `mfu`."""
+
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass instead of keeping them. This needs less memory and about a third
+    more computation."""
+
+    offload_activations: bool = False
+    """Keeps the inputs of layers in host memory until the backward pass: passes are slower and need less memory of the
+    device. It needs `train.gradient_checkpointing`."""
+
+    compile: bool = False
+    """Compiles what a layer computes, except attention, for faster passes. It takes half a minute at the start and
+    needs a C++ compiler and a single rank."""
+
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """Attention kernel for prefix trees: "sdpa" works everywhere, "varlen" needs CUDA and bfloat16, and "flex" is for
+    CUDA. "auto" takes the fastest that works on this device."""
+
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of a LoRA adapter that is trained over frozen weights. 0 trains all weights."""
+
+    lora_alpha: Count | None = None
+    """Scale of the adapter times its rank: what the adapter adds to a layer is multiplied by `train.lora_alpha` /
+    `train.lora_rank`. Without it, twice the rank."""
+
+    lora_targets: list[str] = Field(default_factory=list)
+    """Ends of the names of the layers that have an adapter, such as "q_proj". An empty list takes all linear layers and
+    experts, but no routers of mixtures. The embedding and the output layer never have an adapter."""
+
+    checkpoint_every: Count = 20
+    """Number of steps after which the learner writes a checkpoint; it writes one earlier if `train.checkpoint_every_s`
+    is over. A learner that dies loses no more steps than this."""
+
+    checkpoint_every_s: Positive = 600.0
+    """Seconds after which the learner writes a checkpoint at the end of a step, even if `train.checkpoint_every` steps
+    are not over. A learner that dies loses no more than this time and one step."""
+
+    keep_checkpoints: Count = 2
+    """Number of newest checkpoints that stay on the disk; older ones are removed. Raise it to go back further, for
+    instance with `agentrl retrain`."""
+
+    liveness_deadline_s: Positive = 60.0
+    """Seconds for which the learner's process may be stopped, for instance by SIGSTOP, before it is killed and started
+    again. It holds as well for a supervisor under `agentrl train --keep-alive` that is stopped or whose loop stands
+    still."""
+
+    progress_deadline_s: Positive = 300.0
+    """Seconds within which the learner must end a pass or write a file; otherwise it is killed and started again. Raise
+    it if a single pass takes longer."""
+
+    stall_deadline_s: Positive = 600.0
+    """Seconds without any turn, answer, score, ended episode or step after which the run fails. It must be longer than
+    the deadline of each reward source (`rewards[].deadline_s`)."""
+
     parallel: ParallelPlan = ParallelPlan()
 
     def lr_share(self, step: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import inf
 from typing import Protocol, cast
 from uuid import uuid4
@@ -19,14 +19,14 @@ from pydantic_core import to_json
 
 from agentrl.engine import auth
 from agentrl.engine.dialect import EngineDialect, EngineKind
+from agentrl.engine.generation import collect
 from agentrl.engine.http_client import HttpAnswer, Origin, TrioTransport, head_of, socket_of
-from agentrl.engine.router.turn_request import Stitcher
 from agentrl.engine.sglang.sglang_dialect import SGLangDialect
 from agentrl.engine.vllm.vllm_dialect import VLLMDialect
-from agentrl.engine.vllm_api import check_sampling, metric, parse_json, refusal
+from agentrl.engine.vllm_api import check_sampling, metric, outgrew_context, parse_json, refusal
 from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import EngineKey, Finish, Generation, Json, SamplingParams, VersionSpan
+from agentrl.records import EngineKey, Generation, Json, SamplingParams, VersionSpan
 
 _DRAIN_S = 1.0
 _FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is one of the latter
@@ -99,15 +99,18 @@ class EngineClient:
                 except _FAILURES as error:
                     raise self._failure(error, request.deadline_s) from error
                 if part is None:
-                    raise EngineBroke(f"{self.url} closed the stream of {request.request_id!r} before its end")
+                    text = f"{self.url} closed the stream of {request.request_id!r} before its end"
+                    raise EngineBroke(text, url=self.url)
                 for event in lines.payloads(part):
                     parser.version = max(parser.version, self.version)
                     try:
                         chunk = parser.parse(parse_json(event))
                     except EngineRefusal as error:
-                        raise EngineRefusal(f"{self.url} refused {request.request_id!r}: {error}") from error
+                        text = f"{self.url} refused {request.request_id!r}: {error}"
+                        raise EngineRefusal(text, url=self.url, status=error.status, reason=error.reason) from error
                     except EngineError as error:
-                        raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {error}") from error
+                        text = f"{self.url} broke {request.request_id!r} off: {error}"
+                        raise EngineBroke(text, url=self.url, status=error.status, reason=error.reason) from error
                     if parser.stated:
                         self._heard(parser.stated, known)
                     if chunk is None:
@@ -119,7 +122,8 @@ class EngineClient:
                     if chunk.token_ids:
                         yield chunk
                     if parser.unsound is not None:
-                        raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {parser.unsound}")
+                        text = f"{self.url} broke {request.request_id!r} off: {parser.unsound}"
+                        raise EngineBroke(text, url=self.url)
         finally:
             if answer is not None and not answer.over:
                 with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
@@ -263,7 +267,8 @@ class EngineClient:
         self.version = 0  # it may be lower than before
         spans = (await self.generate(probe)).spans
         if not spans:
-            raise EngineBroke(f"{self.url} does not say which weight version it serves: it samples no token")
+            text = f"{self.url} does not say which weight version it serves: it samples no token"
+            raise EngineBroke(text, url=self.url)
         return spans[-1].version
 
     async def metrics(self, *, deadline_s: float = 5.0) -> dict[str, float]:
@@ -284,16 +289,20 @@ class EngineClient:
 
     def _failed(self, status: int, body: bytes) -> EngineError:
         """The error for a failed generation's status and body."""
+        reason = refusal(body)
+        text = f"{self.url} answered {status}: {reason}"
         if status in _REFUSALS:
-            return EngineRefusal(f"{self.url} answered {status}: {refusal(body)}")
+            return EngineRefusal(text, url=self.url, status=status, reason=reason)
         kind = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
-        return kind(f"{self.url} answered {status}: {refusal(body)}")
+        return kind(text, url=self.url, status=status, reason=reason)
 
     def _refused(self, status: int, body: bytes) -> EngineError:
-        if status in _REFUSALS:
-            return EngineRefusal(f"{self.url} answered {status}: {refusal(body)}")
+        reason, is_too_long = refusal(body), outgrew_context(status, body)
+        text = f"{self.url} answered {status}: {reason}"
+        if status in _REFUSALS or is_too_long:
+            return EngineRefusal(text, url=self.url, status=status, reason=reason, context_full=is_too_long)
         kind = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
-        return kind(f"{self.url} answered {status}: {refusal(body)}")
+        return kind(text, url=self.url, status=status, reason=reason)
 
     @contextmanager
     def _named(self, deadline_s: float, what: str = "a generation") -> Generator[None]:
@@ -305,12 +314,12 @@ class EngineClient:
     def _failure(self, error: Exception, deadline_s: float, what: str = "a generation") -> EngineError:
         """The error for one of the transport's, or for the end of a deadline."""
         if isinstance(error, httpx.ConnectTimeout):
-            return EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s")
+            return EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s", url=self.url)
         if isinstance(error, trio.TooSlowError | httpx.TimeoutException):
-            return EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s")
+            return EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s", url=self.url)
         if isinstance(error, httpx.ConnectError):
-            return EngineUnavailable(f"{self.url} is not there: {error}")
-        return EngineBroke(f"{self.url} broke off: {str(error) or type(error).__name__}")
+            return EngineUnavailable(f"{self.url} is not there: {error}", url=self.url)
+        return EngineBroke(f"{self.url} broke off: {str(error) or type(error).__name__}", url=self.url)
 
 
 class _Answer(Protocol):
@@ -366,18 +375,3 @@ class Lines:
 def _until(deadline: float) -> AbstractContextManager[object]:
     """A cancel scope for `deadline`, or none if it is infinite: a scope costs more than parsing a chunk."""
     return nullcontext() if deadline == inf else trio.fail_at(deadline)
-
-
-async def collect(stream: AsyncGenerator[Chunk, None], on_chunk: Callable[[Chunk], None] | None = None) -> Generation:
-    """Join a stream's chunks to one generation; `on_chunk` is called with each chunk as it comes."""
-    stitcher = Stitcher()
-    finish: str | None = None
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            stitcher.add(chunk)
-            if on_chunk is not None:
-                on_chunk(chunk)
-            finish = chunk.finish
-    if finish is not None:
-        return stitcher.generation(cast("Finish", finish))
-    raise EngineBroke("the stream ended before its last chunk")

@@ -3,20 +3,17 @@
 `EngineClient` owns connections, deadlines and the names of failures, whatever it speaks to. A dialect owns paths, the
 shape of requests and answers, and the order of admin calls: vLLM's (the embedded engine speaks it too) is in
 `engine/vllm/vllm_dialect.py`, SGLang's in `engine/sglang/sglang_dialect.py`. Whatever a dialect does is one or more
-`EngineClient.call`, so it raises as that does.
+`EngineCalls.call`, so it raises as that does. It never knows the client, which knows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
-
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 
@@ -33,6 +30,26 @@ class WeightUpdate:
     clear_cache: bool
     asleep: bool
     keep_base: bool | None
+
+
+# A protocol, and not the client itself: the client owns a dialect, so a dialect that imports it would close a circle.
+class EngineCalls(Protocol):
+    """Requests to one server; `EngineClient` makes them with its connections, key and names of failures."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline_s: float,
+        json: Mapping[str, Json] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Send a request; returns its whole answer. Raises EngineError (refused), EngineTimeout, EngineUnavailable."""
+        ...
 
 
 class EventParser(Protocol):
@@ -73,35 +90,33 @@ class EngineDialect(Protocol):
         """The name that readers of metrics look for (vLLM's), of what the server calls `name`."""
         ...
 
-    async def look(self, client: EngineClient, *, deadline_s: float) -> None:
+    async def look(self, engine: EngineCalls, *, deadline_s: float) -> None:
         """Ask what the engine itself answers, between two passes, also while it is paused."""
         ...
 
-    async def paused(self, client: EngineClient, *, deadline_s: float) -> bool: ...
+    async def paused(self, engine: EngineCalls, *, deadline_s: float) -> bool: ...
 
-    async def stated_version(self, client: EngineClient, *, deadline_s: float) -> int | None:
+    async def stated_version(self, engine: EngineCalls, *, deadline_s: float) -> int | None:
         """The weight version that it serves; None if it does not say."""
         ...
 
-    async def announce(self, client: EngineClient, version: int, *, deadline_s: float) -> None:
+    async def announce(self, engine: EngineCalls, version: int, *, deadline_s: float) -> None:
         """Have it stamp its tokens with `version`; the weights stay as they are."""
         ...
 
-    async def resume(self, client: EngineClient, *, deadline_s: float) -> None: ...
+    async def resume(self, engine: EngineCalls, *, deadline_s: float) -> None: ...
 
-    async def take_weights(self, client: EngineClient, update: WeightUpdate, *, deadline_s: float) -> float:
+    async def take_weights(self, engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
         """Have it load new weights while its requests wait; returns the seconds in which it computed nothing. Raises
         WeightSyncError, too. Safe to repeat."""
         ...
 
-    async def load_adapter(
-        self, client: EngineClient, name: str, place: str, digest: str, *, deadline_s: float
-    ) -> None:
+    async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
         """Have it load the adapter in the folder `place`, whose contents have this digest; safe to repeat."""
         ...
 
-    async def unload_adapter(self, client: EngineClient, name: str, *, deadline_s: float) -> None: ...
+    async def unload_adapter(self, engine: EngineCalls, name: str, *, deadline_s: float) -> None: ...
 
-    async def adapters_in_use(self, client: EngineClient, *, deadline_s: float) -> str:
+    async def adapters_in_use(self, engine: EngineCalls, *, deadline_s: float) -> str:
         """The names of adapters that running or waiting requests use, in one text."""
         ...

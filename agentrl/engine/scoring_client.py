@@ -17,6 +17,7 @@ import httpx
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.engine.answer_content import text_of_answer
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import parse_json, prompt_logprobs, score_json
 from agentrl.env.image_parts import with_parts
@@ -33,6 +34,16 @@ class _Opened:
 
     http: EngineClient
     places: trio.CapacityLimiter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCompletion:
+    """One answer of a chat model: `message` as the server wrote it, why it ended (None if the server does not say), and
+    how many tokens the model wrote (None if the server does not count them)."""
+
+    message: Mapping[str, Json]
+    finish_reason: str | None
+    tokens: int | None
 
 
 class ScoringClient:
@@ -89,28 +100,33 @@ class ScoringClient:
         if schema is not None:
             named: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
             asked["response_format"] = {"type": "json_schema", "json_schema": named}
-        return str((await self.message(messages, deadline_s=deadline_s, **asked)).get("content") or "")
+        return text_of_answer((await self.message(messages, deadline_s=deadline_s, **asked)).get("content"))[0]
 
     async def message(
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
     ) -> Mapping[str, Json]:
         """The model's whole answer as the API has it: `content`, `tool_calls`, and whatever else the server adds.
         Raises as `chat`."""
-        return (await self.completion(messages, deadline_s=deadline_s, **options))[0]
+        return (await self.completion(messages, deadline_s=deadline_s, **options)).message
 
     async def completion(
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
-    ) -> tuple[Mapping[str, Json], int | None]:
-        """The same, and how many tokens the model wrote, if the server counts them."""
+    ) -> ChatCompletion:
+        """The model's answer with what the server says of it. Raises as `chat`."""
         asked: dict[str, Json] = {**self._model, "messages": [with_parts(message) for message in messages], **options}
         answer = await self._post("/v1/chat/completions", asked, deadline_s)
         try:
-            message = dict(answer["choices"][0]["message"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            choice = answer["choices"][0]
+            message, finish = dict(choice["message"]), choice.get("finish_reason")
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
         usage = answer.get("usage")
         written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
-        return message, written if isinstance(written, int) else None
+        return ChatCompletion(
+            message=message,
+            finish_reason=finish if isinstance(finish, str) else None,
+            tokens=written if isinstance(written, int) else None,
+        )
 
     async def reach(self, *, deadline_s: float = 10.0) -> None:
         """Connect once. Raises EngineUnavailable if nobody listens at the address; a server that answers anything, or

@@ -8,42 +8,41 @@ engine, and new ones queue there: their keys and values are computed anew afterw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from agentrl.engine.dialect import EngineCalls
 from agentrl.engine.vllm_api import metric, parse_json
 from agentrl.errors import EngineError
-
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
 
 _STATE = "vllm:engine_sleep_state{"
 Level = Literal[1, 2]
 """Of a sleep: 1 keeps the weights in host memory, 2 drops them, for an engine that is about to get new ones."""
 
 
-async def sleep(client: EngineClient, *, level: Level, deadline_s: float) -> None:
+async def sleep(engine: EngineCalls, *, level: Level, deadline_s: float) -> None:
     """Have an engine sleep; safe to repeat. Raises EngineError if it does not."""
     params = {"level": str(level), "mode": "keep"}
-    await client.call("POST", "/sleep", params=params, deadline_s=deadline_s)
-    said = parse_json(await client.call("GET", "/is_sleeping", deadline_s=deadline_s))
-    if not said.get("is_sleeping"):
-        raise EngineError(f"{client.url} was told to sleep and does not")
+    await engine.call("POST", "/sleep", params=params, deadline_s=deadline_s)
+    state = parse_json(await engine.call("GET", "/is_sleeping", deadline_s=deadline_s))
+    if not state.get("is_sleeping"):
+        raise EngineError(f"{engine.url} was asked to sleep and does not", url=engine.url)
 
 
-async def sleeps(client: EngineClient, *, deadline_s: float) -> bool:
+async def sleeps(engine: EngineCalls, *, deadline_s: float) -> bool:
     """Whether it has given memory back, and is not only paused. False if it does not say. Raises EngineError."""
-    said = parse_json(await client.call("GET", "/is_sleeping", deadline_s=deadline_s))
-    if not said.get("is_sleeping"):
+    state = parse_json(await engine.call("GET", "/is_sleeping", deadline_s=deadline_s))
+    if not state.get("is_sleeping"):
         return False
-    if "asleep" in said:  # the embedded engine; to vLLM a pause is a sleep too, and only its metrics tell them apart
-        return bool(said["asleep"])
-    lines = (await client.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines()
+    # The embedded engine has a field for it. To vLLM a pause is a sleep too, and only its metrics tell them apart.
+    if "asleep" in state:
+        return bool(state["asleep"])
+    lines = (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines()
     awake = (metric(line)[1] for line in lines if line.startswith(_STATE) and 'sleep_state="awake"' in line)
     return any(value == 0 for value in awake)
 
 
-async def wake(client: EngineClient, tag: Literal["weights", "kv_cache"] | None = None, *, deadline_s: float) -> None:
+async def wake(engine: EngineCalls, tag: Literal["weights", "kv_cache"] | None = None, *, deadline_s: float) -> None:
     """Have an engine take this part of its memory again, or all of it; safe to repeat. With all of it, it goes on.
     Raises EngineError if it cannot."""
     params = None if tag is None else {"tags": tag}
-    await client.call("POST", "/wake_up", params=params, deadline_s=deadline_s)
+    await engine.call("POST", "/wake_up", params=params, deadline_s=deadline_s)

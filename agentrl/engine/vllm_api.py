@@ -18,6 +18,7 @@ from uuid import uuid4
 import numpy as np
 from pydantic_core import from_json
 
+from agentrl.engine import refusals
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
@@ -306,6 +307,15 @@ def refusal(body: bytes) -> str:
     except EngineError:
         return body[:200].decode(errors="replace").strip() or "no reason given"
     return _message(document)
+
+
+def outgrew_context(status: int, body: bytes) -> bool:
+    """Whether an error answer says that the conversation is too long for the model."""
+    try:
+        document = parse_json(body)
+    except EngineError:
+        document = {"message": body[:4_000].decode(errors="replace")}
+    return refusals.is_context_full(status, refusals.codes_of(document), refusals.words_of(document))
 
 
 def _message(document: Mapping[str, Json]) -> str:

@@ -11,12 +11,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Literal, cast
 
 import gymnasium
 import trio
 
 from agentrl.env import spaces
+from agentrl.env.asyncio_code import adapted
 from agentrl.env.sync_async import LoopThread, call, in_thread, refused_exit
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
@@ -26,6 +27,7 @@ Info = dict[str, Json]
 ResetResult = tuple[Messages, Info]
 StepResult = tuple[Messages, float, bool, bool, Info]
 
+_ASYNC: Final = ("areset", "astep", "aclose", "aend", "snapshot", "restore")
 CLOSE_DEADLINE_S: Final = 30.0
 """How long `aclose` may take, also when its caller was cancelled."""
 
@@ -66,12 +68,19 @@ class Env(gymnasium.Env[Messages, str]):
     replayable: bool = False
     """A promise: reset with the same seed and options and the same actions give the same observations."""
 
+    async_library: Literal["trio", "asyncio"] | None = None
+    """What the async methods and tools of the class are written with; None: their code says it. Those of asyncio run on
+    a loop in a thread of its own, see `agentrl.env.asyncio_code`."""
+
     needs_step_s: float = 0.0
     """Seconds that an honest policy may need in one step, such as a long test run. A run whose deadlines are shorter,
     and would end it as the policy's time limit, says so at its start."""
 
     needs_step_by: str = ""
     """The setting that decides `needs_step_s`, if one does."""
+    unrewarded: str = ""
+    """Why nothing in the environment gives an episode a reward, and what to do: a run is refused with this line unless
+    it has a rewarder or reward sources."""
 
     tool_format: str | None = None
     """The dialect in which the policy is to write tool calls, see `agentrl.env.tools.parsers`; None: that of the
@@ -88,6 +97,13 @@ class Env(gymnasium.Env[Messages, str]):
     """The action that comes, by a name that is unique in its run; the driver sets it before each step. Another worker
     repeats an action under the same name: give it as an idempotency key to services whose work is slow or dear."""
 
+    policy_writes_prompts: bool = False
+    """Whether the policy may have written all of what it reads once it has acted, roles and tools included, as its code
+    can speak for an agent program. A prompt that the chat template refuses is then the policy's fault."""
+
+    observation_bytes: int = 16 << 20
+    """The most bytes of text in one answer that its driver keeps. The driver sets it before the reset."""
+
     snapshot_bytes: int = 4 << 20
     """The most bytes that a snapshot may have; 0: none will be asked for. The driver sets it before the reset."""
 
@@ -99,6 +115,10 @@ class Env(gymnasium.Env[Messages, str]):
         for name in ("reset", "step", "close"):
             if inspect.iscoroutinefunction(vars(cls).get(name)):
                 raise UsageError(f"{cls.__name__}.{name} is async: write async def a{name}, or a plain def {name}")
+        if cls.__module__.partition(".")[0] != "agentrl":
+            for name in _ASYNC:
+                if inspect.iscoroutinefunction(method := vars(cls).get(name)):
+                    setattr(cls, name, adapted(method))
 
     # --- gymnasium's side
 

@@ -9,18 +9,19 @@ held-out ones are those of its argument `rows`, by seed.
 from __future__ import annotations
 
 import functools
+import json
 import logging
-import time
+import string
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, cast
 
-from agentrl.env.chat_messages import plain_messages
+from agentrl import notices
+from agentrl.env.chat_messages import plain_messages, plain_tools, without_padded_arguments
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
 from agentrl.env.limits import finite, positive_seconds
-from agentrl.env.reward_functions import Answer, RewardFunction
-from agentrl.env.reward_process import Hangs, RewardProcesses
+from agentrl.env.reward_functions import NOBODY_JUDGES, Answer, RewardFunction
+from agentrl.env.reward_process import AnswerScores, RewardProcesses
 from agentrl.errors import EnvError, UsageError, boundary
 from agentrl.records import Json, Message, Messages
 
@@ -42,9 +43,11 @@ class RowsEnv(Env):
     is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is asked where no options are given.
 
     The functions run in the main threads of at most `processes` processes, started as they are needed; with 0 in
-    threads of this process, for functions that share something large. If they need more than `reward_s` seconds for an
-    answer, those that have not judged it yet give 0, as the answer could have caused that; in a thread nothing ends
-    them. A function that raises fails the episode."""
+    threads of this process, for functions that share something large. If they run for more than `reward_s` seconds for
+    an answer, those that have not judged it yet give 0, as the answer could have caused that, and the info names them
+    in `scores_late`; in a thread nothing ends them. The wait for a free process, its start, and time in which this
+    machine gives it no processor do not count. A function that raises fails the episode. One that abstains (None, as
+    in TRL) adds nothing, and has no entry in the info's `scores`."""
 
     replayable = True
 
@@ -91,15 +94,23 @@ class RowsEnv(Env):
                 raise UsageError(f"{ID} has no row to ask: give [[tasks]] rows = FILE, or its argument rows")
             row = dict(self._rows[(seed or 0) % len(self._rows)])
         self._row, self._asked = row, self._messages(row)
+        self._name_unused(row)
         return self._asked, {}
 
     def step(self, action: str) -> StepResult:
         talk = isinstance(self._row.get(self._column), list)
         answer = Answer(prompt=self._asked, completion=action, row=self._row, talk=talk)
-        until = time.monotonic() + self._reward_s
-        scores = {name: self._score(name, answer, until) for name in self._names}
-        outcome = sum(weight * score for weight, score in zip(self._weights, scores.values(), strict=True))
-        info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": dict(scores)}
+        judgement = self._judge(answer)
+        for name in judgement.late:
+            log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
+        scores: dict[str, Json] = {name: score for name, score in judgement.scores.items() if score is not None}
+        weights = dict(zip(self._names, self._weights, strict=True))
+        if not scores and not judgement.late:
+            notices.note("rewards", NOBODY_JUDGES, by_policy=True)
+        outcome = sum(weights[name] * (score or 0.0) for name, score in judgement.scores.items())
+        info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": scores}
+        if judgement.late:
+            info["scores_late"] = list(judgement.late)
         return (), 0.0, True, False, info
 
     @property
@@ -107,32 +118,79 @@ class RowsEnv(Env):
         """The column of the row that is asked, if the prompt is nothing else."""
         return self._prompt.strip("{}")
 
+    def _name_unused(self, row: Mapping[str, Any]) -> None:
+        """Name columns that other libraries give to the model, and those that no function of TRL's can see."""
+        for column in ("tools", "images", "image", "chat_template_kwargs"):
+            if row.get(column) and f"{{{column}}}" not in self._prompt:
+                notices.note("data rows", f"the column {column!r} is not shown to the model", by_policy=True)
+        if any(function.batched for function in self._functions.values()):
+            for column in sorted({"prompts", "completions"} & row.keys()):
+                case = f"the column {column!r} is hidden: reward functions get the run's own {column} by this name"
+                notices.note("data rows", case, by_policy=True)
+
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         column = row.get(self._column)
+        if self._column in row and (column is None or column in ("", [])):
+            raise UsageError(
+                f"the row's column {self._column!r} is {column!r}: there is nothing to ask; leave the row out"
+            )
         if isinstance(column, list):
             try:
-                asked = list(plain_messages(cast("list[Mapping[str, Any]]", column)))
-            except (TypeError, AttributeError) as error:
-                raise UsageError(f"the row's column {self._prompt!r} holds no chat messages: {error}") from error
+                plain = plain_messages(cast("list[Mapping[str, Any]]", column))
+                asked = list(without_padded_arguments(plain, plain_tools(row.get("tools"))))
+            except TypeError as error:
+                raise UsageError(f"the row's column {self._column!r} holds no chat messages: {error}") from error
+            if not any(message["content"] or message.get("images") for message in asked):
+                hint = "there is nothing to ask; leave the row out"
+                raise UsageError(f"the row's column {self._column!r} has messages without content: {hint}")
+        elif isinstance(column, Mapping) and {"role", "content"} <= column.keys():
+            raise UsageError(f"the row's column {self._column!r} is a single message: give a list of messages")
         else:
+            if isinstance(column, str) and is_talk(column):
+                case = f"the column {self._column!r} holds chat messages as JSON text, which is asked as a text"
+                notices.note("data rows", case, by_policy=True)  # read in an episode, which nothing may end
             try:
-                asked = [Message(role="user", content=self._prompt.format_map(row))]
-            except (KeyError, IndexError, ValueError) as error:
+                asked = [Message(role="user", content=_Cells().vformat(self._prompt, (), row))]
+            except (KeyError, IndexError, ValueError, AttributeError) as error:
                 known = ", ".join(sorted(row))
                 raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {known}") from error
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return (*system, *asked)
 
-    def _score(self, name: str, answer: Answer, until: float) -> float:
-        if not self._processes:
+    def _judge(self, answer: Answer) -> AnswerScores:
+        if self._processes:
+            return _shared(self._names, self._processes).judge(answer, self._reward_s)
+        scores: dict[str, float | None] = {}
+        for name in self._names:
             with boundary(EnvError, f"the reward function {name!r} raised", place=True):
-                return self._functions[name](answer)
-        left_s = until - time.monotonic()
-        with suppress(Hangs):
-            if left_s > 0:
-                return _shared(self._names, self._processes).score(name, answer, left_s)
-        log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
-        return 0.0
+                scores[name] = self._functions[name](answer)
+        return AnswerScores(scores)
+
+
+class _Cells(string.Formatter):
+    """Fills a prompt with the cells of a row: lists, objects and truth values as JSON, not as Python writes them; a
+    null as nothing, which is named."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            notices.note("data rows", "a null in a column of the prompt is written as nothing", by_policy=True)
+            return ""
+        if isinstance(value, dict | list | bool):
+            return json.dumps(value, ensure_ascii=False)
+        return str(super().format_field(value, format_spec))
+
+
+def is_talk(text: str) -> bool:
+    """Whether a text is the JSON of chat messages."""
+    if not text.startswith("[{"):
+        return False
+    try:
+        values: Any = json.loads(text)
+    except ValueError:
+        return False
+    return all(
+        isinstance(value, dict) and "role" in value and "content" in value for value in cast("list[Any]", values)
+    )
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
         if not line.strip():
             continue
         try:
-            row: Any = _DECODER.decode(line)
+            row: Any = decode_row(line)
         except ValueError as error:
             raise UsageError(f"{where}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -101,7 +101,7 @@ def _json(text: str, where: str) -> list[Mapping[str, Json]]:
             break
         try:
             row, at = _DECODER.raw_decode(text, at)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", None) or text.count("\n", 0, at) + 1
             raise UsageError(f"{where}, line {line} is not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -170,7 +170,26 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _refuse(digits)
 
 
-_DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of two values under one key JSON readers drop the first."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.60} stands twice in an object")
+    return values
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+
+
+def decode_row(line: str) -> Any:
+    """What a line of JSON says. Raises ValueError, also for NaN, numbers that are not finite, keys that stand twice in
+    an object, and values in values without end."""
+    try:
+        return _DECODER.decode(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _plain(rows: list[Any], where: str) -> list[Mapping[str, Json]]:

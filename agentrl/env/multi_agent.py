@@ -49,6 +49,8 @@ class RolesEnv(Env):
     roles: tuple[str, ...]
     retries: int = 2
     max_turns: int = 200
+    cut_off: bool = False
+    """Whether a limit of the game's own ended it, and not the game: set it in `play`. The episode is then truncated."""
 
     task: Mapping[str, Json]
     _game: _Game | None = None
@@ -114,11 +116,17 @@ class RolesEnv(Env):
             game.role = self._known(following)
             if game.faults == 0:
                 observation = _messages(await self._hook(self.see, game.role))
-        truncated = following is not None and game.turns >= self.max_turns
-        game.over = following is None or truncated
-        info = await self._info(game, acting, forfeited, truncated)
+        stop: StopReason | None = None
+        if following is None:
+            cut_off = forfeited is None and self.cut_off
+            stop = StopReason.PARSE_FAILURE if forfeited else StopReason.TRUNCATED if cut_off else StopReason.DONE
+        elif game.turns >= self.max_turns:
+            stop = StopReason.TURN_LIMIT
+        game.over = stop is not None
+        info = await self._info(game, acting, forfeited, stop)
         game.busy = False
-        return observation, game.rewards.get(acting, 0.0), following is None, truncated, info
+        truncated = stop in (StopReason.TURN_LIMIT, StopReason.TRUNCATED)
+        return observation, game.rewards.get(acting, 0.0), game.over and not truncated, truncated, info
 
     async def aend(self, reason: StopReason) -> Info:
         """End the running episode as it stands: the outcome of every role."""
@@ -135,14 +143,13 @@ class RolesEnv(Env):
 
     # --- inside
 
-    async def _info(self, game: _Game, acting: str, forfeited: str | None, truncated: bool) -> Info:
+    async def _info(self, game: _Game, acting: str, forfeited: str | None, stop: StopReason | None) -> Info:
         info: Info = {"acted": acting}
         others = {role: amount for role, amount in game.rewards.items() if role != acting}
         if others:
             info["rewards"] = others
-        if not game.over:
+        if stop is None:
             return {**info, "role": game.role}
-        stop = StopReason.TURN_LIMIT if truncated else StopReason.PARSE_FAILURE if forfeited else StopReason.DONE
         return {**info, **await self._judged(forfeited, stop)}
 
     async def _judged(self, forfeited: str | None, stop: StopReason) -> Info:

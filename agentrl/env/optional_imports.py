@@ -8,10 +8,12 @@ from typing import Any
 from agentrl.errors import UsageError
 
 
-def require(module: str, *, what: str, package: str | None = None) -> Any:
-    """The module, imported. Raises UsageError saying that `what` needs `package` and how to install it."""
+def require(module: str, *, what: str, package: str | None = None, command: str | None = None) -> Any:
+    """The module, imported. Raises UsageError saying that `what` needs `package` and how to install it: by `command`,
+    else by the package's own name."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = package or module.partition(".")[0]
-        raise UsageError(f"{what} needs the package {package!r}: pip install {package} ({error})") from error
+        command = command or f"pip install {package}"
+        raise UsageError(f"{what} needs the package {package!r}: {command} ({error})") from error

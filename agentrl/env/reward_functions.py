@@ -2,6 +2,7 @@
 
     (prompt, completion, row)               one answer: messages asked, the text answered, the row of the data set
     (completions, prompts=…, column=…, **)  as in TRL: lists, of one answer each, and columns of the row by name
+    (environments, **)                      as in TRL beside an environment class: lists of one environment each
 
 Both may be async. Knows no environment and no process.
 """
@@ -20,17 +21,25 @@ from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json, Message
 from agentrl.registry import load_reference
 
+NOBODY_JUDGES: Final = "no reward function judges an answer (each returned None): its outcome is 0"
+"""The case of a notice: the row is for none of the functions, and a plain 0 looks like a wrong answer."""
+
+_TRL: Final = ("completions", "environments")  # a function of TRL asks for one of them
 _FORMS: Final = "give (prompt, completion, row), or TRL's (completions, column=…, **kwargs)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a function judges. `talk`: the row's prompt is a list of messages, which TRL answers with one, too."""
+    """What a function judges. `talk`: the row's prompt is a list of messages, which TRL answers with one, too.
+    `messages` are those of an episode after its prompt, and `environment` the object that played it, if there is one.
+    """
 
     prompt: Sequence[Message]
     completion: str
     row: Mapping[str, Json]
     talk: bool = False
+    messages: Sequence[Message] = ()
+    environment: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,11 @@ class RewardFunction:
     @classmethod
     def of(cls, name: str) -> RewardFunction:
         """The function that a reference names."""
-        function = load_reference(name)
+        return cls.made(name, load_reference(name))
+
+    @classmethod
+    def made(cls, name: str, function: Any) -> RewardFunction:
+        """A function that is at hand already."""
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
@@ -59,7 +72,7 @@ class RewardFunction:
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
-        batched = any(parameter.name == "completions" for parameter in named)
+        batched = any(parameter.name in _TRL for parameter in named) or (not named and _is_open(signature))
         if not batched:
             try:
                 signature.bind((), "", {})
@@ -70,21 +83,23 @@ class RewardFunction:
         needs = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         return cls(name, function, batched, takes, needs)
 
-    def __call__(self, answer: Answer) -> float:
-        """The score of one answer; 0 for TRL's None, which says that the function is not for such rows. Raises EnvError
-        for what is no finite number, UsageError for a column that the row does not have."""
+    def __call__(self, answer: Answer) -> float | None:
+        """The score of one answer; None as in TRL, where a function says by it that it is not for such rows. Raises
+        EnvError for what is no finite number, UsageError for a column that the row does not have."""
         said = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
         if inspect.isawaitable(said):
             said = asyncio.run(_awaited(said))
         if self.batched:
             said = self._only(said)
-        return 0.0 if said is None and self.batched else self._number(said)
+        return None if said is None and self.batched else self._number(said)
 
     def _batch(self, answer: Answer) -> Any:
         columns: dict[str, Any] = {name: [value] for name, value in answer.row.items()}
-        talk = [{"role": "assistant", "content": answer.completion}]
+        talk: list[Any] = list(answer.messages) or [{"role": "assistant", "content": answer.completion}]
         prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
         given = {**columns, "prompts": [prompt], "completions": [talk if answer.talk else answer.completion]}
+        if answer.environment is not None:
+            given["environments"] = [answer.environment]
         if missing := sorted(self.needs - given.keys()):
             known = ", ".join(sorted(answer.row))
             raise UsageError(f"the reward function {self.name!r} asks for {', '.join(missing)}; a row has {known}")
@@ -101,6 +116,12 @@ class RewardFunction:
         if not isinstance(score, Real) or not math.isfinite(score):
             raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return a finite number")
         return float(score)
+
+
+def _is_open(signature: inspect.Signature) -> bool:
+    """Whether a function takes any arguments by name and none by place, as TRL gives them."""
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return kinds == {inspect.Parameter.VAR_KEYWORD}
 
 
 async def _awaited(said: Any) -> Any:

@@ -18,71 +18,131 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import IO, Any, Final, cast
 
+import trio
+
 from agentrl.env.reward_functions import Answer, RewardFunction
-from agentrl.errors import AgentRLError, EnvError, UsageError, place_of
+from agentrl.errors import AgentRLError, EnvError, HostBusy, UsageError, place_of
+from agentrl.host.clocks import HOST_DEADLINE_S, credit_host, host_time_in_thread
+from agentrl.host.cpu_time import CpuTime, starved_out
 
 _START_S: Final = 120.0  # for a process to import the functions
 _PATIENCE_S: Final = 0.3  # a call waits so long for a process before another one is started
+_LEAST_S: Final = 0.001  # less than that is no time left
+_LOOK_S: Final = 0.3  # a thread that waits looks so often whether its caller has left
 
 
 class Hangs(Exception):
     """A function did not answer in time, and its process was ended."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class AnswerScores:
+    """What functions said of an answer. `scores` has None where a function abstains; `late` functions had not judged
+    it in time, and have no score."""
+
+    scores: Mapping[str, float | None]
+    late: Sequence[str] = ()
+
+
 class RewardProcesses:
-    """At most `most` processes, started as they are needed, for any number of threads that call `score`."""
+    """At most `most` processes, started as they are needed, for any number of threads that call `judge`.
 
-    names: Sequence[str]
-    most: int = 1
-    _idle: queue.LifoQueue[_Process] = field(default_factory=lambda: queue.LifoQueue["_Process"]())
-    _started: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Calls get a process in the order in which they came. The wait for one, and its start, which imports the functions,
+    are the host's time (`agentrl.host.clocks`) and no part of a function's."""
 
-    def score(self, name: str, answer: Answer, deadline_s: float) -> float:
-        """The function's result. Raises Hangs past `deadline_s` seconds, else as the function itself does."""
+    def __init__(self, names: Sequence[str], most: int = 1) -> None:
+        self.names, self.most = names, most
+        self._idle: list[_Process] = []
+        self._waiting: deque[object] = deque()
+        self._started = 0
+        self._changed = threading.Condition()
+
+    def judge(self, answer: Answer, deadline_s: float) -> AnswerScores:
+        """Have all functions judge an answer, one after the other, within `deadline_s` seconds altogether.
+
+        Raises HostBusy where this machine has no process in time, or gives it no processor; else as a function does."""
+        scores: dict[str, float | None] = {}
+        left_s = deadline_s
         process = self._take()
         try:
-            return process.score(name, answer, deadline_s)
+            for name in self.names:
+                scores[name], used_s = process.score(name, answer, left_s)
+                left_s = max(0.0, left_s - used_s)
+        except Hangs:
+            pass
         finally:
-            if process.lives:
-                self._idle.put(process)
-            else:
-                with self._lock:
-                    self._started -= 1
+            self._give_back(process)
+        return AnswerScores(scores, [name for name in self.names if name not in scores])
 
     def close(self) -> None:
         """End those that are idle."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().end()
-                with self._lock:
-                    self._started -= 1
+        with self._changed:
+            ended, self._idle = self._idle, []
+            self._started -= len(ended)
+        for process in ended:
+            process.end()
 
     def _take(self) -> _Process:
         """An idle process; a new one if none becomes idle soon."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                found = self._idle.get(timeout=_PATIENCE_S if self._started else 0.001)
-                if found.lives:
-                    return found
-                with self._lock:
-                    self._started -= 1
-                continue
-            with self._lock:
-                if self._started >= self.most:
-                    continue
-                self._started += 1
+        with host_time_in_thread():
+            return self._next() or self._start()
+
+    def _next(self) -> _Process | None:
+        """An idle process, or None and the right to start one."""
+        ticket, began = object(), time.monotonic()
+
+        def may_go() -> bool:
+            starts = self._started < self.most and (not self._started or time.monotonic() >= began + _PATIENCE_S)
+            return self._waiting[0] is ticket and (bool(self._idle) or starts)
+
+        with self._changed:
+            self._waiting.append(ticket)
             try:
-                return _Process(self.names)
-            except BaseException:
-                with self._lock:
+                while True:
+                    while not self._changed.wait_for(may_go, timeout=_LOOK_S):
+                        _leave_if_abandoned()
+                        if time.monotonic() - began > HOST_DEADLINE_S:
+                            raise HostBusy(
+                                f"waited {HOST_DEADLINE_S:g} s for one of {self.most} reward processes:"
+                                " give more processes, or fewer episodes at once"
+                            )
+                    if not self._idle:
+                        self._started += 1
+                        return None
+                    if (process := self._idle.pop()).lives:
+                        return process
                     self._started -= 1
-                raise
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def _start(self) -> _Process:
+        try:
+            return _Process(self.names)
+        except BaseException:
+            with self._changed:
+                self._started -= 1
+                self._changed.notify_all()
+            raise
+
+    def _give_back(self, process: _Process) -> None:
+        with self._changed:
+            if process.lives:
+                self._idle.append(process)
+            else:
+                self._started -= 1
+            self._changed.notify_all()
+
+
+def _leave_if_abandoned() -> None:
+    """Raise trio.Cancelled in a thread whose caller was cancelled: nobody reads what it would find out."""
+    with contextlib.suppress(RuntimeError):  # in a thread that trio did not start
+        trio.from_thread.check_cancelled()
 
 
 class _Process:
@@ -107,7 +167,11 @@ class _Process:
     def lives(self) -> bool:
         return self._process.poll() is None
 
-    def score(self, name: str, answer: Answer, deadline_s: float) -> float:
+    def score(self, name: str, answer: Answer, deadline_s: float) -> tuple[float | None, float]:
+        """The function's score, and how many seconds it took. Raises Hangs, and ends the process, past `deadline_s`.
+        Time in which this machine gave the process no processor does not count."""
+        used, began = CpuTime(self._process.pid), time.monotonic()
+        used.begin()
         try:
             stdin = cast("IO[bytes]", self._process.stdin)
             stdin.write(json.dumps({"name": name, **asdict(answer)}).encode() + b"\n")
@@ -115,7 +179,10 @@ class _Process:
         except OSError as error:
             self.end()
             raise EnvError(f"the process of the reward functions ended: {error}") from error
-        return float(self._answer(deadline_s)["score"])
+        score = self._answer(deadline_s, used)["score"]
+        if (wall_s := time.monotonic() - began) > _LOOK_S:
+            credit_host(used.look())
+        return score, max(0.0, wall_s - used.starved_s)
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -125,8 +192,8 @@ class _Process:
             with contextlib.suppress(OSError):
                 cast("IO[bytes]", pipe).close()
 
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
-        line = self._line(time.monotonic() + deadline_s)
+    def _answer(self, deadline_s: float, used: CpuTime | None = None) -> dict[str, Any]:
+        line = self._line(deadline_s, used)
         said: dict[str, Any] = json.loads(line) if line else {"error": f"ended with status {self._process.wait()}"}
         if "error" not in said:
             return said
@@ -135,15 +202,29 @@ class _Process:
             raise EnvError(f"the process of the reward functions {said['error']}: its output is in the log")
         raise (UsageError if said.get("usage") else EnvError)(said["error"])
 
-    def _line(self, until: float) -> bytes:
-        """The next line; b"" at the end of the process. Raises Hangs, and ends it, if none comes."""
+    def _line(self, left_s: float, used: CpuTime | None) -> bytes:
+        """The next line; b"" at the end of the process. Raises Hangs, and ends it, if none comes in time."""
         descriptor = cast("IO[bytes]", self._process.stdout).fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while b"\n" not in self._read:
-            if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                self.end()
-                raise Hangs
+            began = time.monotonic()
+            if not poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
+                left_s -= time.monotonic() - began
+                if left_s <= 0 and used is not None:
+                    credit_host(starved_s := used.look())
+                    left_s += starved_s
+                try:
+                    _leave_if_abandoned()
+                except BaseException:
+                    self.end()
+                    raise
+                if left_s <= _LEAST_S:
+                    self.end()
+                    if used is not None and used.starved_out:
+                        raise starved_out(used.starved_s, used.cpu_s)
+                    raise Hangs
+                continue
             data = os.read(descriptor, 1 << 16)
             if not data:
                 return b""

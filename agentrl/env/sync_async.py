@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.env.asyncio_code import explained, in_asyncio, uses_asyncio
 from agentrl.errors import EnvError, UsageError
 from agentrl.host.clocks import HostClock, host_time
 
@@ -103,21 +104,23 @@ async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], N
 async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: bool = True, **kwargs: Any) -> T:
     """Call `function`, be it `def` or `async def`, without holding up the trio loop.
 
-    An async function is awaited here. A plain one goes to a thread if `blocking` (see `in_thread`), else it is called
-    in place."""
+    An async function is awaited here, or on asyncio's loop if it is written with asyncio (`agentrl.env.asyncio_code`).
+    A plain one goes to a thread if `blocking` (see `in_thread`), else it is called in place."""
 
     def body() -> tuple[T | Awaitable[T]]:
         return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
 
     try:
         if inspect.iscoroutinefunction(function):
-            return cast(T, await function(*args, **kwargs))
+            if uses_asyncio(function):
+                return await in_asyncio(function, *args, **kwargs)
+            return await explained(function, function(*args, **kwargs))
         if blocking:
             (result,) = await in_thread(body)
         else:
             await trio.lowlevel.checkpoint()
             (result,) = body()
-        return cast(T, await result) if inspect.isawaitable(result) else result
+        return await explained(function, result) if inspect.isawaitable(result) else result
     except SystemExit as error:
         raise refused_exit(function, error) from error
 

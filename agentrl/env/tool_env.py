@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 import trio
 from gymnasium.error import ResetNeeded
 
+from agentrl import notices
 from agentrl.env import sync_async
 from agentrl.env.core import CLOSE_DEADLINE_S, Info, ResetResult, StepResult
 from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
@@ -44,13 +45,14 @@ from agentrl.errors import (
     ContentParseError,
     PolicyFault,
     StructuralParseError,
+    ToolError,
     ToolTimeout,
     UsageError,
 )
 from agentrl.host import json_log
 from agentrl.host.clocks import policy_seconds_left, policy_time, watch
 from agentrl.protocols import Sandbox, Tool, ToolResult
-from agentrl.records import Json, Message, Messages, StopReason
+from agentrl.records import ImagePart, Json, Message, Messages, StopReason
 from agentrl.sandbox.current_box import CurrentBox
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class _Episode:
     busy: bool = False
     over: bool = False
     finished: bool = False
+    cut_off: bool = False  # finished, but not by the task: a limit of the environment's own
     reward: float = 0.0
     info: Info = field(default_factory=dict[str, Json])
     faults: dict[Fault, int] = field(default_factory=lambda: {"structural": 0, "content": 0})
@@ -202,9 +205,12 @@ class ToolEnv(Recorded):
 
     # --- what an author calls
 
-    def finish(self) -> None:
-        """The episode ends with this turn; calls of the turn that were not run yet are not run any more."""
-        self._live().finished = True
+    def finish(self, *, truncated: bool = False) -> None:
+        """End the episode with this turn; calls of the turn that were not run yet are not run any more. `truncated`
+        says that a limit of the environment's own ends it, such as gymnasium's TimeLimit, and not the task."""
+        episode = self._live()
+        episode.cut_off = truncated and (episode.cut_off or not episode.finished)
+        episode.finished = True
 
     def reward(self, amount: float) -> None:
         """Add to this turn's process reward."""
@@ -216,7 +222,7 @@ class ToolEnv(Recorded):
 
     def call(self, name: str, /, **arguments: Json) -> str:
         """A call as the model has to write it, for oracles."""
-        return self._format.write(ToolCall(name, arguments))
+        return self._format.write(self._format.spelled(ToolCall(name, arguments), self.schemas))
 
     def add_tool(self, tool: Tool) -> None:
         """Offer one more tool. Raises UsageError for a value that is no tool, a taken name or an invalid schema."""
@@ -309,7 +315,7 @@ class ToolEnv(Recorded):
         episode.meter.turns += 1
         stop = StopReason.PARSE_FAILURE if failed else episode.meter.exceeded()
         if episode.finished:
-            stop = StopReason.DONE
+            stop = StopReason.TRUNCATED if episode.cut_off else StopReason.DONE
         terminated = stop in (StopReason.DONE, StopReason.PARSE_FAILURE)
         truncated = stop is not None and not terminated
         if stop is not None:
@@ -456,14 +462,22 @@ class ToolEnv(Recorded):
                 )
             call = ToolCall(call.name, self._checks[call.name](call.arguments))
             result = await self._call_in_time(episode, tool, call)
+            if len(result.images) > getattr(self.observation_space, "max_images", 0):
+                # Not the environment's failure: what a tool returns may be what the policy put into a file.
+                hint = f"observation_space = Messages(max_images={len(result.images)}) of the environment allows them"
+                what = f"{call.name} returned pictures, and none are shown here: {hint}"
+                notices.note("results of tools", what, by_policy=True)
+                raise ToolError(what)
         except PolicyFault as error:
             return failed(call, error, limit=self.tool_output_bytes)
         content, was_cut = cut(clean_text(result.content), self.tool_output_bytes)
         if result.truncated and not was_cut:
             content += "\n[output cut]"
         truncated = was_cut or result.truncated
+        shown = [ImagePart(at=min(image["at"], len(content)), url=image["url"]) for image in result.images]
         return CallResult(
-            call, ToolResult(content=content, is_error=result.is_error, truncated=truncated, data=result.data)
+            call,
+            ToolResult(content=content, is_error=result.is_error, truncated=truncated, images=shown, data=result.data),
         )
 
     async def _call_in_time(self, episode: _Episode, tool: Tool, call: ToolCall) -> ToolResult:
@@ -477,7 +491,8 @@ class ToolEnv(Recorded):
         with watch(policy_s=limit_s) as calling:
             try:
                 with policy_time(), json_log.about(tool=call.name):
-                    return as_result(await sync_async.call(tool.call, call.arguments, blocking=self.blocking))
+                    result = await sync_async.call(tool.call, call.arguments, blocking=self.blocking)
+                    return as_result(result, call.name)
             finally:
                 episode.meter.tool_seconds += calling.seconds
                 log.info("the tool %s took %.3f s", call.name, calling.seconds)

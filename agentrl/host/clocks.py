@@ -4,6 +4,7 @@
     watch(...)      a call with two deadlines: one for its own code, one for the policy's actions
     policy_time()   inside it, the call waits for the policy: a tool that it called, its code in a box
     host_time(...)  inside it, the call waits for the host: a slot, a queue, a box that is being made
+    credit_host(s)  the last `s` seconds were the host's, as it turned out later
 
 A task inherits whose time it is from the task that started it. If tasks of a watch run side by side, the time is the
 policy's as long as one of them waits for the policy, else the host's as long as one waits for the host. Never knows
@@ -114,6 +115,14 @@ class CallDeadlines:
             with suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._turn, before, after)
 
+    def credit(self, seconds: float) -> None:
+        """Count `seconds` that have passed as the host's, to whichever side they were counted."""
+        if in_trio_run() and current_trio_token() is self._token:
+            self._credit(seconds)
+        else:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._credit, seconds)
+
     def end(self) -> None:
         """Stop counting."""
         self._settle()
@@ -136,6 +145,14 @@ class CallDeadlines:
         self._tasks[before] -= 1
         self._tasks[after] += 1
         self._begin(self._now())
+
+    def _credit(self, seconds: float) -> None:
+        if self._running is Whose.HOST:
+            return
+        self._settle()
+        self._left[self._running] += seconds
+        self._used = max(0.0, self._used - seconds)
+        self._begin(self._running)
 
     def _begin(self, whose: Whose) -> None:
         self._running = whose
@@ -168,6 +185,19 @@ def host_time(what: str, *, deadline_s: float = HOST_DEADLINE_S) -> Generator[No
         yield
     if scope.cancelled_caught:
         raise HostBusy(f"waited {deadline_s:g} s for {what}: this machine has too much to do")
+
+
+@contextmanager
+def host_time_in_thread() -> Generator[None]:
+    """`host_time` for blocking code in a thread that trio started. It has no deadline: the block needs its own."""
+    with _time_of(Whose.HOST):
+        yield
+
+
+def credit_host(seconds: float) -> None:
+    """Count `seconds` that a call has waited for the policy as the host's: its program got no processor then."""
+    for watching in _watches.get():
+        watching.credit(seconds)
 
 
 @asynccontextmanager

@@ -1,1 +1,1 @@
-"""The HTTP server of gateways, of agent programs and of tests, and the bounds that all our servers share."""
+"""The HTTP server of the training server, of agent programs and of tests, and the bounds that all our servers share."""

@@ -1,4 +1,4 @@
-"""What an HTTP client may cost the servers of ours: the gateway, the recording proxy, the embedded engine.
+"""Bounds on the cost of an HTTP client to our servers: training server, recording proxy, embedded engine, page.
 
 `ServerBounds` has the numbers, `Connections` decides who is let in, `Reader` reads one request within the bounds. No
 sockets and no clock: `agentrl.http.http_server` has them under trio, `agentrl.engine.embedded.bounded_protocol` under
@@ -152,11 +152,12 @@ def refusal(error: httptools.HttpParserError) -> RequestRefused:
 class Measure:
     """Counts the bytes of one request as they come. Raises RequestRefused where there are too many."""
 
-    __slots__ = ("_bounds", "_headers", "_silent", "body")
+    __slots__ = ("_announced", "_body_bytes", "_bounds", "_headers", "_silent", "body")
 
     def __init__(self, bounds: ServerBounds) -> None:
         self._bounds = bounds
         self._headers, self._silent, self.body = 0, 0, 0
+        self._announced, self._body_bytes = 0, bounds.body_bytes
 
     def fed(self, count: int, body_before: int) -> None:
         """After the parser was given so many bytes: those that were no body are of the head, or of a trailer or the
@@ -176,19 +177,26 @@ class Measure:
         self._headers += len(name) + len(value) + 4
         if self._headers > self._bounds.head_bytes:
             raise self._head()
-        if name.lower() == b"content-length" and value.isdigit() and int(value[:19]) > self._bounds.body_bytes:
+        if name.lower() == b"content-length" and value.isdigit():
+            self._announced = int(value[:19])
+            self.bound_body(self._body_bytes)
+
+    def bound_body(self, count: int) -> None:
+        """Allow `count` bytes of body at most. Raises RequestRefused if more are announced, or there already."""
+        self._body_bytes = min(self._body_bytes, count)
+        if max(self._announced, self.body) > self._body_bytes:
             raise self._body()
 
     def of_body(self, count: int) -> None:
         self.body += count
-        if self.body > self._bounds.body_bytes:
+        if self.body > self._body_bytes:
             raise self._body()
 
     def _head(self) -> RequestRefused:
         return RequestRefused(431, f"the headers are longer than {self._bounds.head_bytes} bytes")
 
     def _body(self) -> RequestRefused:
-        return RequestRefused(413, f"the body is larger than {self._bounds.body_bytes} bytes")
+        return RequestRefused(413, f"the body is larger than {self._body_bytes} bytes")
 
 
 class Reader:
@@ -219,6 +227,10 @@ class Reader:
             raise refusal(error) from None
         if not self.whole:
             self._measure.fed(len(data), before)
+
+    def bound_body(self, count: int) -> None:
+        """Allow `count` bytes of body at most. Raises RequestRefused if it has more."""
+        self._measure.bound_body(count)
 
     def on_message_begin(self) -> None:
         if self._begun:

@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 server under trio, whose answers may come in parts: for gateways, for programs that want a model's
-API, and for the servers of tests.
+"""A small HTTP/1.1 server under trio, whose answers may come in parts: for the training server, for programs that
+want a model's API, and for the servers of tests.
 
 Owns sockets, framing and the deadlines of peers that stand still; a handler gives the answers, `bounds` says what
 a client may cost. A client that leaves while its answer is made, or does not read it, ends that answer alone.
@@ -38,10 +38,12 @@ class BodyParts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A body with its content type."""
+    """A body with its content type. `on_sent` is called once: with True if all of it was written to the client's
+    socket, with False if the client left before."""
 
     type: str
     data: bytes
+    on_sent: Callable[[bool], None] | None = None
 
 
 Answer = tuple[int, bytes | Typed | BodyParts]
@@ -69,9 +71,11 @@ async def listen(
     *,
     bounds: ServerBounds = ServerBounds(),  # noqa: B008 - it is frozen
     refuses: Refuses | None = None,
+    body_bytes: Callable[[str], int] | None = None,
 ) -> None:
-    """Serve for ever."""
-    server = _Server(handler, bounds, refuses, Connections(bounds))
+    """Serve for ever. `body_bytes` gives the most bytes of a body by the path of its request, if some paths have a
+    smaller bound than `bounds`."""
+    server = _Server(handler, bounds, refuses, Connections(bounds), body_bytes)
     await trio.serve_listeners(partial(_connected, server), listeners)
 
 
@@ -81,6 +85,7 @@ class _Server:
     bounds: ServerBounds
     refuses: Refuses | None
     connections: Connections
+    body_bytes: Callable[[str], int] | None
 
 
 async def _connected(server: _Server, stream: trio.SocketStream) -> None:
@@ -142,11 +147,13 @@ class _Connection:
         return True
 
     async def _admit(self, request: Reader) -> None:
-        """Ask whether the body is wanted. Raises Cut if it is not."""
+        """Ask whether the body is wanted. Raises Cut if it is not, RequestRefused if it is too large."""
         if self._server.refuses is not None:
             answer = self._server.refuses(request.method, _url(request.target)[0], request.headers)
             if answer is not None:
                 await self._refuse(*answer)
+        if self._server.body_bytes is not None:
+            request.bound_body(self._server.body_bytes(_url(request.target)[0]))
         if not request.whole and request.headers.get("expect", "").lower() == "100-continue":
             await self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -187,7 +194,13 @@ class _Connection:
         answer = self._server.handler.answer(request.method, path, query, request.headers, request.content)
         status, body = await answer
         if isinstance(body, bytes | Typed):
-            await self._send_whole(status, body, last=not request.keeps_open)
+            is_sent = False
+            try:
+                await self._send_whole(status, body, last=not request.keeps_open)
+                is_sent = True
+            finally:
+                if isinstance(body, Typed) and body.on_sent is not None:
+                    body.on_sent(is_sent)
             return
         async with aclosing(body):
             await self._send(_head(status) + _STREAMED)

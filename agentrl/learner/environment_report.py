@@ -33,8 +33,9 @@ def group_spread(group: GroupRows) -> float | None:
 
 
 def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
-    """By k = 1, 2, 4 and so on: the mean of `pass_at_k` over the groups that have as many members told of. Groups of
-    which only late members are here are left out."""
+    """By k = 1, 2, 4 and so on: the mean of `pass_at_k` over the groups with as many members here. Groups of which only
+    late members are here are left out. An unbiased estimate where groups close whole; where a quorum closes them, the
+    members that end first are counted, and if success is quick the figure is too high."""
     successes = [
         [one.success for one in group.members if one.scored and one.success is not None]
         for group in groups
@@ -84,7 +85,7 @@ class EnvironmentReport:
     dropped: ReportedLengths
     groups_without_signal: int
     tokens_scored: int
-    tokens_trained: int
+    tokens_computed: int
     share: float | None
     lag_mean: float | None
     kl_k1: float | None
@@ -129,7 +130,7 @@ def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[C
             not any(row.has_signal for row in group.rows) for group in own if not group.taken_before
         ),
         tokens_scored=sum(len(row.place_S) for row in rows),
-        tokens_trained=sum(len(of(pack, pack.target_K)) for pack, *_ in computed),
+        tokens_computed=sum(len(of(pack, pack.target_K)) for pack, *_ in computed),
         share=sum(float(of(pack, pack.columns["weight"]).sum()) for pack in laid) / weight if weight else None,
         lag_mean=_mean_of([row.columns["lag"] for row in rows]),
         kl_k1=_mean_of([of(pack, pack.columns["behaviour"] - proximal_K) for pack, proximal_K, _, _ in computed]),

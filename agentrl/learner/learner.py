@@ -37,12 +37,14 @@ from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.config.algorithms import distinct
 from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ConfigError, RunFailed
-from agentrl.learner.checkpoints import checkpoint
+from agentrl.learner.checkpoints import checkpoint, digests
 from agentrl.learner.checkpoints.checkpoint import CheckpointState
 from agentrl.learner.checkpoints.folders import newest, of_role
-from agentrl.learner.data.batch import GroupRows, Row, StepOf, Undone, group_rows, weigh
+from agentrl.learner.data.batch import GroupRows, StepOf, Undone, group_rows
 from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Pack, PrefixTree
+from agentrl.learner.data.rows import Row
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.flops import Prices, operations, prices, use
 from agentrl.learner.model import lora
 from agentrl.learner.model.models import Models, policy_of
@@ -607,7 +609,8 @@ class Learner:
 
     def load(self, folder: Path) -> CheckpointState:
         """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
-        as they are."""
+        as they are. Raises ModelError if a file of it does not hold the bytes that were written."""
+        digests.check(folder, self._progress)
         return self._on_every_rank(self.load_part, folder)
 
 

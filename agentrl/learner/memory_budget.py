@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config.roles import LearnerSettings
 from agentrl.errors import ModelError
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import Branch, Pack, packs, stem
+from agentrl.learner.data.rows import Row
 from agentrl.learner.flops import EXPERTS, operations, prices
 from agentrl.learner.model.load import load
 from agentrl.learner.model.models import Models

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.algos.importance import Mismatch, gauges
 from agentrl.algos.losses import kl_penalty
 from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
-from agentrl.learner.data.batch import GroupRows, Row
+from agentrl.learner.data.batch import GroupRows
 from agentrl.learner.data.device_copy import moved
 from agentrl.learner.data.prefix_trees import Pack
+from agentrl.learner.data.rows import Row
 from agentrl.learner.environment_report import Computed, EnvironmentReport, by_environment, group_spread
 from agentrl.learner.flops import Use
 from agentrl.learner.moe.routers import RouterRecord
@@ -62,12 +63,17 @@ class StepReport:
     reward_min: float | None
     reward_max: float | None
     success_mean: float | None
-    reward_functions: dict[str, float]  # mean over episodes, by reward function of the environment
+    reward_functions: dict[str, float]
+    """By reward function of the environment: its mean score over the episodes that it judged."""
+    reward_functions_judged: dict[str, int]
+    """By reward function: how many episodes it judged. It may abstain from others."""
+    reward_functions_late: dict[str, int]
+    """By reward function: how many answers it had not judged in time, which give nothing."""
     advantage_mean: float | None
     advantage_std: float | None
     # tokens
     tokens_scored: int  # sampled tokens in the normalisation
-    tokens_trained: int  # of these, computed
+    tokens_computed: int  # of these, computed
     tokens_row: int  # tokens of the computed rows, prompts and answers included
     tokens_distinct: int  # of these, nodes of the trees: what the passes computed, prompts that ranks share once
     turns_cut: float | None  # share of the policy's turns that ended by their length
@@ -236,14 +242,12 @@ def summarise(
     replays: bool,
 ) -> StepReport:
     """The report of step number `step`. `laid` are the step's passes; `replays`: all tokens should have experts."""
-    groups = [group for group in ready if not group.taken_before]
-    skipped = [group for group in ready if group.skipped]
+    groups, skipped = [g for g in ready if not g.taken_before], [g for g in ready if g.skipped]
     stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
     lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
     advantage_S = _advantages(rows, laid)
-    outcomes = [outcome for group in ready for outcome in group.outcomes]
-    process = [reward for group in ready for reward in group.process]
+    outcomes, process = [x for group in ready for x in group.outcomes], [x for group in ready for x in group.process]
     rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
     drift, tokens = None, tally.columns()
     if tokens:
@@ -271,11 +275,11 @@ def summarise(
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
         success_mean=_mean([float(success) for group in ready for success in group.successes]),
-        reward_functions=_by_function(ready),
+        **_by_function(ready),
         advantage_mean=_mean(advantage_S.tolist()),
         advantage_std=float(advantage_S.std(correction=0)) if len(advantage_S) else None,
         tokens_scored=len(lag_S),
-        tokens_trained=sum(len(pack.target_K) for pack in tally.packs),
+        tokens_computed=sum(len(pack.target_K) for pack in tally.packs),
         tokens_row=sum(pack.row_tokens for pack in tally.packs),
         tokens_distinct=round(sum(pack.distinct for pack in tally.packs)),
         turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
@@ -320,10 +324,23 @@ def _rejected(laid: Sequence[Pack]) -> int:
     return len(torch.unique(torch.cat(found))) if found else 0
 
 
-def _by_function(ready: Sequence[GroupRows]) -> dict[str, float]:
-    """The mean score of each reward function over the episodes of which it said something."""
+class _ByFunction(TypedDict):
+    """The fields of a report about the reward functions of environments."""
+
+    reward_functions: dict[str, float]
+    reward_functions_judged: dict[str, int]
+    reward_functions_late: dict[str, int]
+
+
+def _by_function(ready: Sequence[GroupRows]) -> _ByFunction:
+    """What each reward function said of the episodes that it judged."""
     names = dict.fromkeys(name for group in ready for name in group.scores)
-    return {name: fmean(score for group in ready for score in group.scores.get(name, ())) for name in names}
+    judged = {name: [score for group in ready for score in group.scores.get(name, ())] for name in names}
+    return _ByFunction(
+        reward_functions={name: fmean(scores) for name, scores in judged.items()},
+        reward_functions_judged={name: len(scores) for name, scores in judged.items()},
+        reward_functions_late=dict(sum((Counter(group.scores_late) for group in ready), Counter[str]())),
+    )
 
 
 def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:

@@ -17,7 +17,8 @@ from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.weight_sync import weight_file
 from agentrl.errors import ModelError
-from agentrl.learner.checkpoints.folders import newest
+from agentrl.learner.checkpoints import digests
+from agentrl.learner.checkpoints.folders import newest_written
 
 _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -31,19 +32,13 @@ def is_hub_id(name: str) -> bool:
 def hub_folder(name: str) -> Path:
     """The folder with the model `name`. Raises ModelError, which says how to get the model by hand."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     parts = _ID.fullmatch(name)
     assert parts is not None
     id, revision = parts["id"], parts["revision"]
-    try:
-        found = Path(snapshot_download(id, revision=revision, allow_patterns=_FILES, local_files_only=True))
-        weight_file.parts(found)  # an interrupted download lacks some of them
-        return found
-    except (LocalEntryNotFoundError, ModelError):
-        pass
-    except HFValidationError as error:
-        raise ModelError(f"model {name!r} is no id of the hub: {error}") from None
+    if (cached := _in_cache(name, id, revision)) is not None:
+        return cached
     try:
         return Path(snapshot_download(id, revision=revision, allow_patterns=_FILES))
     except RepositoryNotFoundError:
@@ -56,6 +51,22 @@ def hub_folder(name: str) -> Path:
             f"there is a network run hf download {id} --local-dir {folder}, copy the folder here, and give "
             f"model = {folder!r}"
         ) from error
+
+
+def _in_cache(name: str, id: str, revision: str | None) -> Path | None:
+    """The folder of a model of the hub in the cache of this machine, if it is there as a whole. Raises ModelError for
+    what is no id."""
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(id, revision=revision, allow_patterns=_FILES, local_files_only=True))
+        weight_file.parts(cached)  # an interrupted download lacks some of them
+        return cached
+    except (LocalEntryNotFoundError, ModelError):
+        return None
+    except HFValidationError as error:
+        raise ModelError(f"model {name!r} is no id of the hub: {error}") from None
 
 
 def given_model_dir(config: RunConfig, policy: str) -> Path:
@@ -121,18 +132,28 @@ def model_dir(name: str) -> Path:
     """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
     Hugging Face hub, which is downloaded if it is not in the cache. For a run's folder: its newest checkpoint.
 
-    Raises ModelError if nothing is found, or the folder has no config.json."""
+    Raises ModelError if nothing is found, the folder has no config.json, or the run's checkpoint is damaged."""
     path = Path(name)
     if (path / "checkpoints").is_dir():  # a run: what it has trained
-        newest_one = newest(path / "checkpoints")
+        newest_one = newest_written(path / "checkpoints")
         if newest_one is None:
             raise ModelError(f"run {name!r} has no checkpoint yet: train it for longer, or name a model")
+        digests.check(newest_one)
         path = newest_one
     elif not path.is_dir():
         path = _named(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"model folder {str(path)!r} has no config.json: save a model there with save_pretrained")
     return path
+
+
+def local_model_dir(name: str) -> Path | None:
+    """As `model_dir`, but None for a model of the hub that is not in the cache of this machine: nothing is downloaded.
+    Raises ModelError."""
+    parts = _ID.fullmatch(name)
+    if parts is None or Path(name).is_dir() or name in registry.ids("models"):
+        return model_dir(name)
+    return _in_cache(name, parts["id"], parts["revision"])
 
 
 def _named(name: str) -> Path:

@@ -1,1 +1,1 @@
-"""Work beside a run: supervised training, demonstrations, export, training a step again, chaos."""
+"""Work beside a run: supervised training, demonstrations, export, training a step again."""

@@ -16,11 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO, get_args
 
+from agentrl import notices
 from agentrl.config import RunConfig
+from agentrl.env.tools.calls import dump
 from agentrl.errors import UsageError
-from agentrl.records import Message, Trajectory, Turn
-from agentrl.rewards.transcripts import messages_of
-from agentrl.store.interfaces import ReadStore
+from agentrl.host.installation import install_command
+from agentrl.offline.conversations import calls_of, conversation, turn_message
+from agentrl.records import Message, ShownTools, Trajectory, Turn
+from agentrl.store.reads import Readers
 
 ForeignFormat = Literal["atif", "inspect", "verifiers", "parquet"]
 FOREIGN: Final[tuple[str, ...]] = get_args(ForeignFormat)
@@ -28,14 +31,14 @@ _ROWS: Final = 64  # episodes in a row group of Parquet
 _SOURCES: Final = {"system": "system", "assistant": "agent"}
 
 
-def write_episodes(store: ReadStore, ids: Iterable[int], form: ForeignFormat, out: Path, config: RunConfig) -> int:
+def write_episodes(reads: Readers, ids: Iterable[int], form: ForeignFormat, out: Path, config: RunConfig) -> int:
     """Write episodes to `out`, one after the other; returns how many. ATIF has a file `episode-N.json` each, in the
     folder `out`; verifiers is the folder of a file `traces.jsonl`; Inspect's is one log, whose name ends with `.json`.
 
     Raises UsageError if it cannot be written, for another ending, and if pyarrow is missing."""
     if form == "inspect" and out.suffix != ".json":
         raise UsageError(f"{out}: Inspect knows a log by its ending: give --out {out.with_suffix('.json')}")
-    episodes = (store.trajectory(id) for id in ids)
+    episodes = (_named(reads.trajectory(id)) for id in ids)
     write: dict[ForeignFormat, Callable[[Iterator[Trajectory], Path, RunConfig], int]] = {
         "atif": _write_atif,
         "inspect": _write_inspect,
@@ -43,9 +46,19 @@ def write_episodes(store: ReadStore, ids: Iterable[int], form: ForeignFormat, ou
         "parquet": _write_parquet,
     }
     try:
-        return write[form](episodes, out, config)
+        with notices.gathered():
+            return write[form](episodes, out, config)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+
+
+def _named(trajectory: Trajectory) -> Trajectory:
+    """The episode. Pictures in it are named: none of these formats has them."""
+    observed = (message for turn in trajectory.turns if turn.step is not None for message in turn.step.observation)
+    for _ in (image for message in (*trajectory.start, *observed) for image in message.get("images", ())):
+        case = "pictures are left out of this format, --format messages has them"
+        notices.note("episodes", case, place=f"episode {trajectory.episode_id}")
+    return trajectory
 
 
 @contextmanager
@@ -98,12 +111,13 @@ def _write_atif(episodes: Iterator[Trajectory], out: Path, config: RunConfig) ->
 def _atif(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
     steps = [_atif_step(message) for message in trajectory.start]
     for turn in trajectory.turns:
-        steps += _atif_turn(turn)
+        steps += _atif_turn(turn, trajectory.tools)
+    tools = {"tool_definitions": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
     return {
         "schema_version": "ATIF-v1.7",
         "session_id": config.name,
         "trajectory_id": f"{config.name}-{trajectory.episode_id}",
-        "agent": {"name": "agentrl", "version": version("agentrl"), "model_name": config.model},
+        "agent": {"name": "agentrl", "version": version("agentrl"), "model_name": config.model, **tools},
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {
             "total_completion_tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
@@ -118,10 +132,18 @@ def _atif_step(message: Message) -> dict[str, Any]:
     return {"source": _SOURCES.get(message["role"], "user"), "message": _text(message["content"])}
 
 
-def _atif_turn(turn: Turn) -> Iterator[dict[str, Any]]:
-    """The turn with what tools answered, then what else the environment said."""
+def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
+    """The turn with its calls and the answers of tools, then the other words of the environment. The message is the
+    text as it was sampled, calls included."""
     observed = () if turn.step is None else turn.step.observation
-    results = [{"content": _text(message["content"])} for message in observed if message["role"] == "tool"]
+    calls = calls_of(turn, tools)
+    known = {call["id"] for call in calls}
+    results: list[dict[str, Any]] = []
+    for message in (message for message in observed if message["role"] == "tool"):
+        source = message.get("tool_call_id")
+        results.append(
+            {"content": _text(message["content"]), **({"source_call_id": source} if source in known else {})}
+        )
     measured: dict[str, Any] = {}
     if turn.token_ids:
         measured = {
@@ -136,6 +158,15 @@ def _atif_turn(turn: Turn) -> Iterator[dict[str, Any]]:
         "llm_call_count": 1,
         "extra": {"turn": turn.id, "role": turn.role, "reward": turn.reward, "finish": turn.finish},
     }
+    if calls:
+        step["tool_calls"] = [
+            {
+                "tool_call_id": call["id"],
+                "function_name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+            }
+            for call in calls
+        ]
     if measured:
         step["metrics"] = measured
     if results:
@@ -187,21 +218,41 @@ def _inspect_sample(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]
         "epoch": 1,
         "input": [_message(message) for message in trajectory.start],
         "target": "",
-        "messages": [_message(message) for message in messages_of(trajectory)],
+        "messages": [_message(message) for message in conversation(trajectory)],
         "scores": scores,
         "metadata": _facts(trajectory),
         "model_usage": {config.model: {**spent, "total_tokens": sum(spent.values())}},
     }
     if turns:
-        last = {"message": {"role": "assistant", "content": _text(turns[-1].text)}, "stop_reason": "stop"}
+        reason = "max_tokens" if turns[-1].finish == "length" else "stop"
+        last = {"message": {"role": "assistant", "content": _text(turns[-1].text)}, "stop_reason": reason}
         sample["output"] = {"model": config.model, "choices": [last]}
         sample["started_at"], sample["completed_at"] = _time(turns[0].started_s), _time(turns[-1].ended_s)
         sample["total_time"] = max(0.0, turns[-1].ended_s - turns[0].started_s)
     return sample
 
 
+def _calls(message: Message) -> list[dict[str, Any]]:
+    """The calls of a message, in OpenAI's envelope."""
+    return list(message.get("tool_calls", []))
+
+
 def _message(message: Message) -> dict[str, Any]:
-    return {"role": message["role"], "content": _text(message["content"])}
+    """A message of Inspect's: calls have the function's name and its arguments beside each other."""
+    shown: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
+    if calls := _calls(message):
+        shown["tool_calls"] = [
+            {
+                "id": call["id"],
+                "function": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "type": "function",
+            }
+            for call in calls
+        ]
+    if message["role"] == "tool":
+        shown |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+    return shown
 
 
 # --- verifiers ------------------------------------------------------------------------------------------------------
@@ -243,7 +294,7 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
 
     def add(messages: Iterable[Message], parent: int | None, at_s: float) -> int | None:
         for message in messages:
-            shown = _message(message)
+            shown: dict[str, Any] = {"role": message["role"], "content": _text(message["content"])}
             if message["role"] == "tool":
                 shown["tool_call_id"] = message.get("tool_call_id", "")
             nodes.append({"message": shown, "parent": parent, "timestamp": at_s})
@@ -260,7 +311,7 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
         n = len(turn.token_ids)
         nodes.append(
             {
-                "message": {"role": "assistant", "content": _text(turn.text)},
+                "message": _verifiers_message(turn, trajectory.tools),
                 "parent": parent,
                 "sampled": True,
                 "timestamp": turn.ended_s,
@@ -275,6 +326,18 @@ def _nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
     return nodes
 
 
+def _verifiers_message(turn: Turn, tools: ShownTools) -> dict[str, Any]:
+    """A turn as verifiers has an assistant's message: arguments are JSON text."""
+    message = turn_message(turn, tools)
+    shown: dict[str, Any] = {"role": "assistant", "content": _text(message["content"])}
+    if calls := _calls(message):
+        shown["tool_calls"] = [
+            {"id": call["id"], "name": call["function"]["name"], "arguments": dump(call["function"]["arguments"])}
+            for call in calls
+        ]
+    return shown
+
+
 # --- Parquet --------------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +346,7 @@ def _write_parquet(episodes: Iterator[Trajectory], out: Path, config: RunConfig)
         arrow: Any = import_module("pyarrow")
         parquet: Any = import_module("pyarrow.parquet")
     except ImportError as error:
-        raise UsageError(f"pyarrow is not installed ({error}): pip install 'agentrl[parquet]'") from None
+        raise UsageError(f"pyarrow is not installed ({error}): {install_command('parquet')}") from None
     schema, written, part = _schema(arrow), 0, out.with_name(f"{out.name}.part")
     try:
         with parquet.ParquetWriter(part, schema) as writer:
@@ -302,7 +365,14 @@ def _write_parquet(episodes: Iterator[Trajectory], out: Path, config: RunConfig)
 
 
 def _schema(arrow: Any) -> Any:
-    message = arrow.struct([("role", arrow.string()), ("content", arrow.string())])
+    function = arrow.struct([("name", arrow.string()), ("arguments", arrow.string())])
+    call = arrow.struct([("id", arrow.string()), ("type", arrow.string()), ("function", function)])
+    message = arrow.struct(
+        [
+            *((name, arrow.string()) for name in ("role", "content", "name", "tool_call_id")),
+            ("tool_calls", arrow.list_(call)),
+        ]
+    )
     turn = arrow.struct(
         [
             ("id", arrow.string()),
@@ -330,16 +400,29 @@ def _schema(arrow: Any) -> Any:
             ("stop_reason", arrow.string()),
             ("model", arrow.string()),
             ("messages", arrow.list_(message)),
+            ("tools", arrow.string()),
             ("turns", arrow.list_(turn)),
         ]
     )
+
+
+def _arrow_message(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's shape, with arguments as JSON text: each tool has others, and a column has one schema."""
+    shown: dict[str, Any] = {**message, "content": _text(message["content"])}
+    if calls := _calls(message):
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": dump(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return shown
 
 
 def _parquet_row(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
     return {
         **_facts(trajectory),
         "model": config.model,
-        "messages": [_message(message) for message in messages_of(trajectory)],
+        "messages": [_arrow_message(message) for message in conversation(trajectory)],
+        "tools": dump(list(trajectory.tools.schemas)) if trajectory.tools.schemas else None,
         "turns": [
             {
                 "id": turn.id,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,18 +28,22 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from agentrl import registry
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.engine.weight_sync import weight_file
-from agentrl.errors import RunFailed, UsageError
-from agentrl.learner.checkpoints.checkpoint import ADAPTER, OPTIMIZER, WEIGHTS
-from agentrl.learner.checkpoints.folders import STATE, complete, of_role, step_of
-from agentrl.models.resolve import model_dir
+from agentrl.errors import ModelError, RunFailed, UsageError
+from agentrl.learner.checkpoints import digests
+from agentrl.learner.checkpoints.checkpoint import ADAPTER, WEIGHTS
+from agentrl.learner.checkpoints.folders import named, of_role, step_of
+from agentrl.learner.checkpoints.model_files import copy_description
+from agentrl.models.resolve import local_model_dir, model_dir
 from agentrl.offline.sft import SETTINGS
+from agentrl.records import Message
 from agentrl.run.run_folder import RunDir
 
 _FILE_BYTES: Final = 5 * 10**9  # as transformers divides weights
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHOWN: Final = 300  # characters of a prompt in an error
 _CONFIG, _GENERATION, _ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
-_OURS: Final = frozenset({STATE, OPTIMIZER, WEIGHTS})  # of a checkpoint; its other files describe the model
 
 
 def export(
@@ -56,7 +59,7 @@ def export(
     """Write the checkpoint of `step` of a run to `folder`, which appears whole or not at all, and say what was written.
     An adapter is written as such, unless it is to be merged. `role` has a model of its own, which is written in the
     place of the others'. A file has at most so many bytes, or one tensor. Raises
-    UsageError, RunFailed."""
+    UsageError, RunFailed, or ModelError for a damaged checkpoint."""
     checkpoint, folder = _checkpoint(run, step), folder.resolve()
     source = checkpoint if role is None else _of_role(checkpoint, role)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -64,11 +67,13 @@ def export(
     whole = merge or not (source / ADAPTER).is_dir()
     if not whole and dtype != "auto":
         raise UsageError(f"--dtype {dtype} is for a whole model, and an adapter stays as it is: add --merge")
+    digests.check(checkpoint)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        said = _model(source, draft, dtype, most) if whole else _adapter(source, draft, _model_of(run))
+        said = _model(source, draft, dtype, most) if whole else _adapter(source, draft, _model_of(run, None))
+        _check_prompts(draft, _begun_with(run, role) or source)
         draft.rename(folder)
     except (OSError, SafetensorError) as error:
         if source.is_dir():
@@ -80,7 +85,7 @@ def export(
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    found = complete(run / "checkpoints")
+    found = named(run / "checkpoints")
     if not found:
         raise UsageError(f"{run} holds no checkpoint: name the folder of a run that has trained for a while")
     if step is None:
@@ -101,10 +106,26 @@ def _of_role(checkpoint: Path, role: str) -> Path:
     return of_role(checkpoint, role)
 
 
-def _model_of(run: Path) -> str:
-    """The model that a run began with, as transformers finds it: an id of the hub, or a folder of this machine."""
+def _name_of(run: Path, role: str | None) -> str:
+    """The model that a run, or a role of it, began with, as its settings name it."""
     warm = run / SETTINGS
-    name = json.loads(warm.read_text())["model"] if warm.is_file() else RunDir.open(run).config().model
+    if warm.is_file():
+        return json.loads(warm.read_text())["model"]
+    config = RunDir.open(run).config()
+    return config.model if role is None else config.model_of(role)
+
+
+def _begun_with(run: Path, role: str | None) -> Path | None:
+    """The folder of that model; None if it is no longer on this machine."""
+    try:
+        return local_model_dir(_name_of(run, role))
+    except ModelError:
+        return None
+
+
+def _model_of(run: Path, role: str | None) -> str:
+    """The model that a run began with, as transformers finds it: an id of the hub, or a folder of this machine."""
+    name = _name_of(run, role)
     ours = Path(name).is_dir() or ":" in name or name in registry.ids("models")
     return str(model_dir(name).resolve()) if ours else name
 
@@ -114,7 +135,7 @@ def _model(source: Path, draft: Path, dtype: str, most: int) -> str:
     name = dtype if dtype != "auto" else str(_dtype_of(settings) or "float32")
     if name not in _DTYPES:
         raise UsageError(f"{source / _CONFIG} has dtype {name!r}: give --dtype, of {', '.join(_DTYPES)}")
-    _describe(source, draft)
+    copy_description(source, draft)
     (draft / _CONFIG).write_text(json.dumps(_having(settings, name), indent=2) + "\n")
     if not (draft / _GENERATION).is_file():
         GenerationConfig.from_model_config(AutoConfig.from_pretrained(draft, local_files_only=True)).save_pretrained(
@@ -149,22 +170,40 @@ def _weights(source: Path, draft: Path, dtype: torch.dtype, most: int) -> int:
     return len(split.filename_to_tensors)
 
 
+def _check_prompts(draft: Path, model: Path) -> None:
+    """Raise RunFailed if the exported folder asks the model otherwise than the folder with which it was trained: the
+    model would look broken. One without a tokenizer or a chat template has no prompts to compare."""
+    try:
+        renderer = Renderer(model)
+    except ModelError:
+        return
+    exported = Renderer(draft)
+    messages: list[Message] = [{"role": "user", "content": "What is in notes.txt?\n"}]
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    function = {"name": "read_file", "description": "Reads a file.", "parameters": schema}
+    for tools in ((), ({"type": "function", "function": function},)):
+        own, other = (one.start(messages, tools) for one in (renderer, exported))
+        if own != other:
+            shown = f"{_cut(exported.decode(other))}; {model}: {_cut(renderer.decode(own))}"
+            raise RunFailed(f"the export would ask the model with other prompts than it was trained with: {shown}")
+    if renderer.tool_format != exported.tool_format:
+        formats = f"{exported.tool_format}; {model}: {renderer.tool_format}"
+        raise RunFailed(f"the export has tools called in another format than the model was trained with: {formats}")
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …")
+
+
 def _adapter(source: Path, draft: Path, model: str) -> str:
     """`model` is the one below it."""
-    _describe(source, draft, but={_CONFIG, _GENERATION})
+    copy_description(source, draft, but={_CONFIG, _GENERATION})
     shutil.copytree(source / ADAPTER, draft, dirs_exist_ok=True)
     name, _, revision = model.partition("@")
     for file in draft.rglob(_ADAPTER_CONFIG):
         told = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
         file.write_text(json.dumps(told, indent=2) + "\n")
     return f"an adapter over {model} (--merge writes a whole model)"
-
-
-def _describe(source: Path, draft: Path, but: Collection[str] = ()) -> None:
-    """Copy what describes the model: its configuration, tokenizer, chat template."""
-    for file in source.iterdir():
-        if file.is_file() and file.name not in _OURS and file.name not in but:
-            shutil.copyfile(file, draft / file.name)
 
 
 def _dtype_of(settings: dict[str, Any]) -> str | None:

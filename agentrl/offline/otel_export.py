@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.offline.run_spans import RunSpan, SpanKind
 from agentrl.records import Json
 
@@ -35,7 +36,7 @@ def otlp_exporter(url: str) -> Any:
     try:
         exporters: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as error:
-        raise UsageError(f"OpenTelemetry is not installed ({error}): pip install 'agentrl[otel]'") from None
+        raise UsageError(f"OpenTelemetry is not installed ({error}): {install_command('otel')}") from None
     return exporters.OTLPSpanExporter(endpoint=url, timeout=_DEADLINE_S)
 
 
@@ -50,7 +51,7 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
         api: Any = import_module("opentelemetry.trace")
         context: Any = import_module("opentelemetry.context")
     except ImportError as error:
-        raise UsageError(f"OpenTelemetry is not installed ({error}): pip install 'agentrl[otel]'") from None
+        raise UsageError(f"OpenTelemetry is not installed ({error}): {install_command('otel')}") from None
     about = resources.Resource.create({"service.name": "agentrl", "service.instance.id": run})
     ended: list[Any] = []
     # every span is sent, whatever the environment says of a live service

@@ -38,7 +38,6 @@ from agentrl.records import Group
 from agentrl.run import live_settings
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import finite
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -211,7 +210,7 @@ def retrain(
 class _Replay:
     """A learner that goes over the steps of a run once more."""
 
-    def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
+    def __init__(self, config: RunConfig, store: RunStore, begun: Path | None) -> None:
         self._run_config = self._config = config
         self._store, self._as_it_was = store, True
         self.learner = build_learner(config.learner, model_dir(config.model), folder_of=partial(slot_dir, config))
@@ -221,8 +220,10 @@ class _Replay:
             except OSError as error:
                 hint = "the run goes on and removed it: give the command again"
                 raise UsageError(f"checkpoint {str(begun)!r} cannot be read ({error.strerror}): {hint}") from error
-        self._recorded = {row.step: row.values for row in store.metrics("weights", after=self.learner.step_index)}
-        self._metrics = {row.step: row.values for row in store.metrics("step", after=self.learner.step_index)}
+        self._recorded = {
+            row.step: row.values for row in store.metrics.values("weights", after=self.learner.step_index)
+        }
+        self._metrics = {row.step: row.values for row in store.metrics.values("step", after=self.learner.step_index)}
         self.compared: list[int] = []
         self.difference: Difference | None = None
         self.notes: list[str] = []
@@ -279,14 +280,16 @@ class _Replay:
                 if was.get(name, made[name]) != made[name]
             ]
         bound = metrics.get("max_lag") if metrics else None  # alarms may have lowered it
-        report = self.learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
+        report = self.learner.step(
+            groups, step_of=self._store.versions.step_of, undone=self._store.versions.is_undone, max_lag=bound
+        )
         if marks is not None and self._as_it_was:
             self._compare(step, cast("list[str]", marks["hashes"]))
         return groups, cast("dict[str, Any]", finite(asdict(report))), metrics
 
     def _groups(self, step: int, metrics: Mapping[str, Any] | None) -> list[Group]:
         try:
-            groups = self._store.retake(step)
+            groups = self._store.trained.retake(step)
         except StoreError as error:
             raise UsageError(f"{error}: the run goes on, and its retention came between") from error
         if metrics is None:
@@ -320,9 +323,9 @@ def _otherwise(config: RunConfig, settings: Sequence[str]) -> RunConfig | None:
     return configuration.parse(document)
 
 
-def _begin(run: RunDir, config: RunConfig, store: ReadStore, step: int) -> Path | None:
+def _begin(run: RunDir, config: RunConfig, store: RunStore, step: int) -> Path | None:
     """The checkpoint to begin from; None for the weights that the run began with."""
-    steps = store.steps_trained()
+    steps = store.trained.steps_trained()
     starts = {0: None, **{step_of(folder): folder for folder in complete(run.checkpoints)}}
     if step not in steps:
         known = f"it has trained {_ranges(sorted(steps))}" if steps else "it has trained none yet"

@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Final, Literal
 
 from agentrl.records import Json
+from agentrl.store import RunStore
 from agentrl.store.episode_search import TurnTime
-from agentrl.store.interfaces import ReadStore
 from agentrl.store.reads import EpisodeRow
 
 SpanKind = Literal["episode", "turn", "environment", "wait", "step", "sync"]
@@ -35,19 +35,19 @@ class RunSpan:
     inside: tuple[RunSpan, ...] = ()
 
 
-def learner_spans(store: ReadStore) -> Iterator[RunSpan]:
+def learner_spans(store: RunStore) -> Iterator[RunSpan]:
     """Steps, with the waits before them, and syncs, those that no rollback undid. A step ends when its weights are
     made: its row is written later, when engines have them."""
-    served = store.served_versions()
+    served = store.versions.served_versions()
     made_s = {one.step: one.minted_s for one in served}
     reached_s = 0.0
-    for row in store.metrics("step"):
+    for row in store.metrics.values("step"):
         busy, idle = (_seconds(row.values.get(name)) for name in ("busy_s", "idle_s"))
         ended_s = max(reached_s, min(row.time_s, made_s.get(row.step, row.time_s)))
         began_s = max(reached_s, ended_s - busy)
         if (waited_s := max(reached_s, began_s - idle)) < began_s:
             yield RunSpan(kind="wait", name="wait for groups", began_s=waited_s, ended_s=began_s)
-        names = ("loss", "reward_mean", "success_mean", "tokens_trained", "lag_mean", "group_count")
+        names = ("loss", "reward_mean", "success_mean", "tokens_computed", "lag_mean", "group_count")
         facts = {"step": row.step, **{name: row.values[name] for name in names if row.values.get(name) is not None}}
         yield RunSpan(kind="step", name=f"step {row.step}", began_s=began_s, ended_s=ended_s, facts=facts)
         reached_s = ended_s
@@ -57,11 +57,11 @@ def learner_spans(store: ReadStore) -> Iterator[RunSpan]:
         yield RunSpan(kind="sync", name=name, began_s=one.minted_s, ended_s=one.confirmed_s, facts=facts)
 
 
-def episode_spans(store: ReadStore, now_s: float) -> Iterator[RunSpan]:
+def episode_spans(store: RunStore, now_s: float) -> Iterator[RunSpan]:
     """Every episode that has begun, by number, with its turns; one that goes on ends at `now_s` at the latest."""
     after = 0
-    while rows := store.episodes(after=after, limit=_PAGE):
-        turns = store.turn_times(rows[0].id, rows[-1].id)
+    while rows := store.reads.episodes(after=after, limit=_PAGE):
+        turns = store.search.turn_times(rows[0].id, rows[-1].id)
         of = {id: list(own) for id, own in groupby(turns, key=lambda turn: turn.episode_id)}
         for row in rows:
             if row.started_s is not None:

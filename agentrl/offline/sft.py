@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError, field_validator
 from torch import Tensor
 
 from agentrl import config as configuration
+from agentrl import notices
 from agentrl.algos.algorithm import Outputs
 from agentrl.algos.sft import Supervised
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
@@ -37,8 +38,10 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.host.cores import cores
 from agentrl.learner.build_learner import build_learner
 from agentrl.learner.checkpoints.folders import newest
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.checkpoints.intact import newest_intact
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import Pack, packs
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.models.resolve import model_dir
 from agentrl.offline.demonstrations import read
@@ -60,7 +63,7 @@ class SFTConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "sft"  # also its folder's, below runs/
     seed: int = 0  # decides the order of the demonstrations and the weights of a fresh adapter
     model: str  # a registered id, a folder, a run, or an id of the Hugging Face hub
-    data: Annotated[list[str], Field(min_length=1)]  # files of JSON lines, see `agentrl.offline.demonstrations`
+    data: Annotated[list[str], Field(min_length=1)]  # files, see `agentrl.offline.demonstrations`
     held_out: list[str] = Field(default_factory=list)  # files whose loss is measured, and not trained
     held_out_every: Count = 20  # steps between two measurements; also before the first step and after the last
     examples_per_step: Count = 16  # demonstrations of one optimizer step
@@ -179,8 +182,17 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
     with RunDir(out).lock(_BUSY):
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         training = _Training(config, out)
-        training.load_newest()
+        training.load_newest(told)
         return training.run(told)
+
+
+def _name_shared(data: Sequence[Trajectory], held_out: Sequence[Trajectory]) -> None:
+    """Name held-out demonstrations that are trained, too: their loss is memory."""
+    trained = {tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) for each in data}
+    shared = sum(tuple((turn.prompt_ids, turn.token_ids) for turn in each.turns) in trained for each in held_out)
+    if shared:
+        case = f"{shared} of {len(held_out)} held-out demonstrations are in data too: their loss is memory"
+        notices.note("demonstrations", case)
 
 
 class _Training:
@@ -198,11 +210,14 @@ class _Training:
             ]
             for files in (config.data, config.held_out)
         )
+        _name_shared(self._data, self._held_out)
         self._permutation = cache(self._permuted)
 
-    def load_newest(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
-        checkpoint = newest(self._out / "checkpoints")
+    def load_newest(self, told: Callable[[str], None]) -> None:
+        """Go on from the newest intact checkpoint, if there is one. Raises RunFailed if all are damaged."""
+        checkpoint, damage = newest_intact(self._out / "checkpoints")
+        if damage:
+            told(damage)
         if checkpoint is not None:
             self._learner.load(checkpoint)
 

@@ -24,6 +24,7 @@ from typing import Any, cast
 from agentrl.config import RunConfig, apply_override, parse
 from agentrl.errors import ModelError
 from agentrl.host.cores import multiplies_bfloat16
+from agentrl.learner.checkpoints.model_files import copy_description
 from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
 from agentrl.records import Trajectory
@@ -45,8 +46,7 @@ _SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 _ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
-    *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after"),
-    *("shared", "colocated", "weights_url"),
+    *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after", "colocated", "weights_url"),
 )
 _FAMILIES = (  # models of the hub whose architecture their name tells, without a network
     (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
@@ -129,8 +129,8 @@ def _on_one_cpu(
         train.pop(name, None)
     document.pop("cluster", None)
     buffer = {**document.get("buffer", {}), "groups_per_step": groups}
-    if buffer.get("quorum"):
-        buffer["quorum"] = min(buffer["quorum"], members)
+    if isinstance(buffer.get("close"), int):
+        buffer["close"] = min(buffer["close"], members)
     return document | {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
 
 
@@ -164,7 +164,9 @@ def noise(trajectory: Trajectory) -> float:
 
 def _known(template: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The arguments that the stand-in's chat template reads too: none, unless the model came with its own."""
-    text = (folder / "chat_template.jinja").read_text() if (folder / "chat_template.jinja").is_file() else ""
+    settings = folder / "tokenizer_config.json"
+    text = str(json.loads(settings.read_text()).get("chat_template")) if settings.is_file() else ""
+    text += "".join(file.read_text() for file in folder.rglob("*.jinja"))
     return {name: value for name, value in template.items() if re.search(rf"\b{re.escape(name)}\b", text)}
 
 
@@ -176,9 +178,7 @@ def _make(model: str, folder: Path) -> bool:
     family = next((kind for pattern, kind in _FAMILIES if re.fullmatch(pattern, model)), None)
     source = model_dir(_STAND_IN if family else model)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_description(source, folder, but={"config.json"})
     own: dict[str, Any] = json.loads((source / "config.json").read_text())
     tokens = {name: own.get(name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     kind = family or str(own.get("model_type"))

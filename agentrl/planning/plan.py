@@ -24,7 +24,7 @@ from agentrl.config import RunConfig, from_json, machine_defaults, to_json
 from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.errors import ConfigError, UsageError
 from agentrl.learner.checkpoints.checkpoint import free_bytes
-from agentrl.learner.data.batch import Row
+from agentrl.learner.data.rows import Row
 from agentrl.learner.memory_budget import MemoryBudget, held, parameters_of
 from agentrl.models.resolve import engine_dtype, model_dir
 
@@ -298,7 +298,7 @@ def _split(
     room = _RESERVED * gpu.memory_gb * GB
     weights = each.weights(bytes_.parameters, bytes_.experts)
     turns = config.engine.colocated
-    staged = config.engine.stage == "auto" and config.transport.form == "file" and not turns
+    staged = config.transport.form == "file" and not turns
     second = weights if staged else 0  # of new ones
     left = room - weights - second - (0 if engines or turns else learner)
     at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))

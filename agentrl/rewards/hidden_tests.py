@@ -15,17 +15,20 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
 import trio
 
+from agentrl import notices
 from agentrl.config.sections import RewardSource
 from agentrl.errors import SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, Limits, Sandbox, SandboxSpec
 from agentrl.records import Task, Trajectory
 from agentrl.registry import load_reference
+from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.shared_backend import SharedBackend, shared
 
 ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
@@ -34,8 +37,11 @@ ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
 _MOST_BYTES: Final = 16 << 20  # of the files of tests
 _TAIL: Final = 8 << 10  # bytes of output in which a summary is looked for
 _REMEMBERED: Final = 4096
-_COUNT: Final = re.compile(r"\b(\d{1,6}) (passed|failed|errors?)\b")  # pytest
+_COUNT: Final = re.compile(r"\b(\d{1,6}) (passed|failed|errors?|skipped|ignored|xfailed)\b")  # pytest, cargo
+_RAN_ENDS: Final = {"passed", "failed", "error", "errors"}
+_NONE_RAN: Final = re.compile(r"\bno tests ran in ")  # pytest
 _RAN: Final = re.compile(r"^Ran (\d{1,6}) tests? in ")  # unittest
+_SKIPPED: Final = re.compile(r"\bskipped=(\d{1,6})\b")
 _BAD: Final = re.compile(r"\b(?:failures|errors|unexpected successes)=(\d{1,6})\b")
 
 
@@ -121,15 +127,34 @@ class BoxTests:
 
 def value_of(result: ExecResult, score: str) -> float:
     """What a test run says, from 0 to 1: `exit`: 1 for exit code 0; `number`: the last line of stdout, a number or a
-    JSON object with one as `score`, cut to 0 to 1; `share`: the tests that passed of all, by the last summary of pytest
-    or unittest. Anything else is 0."""
-    if result.timed_out or result.oom:
+    JSON object with one as `score`, cut to 0 to 1; `share`: the tests that passed of those that ran, by the last
+    summary of pytest or unittest. Anything else is 0.
+
+    A run that contradicts itself is no win, and is named: exit code 0 where every summary says that no test passed (all
+    were skipped, say), and a share of 1 beside another exit code. Raises HostBusy, see `agentrl.sandbox.graded_time`.
+    """
+    if own_time_out(result) or result.oom:
         return 0.0
-    if score == "exit":
-        return float(result.exit_code == 0)
+    stdout = _lines(result.stdout)
     if score == "number":
-        return _number(_lines(result.stdout))
-    return _share(_lines(result.stdout), _lines(result.stderr))
+        return _number(stdout)
+    stderr = _lines(result.stderr)
+    if score == "exit":
+        summaries = _summaries(stdout, stderr)
+        if result.exit_code == 0 and summaries and not any(summary.passed for summary in summaries):
+            return _contradiction("exit code 0, and no test passed", summaries[0].line)
+        return float(result.exit_code == 0)
+    last = next(iter(_summaries(stdout, stderr)), None)
+    if last is None or not last.ran:
+        return 0.0
+    if last.passed == last.ran and result.exit_code != 0:
+        return _contradiction("all tests passed, and the exit code is not 0", last.line)
+    return last.passed / last.ran
+
+
+def _contradiction(words: str, line: str) -> float:
+    notices.note("test runs", f"{words}: it counts as 0", place=repr(line), by_policy=True)
+    return 0.0
 
 
 def _lines(output: bytes) -> list[str]:
@@ -147,17 +172,30 @@ def _number(lines: list[str]) -> float:
     return min(max(number, 0.0), 1.0) if math.isfinite(number) else 0.0
 
 
-def _share(stdout: list[str], stderr: list[str]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """A line that counts tests. Skipped tests did not run."""
+
+    line: str
+    passed: int
+    ran: int
+
+
+def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
+    """All summaries among the last lines, the last one first; those of pytest before those of unittest."""
+    summaries: list[_Summary] = []
     for line in stdout:
         counts = [(int(n), how) for n, how in _COUNT.findall(line)]
-        if counts:
-            return sum(n for n, how in counts if how == "passed") / max(sum(n for n, _ in counts), 1)
+        if counts or _NONE_RAN.search(line):
+            passed = sum(n for n, how in counts if how == "passed")
+            summaries.append(_Summary(line, passed, sum(n for n, how in counts if how in _RAN_ENDS)))
     for at, line in enumerate(stderr):
         if found := _RAN.match(line):
-            ran = int(found[1])
-            bad = sum(int(n) for n in _BAD.findall(stderr[at - 1])) if at else ran  # without a verdict below it: none
-            return max(ran - bad, 0) / max(ran, 1)
-    return 0.0
+            verdict = stderr[at - 1] if at else ""
+            ran = max(int(found[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
+            bad = sum(int(n) for n in _BAD.findall(verdict)) if at else ran  # without a verdict below it: none
+            summaries.append(_Summary(f"{line} {verdict}", max(ran - bad, 0), ran))
+    return summaries
 
 
 def _read(folder: Path) -> dict[str, bytes]:

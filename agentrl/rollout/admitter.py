@@ -17,9 +17,9 @@ from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.host.disk_space import wait_for_space
 from agentrl.records import Task
 from agentrl.rollout.branching import Pivots
-from agentrl.store.asynchronous import Aside, Waiting
+from agentrl.store import RunStore
+from agentrl.store.async_calls import Aside, Waiting
 from agentrl.store.buffer.admission import AdmissionBounds
-from agentrl.store.interfaces import AdmissionStore
 from agentrl.tokens import staleness
 
 _SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones, and those to be skipped
@@ -48,7 +48,7 @@ def bounds_now(bounds: AdmissionBounds, lowered: int | None) -> AdmissionBounds:
 class Admitter:
     """Starts groups of the tasks of `tasks`, as many as `bounds` allow."""
 
-    store: AdmissionStore
+    store: RunStore
     tasks: TaskSource
     bounds: AdmissionBounds
     max_lag: Callable[[], int | None] = lambda: None  # what alarms lowered the lag bound to, if they did
@@ -71,7 +71,7 @@ class Admitter:
         bounds = bounds_now(self.bounds, self.max_lag())
         started = passed = 0
         while started < limit and passed < _SKIPPED:
-            room = self.store.admissible(bounds, limit=limit - started)
+            room = self.store.groups.admissible(bounds, limit=limit - started)
             end = room.first + room.groups - room.replays
             end = end if self.tasks.size is None else min(end, self.tasks.size)
             tasks = [self.tasks.task(index) for index in range(room.first, end)]
@@ -81,14 +81,16 @@ class Admitter:
                 started += 1
                 continue
             skipped = [task.index for task in tasks if self.skips(task)]
-            admitted = self.store.admit(tasks, first=room.first, bounds=bounds, limit=limit - started, skipped=skipped)
+            admitted = self.store.groups.admit(
+                tasks, first=room.first, bounds=bounds, limit=limit - started, skipped=skipped
+            )
             started, passed = started + admitted, passed + room.groups - admitted
         return started
 
     def _observe(self) -> None:
         if not isinstance(self.tasks, Curriculum):
             return
-        for result in self.store.results(self._seen):
+        for result in self.store.reads.results(self._seen):
             self._seen = result.id
             if result.plays:
                 self.tasks.observe(result.task, result.success, plays=result.plays)

@@ -20,7 +20,8 @@ from agentrl.config import RunConfig
 from agentrl.config.sections import PIVOT_RULES
 from agentrl.errors import UsageError
 from agentrl.records import Group, GroupState, Trajectory, Turn
-from agentrl.store.interfaces import AdmissionStore
+from agentrl.store.episodes.groups import Groups
+from agentrl.store.reads import Readers
 
 _TRIED: Final = 4  # forks that fail one after the other before no more are made
 
@@ -75,34 +76,35 @@ class LowReward:
 class Pivots:
     """Forks a share of the run's closed groups, once each; after a restart, the same ones."""
 
-    def __init__(self, store: AdmissionStore, rule: PivotRule, *, share: float, k: int, seed: int) -> None:
-        self._store, self._rule, self._share, self._k, self._seed = store, rule, share, k, seed
-        self._done = store.forked()
+    def __init__(self, groups: Groups, reads: Readers, rule: PivotRule, *, share: float, k: int, seed: int) -> None:
+        self._groups, self._reads, self._rule = groups, reads, rule
+        self._share, self._k, self._seed = share, k, seed
+        self._done = groups.forked()
         self._seen = 0
         self._due: deque[int] = deque()
 
     @classmethod
-    def of(cls, config: RunConfig, store: AdmissionStore) -> Pivots | None:
+    def of(cls, config: RunConfig, groups: Groups, reads: Readers) -> Pivots | None:
         """Those of a run file, None without `[rollout.pivot]`. Raises UsageError for a rule that cannot be imported."""
         pivot = config.rollout.pivot
         if pivot is None:
             return None
-        ours: dict[str, PivotRule] = dict(zip(PIVOT_RULES, (uniform, entropy, LowReward(pivot.below)), strict=True))
+        ours: dict[str, PivotRule] = dict(zip(PIVOT_RULES, (uniform, entropy, LowReward(0.0)), strict=True))
         rule = ours.get(pivot.rule) or cast(PivotRule, registry.load_reference(pivot.rule))
-        return cls(store, rule, share=pivot.share, k=pivot.k, seed=config.seed)
+        return cls(groups, reads, rule, share=pivot.share, k=pivot.k, seed=config.seed)
 
     def fork(self) -> bool:
         """Start the next fork that is due. Returns whether there was one."""
-        for result in self._store.results(self._seen):
+        for result in self._reads.results(self._seen):
             self._seen = result.id
             if self._chance(result.id, "lot").random() < self._share and result.id not in self._done:
                 self._due.append(result.id)
         while self._due and not self._hopeless():
-            group = self._store.group(self._due[0])
+            group = self._reads.group(self._due[0])
             pivot = self._rule(group, self._chance(group.id, "turn"))
             try:
                 if pivot is not None:
-                    self._store.fork(pivot.episode_id, turn=pivot.turn, k=self._k)
+                    self._groups.fork(pivot.episode_id, turn=pivot.turn, k=self._k)
             except UsageError:  # its tokens are gone, or a rule of the user's chose a turn that is none
                 pivot = None
             self._due.popleft()
@@ -115,7 +117,7 @@ class Pivots:
 
     def _hopeless(self) -> bool:
         """Whether no environment of the latest forks could be brought to its turn: then no more are made."""
-        latest = self._store.fork_states(_TRIED)
+        latest = self._groups.fork_states(_TRIED)
         if len(latest) < _TRIED or set(latest) != {GroupState.FAILED}:
             return False
         if self._share:

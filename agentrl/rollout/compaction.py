@@ -46,7 +46,7 @@ def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
     """The function of a run file that makes a conversation shorter without the policy. Raises UsageError if it cannot
     be imported or called."""
     if settings.how == "drop_tools":
-        return partial(drop_tools, keep=settings.keep)
+        return partial(drop_tools, keep=1)
     found: Any = registry.load_reference(settings.how)
     if not callable(found):
         raise UsageError(f"rollout.compaction.how = {settings.how!r}: it is no function of (messages) -> messages")

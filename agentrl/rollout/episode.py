@@ -33,10 +33,12 @@ from agentrl.errors import ContextFull, EnvError, InfrastructureError, PolicyFau
 from agentrl.host import json_log
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, MessageRenderer, Rewarder, SnapshotEnv
 from agentrl.records import (
+    NO_TOOLS,
     POLICY,
     Json,
     Messages,
     SamplingParams,
+    ShownTools,
     Step,
     StopReason,
     Task,
@@ -54,7 +56,7 @@ from agentrl.rollout.render_messages import rendered
 from agentrl.rollout.restore import replay, replay_after
 from agentrl.rollout.resume_modes import resumed
 from agentrl.rollout.take_snapshots import keep_artifacts, keep_snapshot, prepare
-from agentrl.store import TRAIN, Claim, Partial
+from agentrl.store import TRAIN, Claim, Ending, Partial
 from agentrl.store.episodes.groups import DURING
 from agentrl.store.interfaces import EpisodeStore
 from agentrl.tokens import images
@@ -140,6 +142,7 @@ class _Episode:
         self._turns: list[Turn] = list(claim.turns)
         self._trial = claim.trial
         self._start: Messages = claim.start or ()
+        self._tools = NO_TOOLS  # that the first conversation of the episode offers
         self._env: AsyncEnv | None = None
         self._keyed: KeyedEnv | None = None
         self._first_role: str | None = None
@@ -213,11 +216,13 @@ class _Episode:
         await self._context.store.finish(
             self._claim.episode_id,
             self._claim.fence,
-            stop_reason=ending.stop_reason,
-            outcome=outcome,
-            success=success,
-            outcomes=outcomes,
-            detail=ending.detail,
+            Ending(
+                stop_reason=ending.stop_reason,
+                outcome=outcome,
+                success=success,
+                outcomes=outcomes,
+                detail=ending.detail,
+            ),
         )
 
     # --- the steps of the machine
@@ -246,7 +251,11 @@ class _Episode:
             self._turns, self._begun, self._trial = [], None, self._trial + 1
             self._guard.seconds = 0.0
             self._start = await self._reset(env)
-        await store.begin(claim.episode_id, claim.fence, self._start)
+        schemas: Sequence[Mapping[str, Json]] = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+        self._schemas = schemas
+        if schemas:
+            self._tools = ShownTools(tuple(schemas), getattr(env, "tool_format", None) or env.template_format)
+        await store.begin(claim.episode_id, claim.fence, self._start, self._tools)
         return None
 
     async def _make(self) -> AsyncEnv:
@@ -416,9 +425,18 @@ class _Episode:
         """The tokens of a conversation that starts with `messages`."""
         env, task = self._env, self._claim.task
         assert env is not None
-        schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+        schemas = self._schemas
+        if schemas is None or self._turns:  # a rewritten history may come with other tools
+            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
         start = partial(self._context.renderer.start, tools=schemas)
-        return await rendered(start, messages, schemas, env=task.env, acted=bool(self._turns))
+        return await rendered(
+            start,
+            messages,
+            schemas,
+            env=task.env,
+            acted=bool(self._turns),
+            policy_writes=getattr(env, "policy_writes_prompts", False),
+        )
 
     async def _extended(self, last: Turn, messages: Messages) -> tuple[int, ...]:
         """The tokens that extend the conversation whose last turn is `last`."""
@@ -427,7 +445,8 @@ class _Episode:
         if schemas is None:  # the conversation began in another worker
             schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
         extend = partial(self._context.renderer.extend, last.token_ids, tools=schemas)
-        return await rendered(extend, messages, env=self._claim.task.env, acted=True)
+        policy_writes = getattr(env, "policy_writes_prompts", False)
+        return await rendered(extend, messages, env=self._claim.task.env, acted=True, policy_writes=policy_writes)
 
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         context, claim, index = self._context, self._claim, len(self._turns)
@@ -499,6 +518,8 @@ class _Episode:
         if compaction.writes_notes(self._turns, turn.index):
             before = self._turns[turn.index - 1].step
             assert before is not None
+            if env is not None:  # they are sampled tokens, which `EpisodeLimits.tokens` bounds
+                env.charge_tokens(len(turn.token_ids))
             return compaction.noted(self._start, before, turn.text)
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
@@ -572,15 +593,24 @@ class _Episode:
         return outcome, success
 
     def _trajectory(self, ending: StopCause) -> Trajectory:
-        claim = self._claim
+        """The episode as a rewarder gets it: with the environment's own verdict, so that a reward may be "the outcome
+        less a penalty"."""
+        claim, turns, outcomes = self._claim, list(self._turns), dict(self._said.outcomes)
+        outcome, success = self._outcome(ending, outcomes)
+        if turns and (step := turns[-1].step) is not None:  # the last word at a full context is no turn's answer
+            turns[-1] = replace(turns[-1], step=step_results.joined(step, self._said))
         return Trajectory(
             episode_id=claim.episode_id,
             group_id=claim.group_id,
             member=claim.member,
             task=claim.task,
             start=self._start,
-            turns=tuple(self._turns),
+            turns=tuple(turns),
             stop_reason=ending.stop_reason,
+            tools=self._tools,
+            outcome=outcome,
+            success=success,
+            outcomes=outcomes,
         )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.engine.router.turn_request import Decode, finish_of, joined
+from agentrl.engine.generation import joined
+from agentrl.engine.router.turn_request import Decode, finish_of
 from agentrl.errors import DiskFull, EngineError, StoreError
 from agentrl.protocols import Chunk, Engine, GenerateRequest
 from agentrl.records import Generation, Turn, VersionSpan

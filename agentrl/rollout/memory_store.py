@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from agentrl.errors import LeaseLost
-from agentrl.records import Messages, Step, StopReason, Task, Trajectory, Turn
-from agentrl.store import TRAIN, Claim, EnvSnapshot, Partial
+from agentrl.records import NO_TOOLS, Messages, ShownTools, Step, Task, Trajectory, Turn
+from agentrl.store import TRAIN, Claim, Ending, EnvSnapshot, Partial
 from agentrl.store.databases.database import Result
 
 
@@ -28,6 +28,7 @@ class _Entry:
     claim: Claim
     turns: list[Turn] = field(default_factory=list[Turn])
     start: Messages | None = None
+    tools: ShownTools = NO_TOOLS
     trial: int = 0
     snapshot: EnvSnapshot | None = None
     unsaved: str = ""
@@ -79,8 +80,9 @@ class MemoryStore:
         entry = self._held(claim.episode_id)
         return replace(claim, trial=entry.trial, start=entry.start, turns=tuple(entry.turns), resumed=True)
 
-    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
-        self._held(episode_id).start = start
+    async def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
+        entry = self._held(episode_id)
+        entry.start, entry.tools = start, tools
 
     async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
         self._held(episode_id).turns.append(turn)
@@ -103,30 +105,21 @@ class MemoryStore:
     async def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
         return False
 
-    async def finish(
-        self,
-        episode_id: int,
-        fence: int,
-        *,
-        stop_reason: StopReason,
-        outcome: float | None,
-        success: bool | None,
-        outcomes: Mapping[str, float] | None = None,
-        detail: str = "",
-    ) -> None:
+    async def finish(self, episode_id: int, fence: int, ending: Ending) -> None:
         entry = self._held(episode_id)
-        claim, entry.detail, entry.snapshot = entry.claim, detail, None
+        claim, entry.detail, entry.snapshot = entry.claim, ending.detail, None
         entry.ended = Trajectory(
             episode_id=episode_id,
             group_id=claim.group_id,
             member=claim.member,
             task=claim.task,
             start=entry.start or (),
+            tools=entry.tools,
             turns=tuple(entry.turns),
-            stop_reason=stop_reason,
-            outcome=outcome,
-            success=success,
-            outcomes=dict(outcomes or {}),
+            stop_reason=ending.stop_reason,
+            outcome=ending.outcome,
+            success=ending.success,
+            outcomes=dict(ending.outcomes),
         )
 
     async def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:

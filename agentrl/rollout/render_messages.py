@@ -1,8 +1,9 @@
 """Messages of one episode to tokens. If the chat template refuses the messages, that episode alone ends.
 
 Owns whose failure a refusal is (law 3): the environment's, if the policy has not acted yet, or if the template refuses
-the same order of roles with plain texts too; else the policy's, since its words shape what comes later. Never knows
-the journal or the engine.
+the same order of roles with plain texts too; else the policy's, since its words shape what comes later. Where the
+policy may write roles and tools as well, as a program may that runs its code, every refusal after its first act is the
+policy's. Never knows the journal or the engine.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 
 
 async def rendered(
-    render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = (), *, env: str, acted: bool
+    render: Render,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Json]] = (),
+    *,
+    env: str,
+    acted: bool,
+    policy_writes: bool = False,
 ) -> tuple[int, ...]:
     """The tokens that `render` makes of `messages`, about as large as these and `tools`. If it refuses them, raises
-    EnvError, or PolicyFault if the policy has `acted` and its words may be why."""
+    EnvError, or PolicyFault if the policy has `acted` and its words may be why. With `policy_writes` it may have
+    written more than words: roles and tools."""
     try:
         return await _tokenized(partial(_checked, render, messages), messages, *tools)
     except ModelError as error:
         said = f"{error} (roles: {', '.join(str(message.get('role')) for message in messages)})"
-        if acted and _takes(render, plain(messages)):
+        if acted and (policy_writes or _takes(render, plain(messages))):
             raise PolicyFault(said) from error
         raise EnvError(f"{env}: {said}") from error
 

@@ -11,19 +11,24 @@ from typing import Final
 
 from agentrl.config import Rollout
 from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
-from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedSnapshots, SnapshotEnv
+from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedObservations, BoundedSnapshots, SnapshotEnv
 from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line
 from agentrl.store import Claim, EnvSnapshot
 from agentrl.store.interfaces import EpisodeStore
+
+MAX_SNAPSHOT_BYTES: Final = 4 << 20
+"""An environment that gives more is not asked again in its episode: each turn would write so much to the store."""
 
 _ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn and their paths: more is no source that anyone wrote
 _ARTIFACT_FILES: Final = 1000  # of a turn: each costs its test a file of a box
 
 
 def prepare(env: AsyncEnv, settings: Rollout) -> None:
-    """Tell an environment before its reset how large a snapshot may be, if it wants to know."""
+    """Tell an environment before its reset how large a snapshot and an answer may be, if it wants to know."""
     if isinstance(env, BoundedSnapshots):
-        env.snapshot_bytes = settings.max_snapshot_bytes if settings.snapshot_every_turns else 0
+        env.snapshot_bytes = MAX_SNAPSHOT_BYTES if settings.snapshot_every_turns else 0
+    if isinstance(env, BoundedObservations):
+        env.observation_bytes = settings.observation_bytes
 
 
 async def keep_snapshot(
@@ -42,8 +47,8 @@ async def keep_snapshot(
         data = await guard("snapshot", env.snapshot)
     except InfrastructureError as error:
         failed = one_line(error)
-    if isinstance(data, bytes) and len(data) > settings.max_snapshot_bytes:
-        failed = f"it has {len(data)} bytes, more than rollout.max_snapshot_bytes"
+    if isinstance(data, bytes) and len(data) > MAX_SNAPSHOT_BYTES:
+        failed = f"it has {len(data)} bytes, more than {MAX_SNAPSHOT_BYTES}"
     with suppress(DiskFull):  # the next journal call raises it
         if isinstance(data, bytes) and not failed:
             snapshot = EnvSnapshot(turn=turn, data=data, seconds=guard.seconds)

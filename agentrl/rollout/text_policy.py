@@ -25,12 +25,14 @@ _MOST_TOKENS = 1 << 20  # of one answer: what a server claims is not believed be
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """What a text policy said: `text` as the environment reads it, `message` as the conversation goes on with it (None:
-    with the text), `tokens` as far as somebody counted them."""
+    """One answer of a text policy: `text` is what the environment reads, `message` what the conversation goes on with
+    (None: the text), `tokens` their number as far as somebody counted them. `was_cut` is True if a limit of tokens
+    ended the answer."""
 
     text: str
     message: Message | None = None
     tokens: int | None = None
+    was_cut: bool = False
 
 
 class TextPolicy:
@@ -86,7 +88,8 @@ class TextPolicy:
         at = self._add(answer.message or Message(role="assistant", content=answer.text))
         self._texts[at] = answer.text
         n = min(max(answer.tokens or 1, 1), _MOST_TOKENS)
-        return Generation(token_ids=(at,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish="stop")
+        finish = "length" if answer.was_cut else "stop"
+        return Generation(token_ids=(at,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish=finish)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         whole = await self.generate(request)

@@ -73,20 +73,22 @@ def advice(alarms: Sequence[Raised], path: object) -> str:
     return f"{said}: the run is saved; to go on with a warning only, agentrl train --resume {path} {typed}"
 
 
+CALM_STEPS = 10  # enough that a bound does not swing with the alarm that lowers it
+
+
 @dataclass(slots=True)
 class LagBound:
     """The lag bound in force: `full`, or half of it at each alarm that lowers it, down to 0. After
-    `calm_steps` steps without such an alarm it rises to `full` again."""
+    `CALM_STEPS` steps without such an alarm it rises to `full` again."""
 
     full: int
-    calm_steps: int
     now: int
     calm: int = 0
 
-    def resize(self, full: int, calm_steps: int) -> int:
-        """Another bound, and patience, of the settings; returns the bound in force, which may be a lowered one."""
+    def resize(self, full: int) -> int:
+        """Another bound of the settings; returns the bound in force, which may be a lowered one."""
         self.now = full if self.now == self.full else min(self.now, full)
-        self.full, self.calm_steps = full, calm_steps
+        self.full = full
         return self.now
 
     def after(self, alarms: Sequence[Raised]) -> int:
@@ -95,7 +97,7 @@ class LagBound:
             self.now, self.calm = self.now // 2, 0
         elif self.now < self.full:
             self.calm += 1
-            if self.calm >= self.calm_steps:
+            if self.calm >= CALM_STEPS:
                 self.now, self.calm = self.full, 0
         return self.now
 

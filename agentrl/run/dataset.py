@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import BaseModel
+
 from agentrl import registry
 from agentrl.env.dataset_env import ID
 from agentrl.errors import UsageError
@@ -140,6 +142,10 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
+TRL_ID = "agentrl/TRL-v0"
+"""The id of environments whose classes were written for TRL."""
+
+
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file or `hf:NAME:SPLIT`; or rows, as a list or a data set of Hugging Face's `datasets`."""
 
@@ -155,26 +161,32 @@ def document_of(
     *,
     eval_dataset: Rows | None,
     given: Mapping[str, Any],
+    trl_class: str | None = None,
 ) -> dict[str, Any]:
-    """The sections `env`, `tasks` and `eval` laid under those that are `given`; files of rows stand beside `out`.
+    """The sections `env`, `tasks` and `eval` laid under those that are `given`; files of rows stand beside `out`. With
+    `trl_class`, the reference of an environment class written for TRL ("" if `given` names it), the rows are its
+    tasks, and the functions judge its episodes.
+
     Raises UsageError for rows that JSON cannot carry, and for functions that another process cannot import."""
     functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else reward_funcs
     rewards = [each if isinstance(each, str) else reference_of(each, out) for each in functions]
     env = dict(cast("Mapping[str, Any]", given.get("env", {})))
-    kwargs = {"rewards": rewards, **env.get("kwargs", {})}
-    document = {**given, "env": {**env, "id": ID, "kwargs": kwargs}}
+    if trl_class is None:
+        kwargs = {"rewards": rewards, **env.get("kwargs", {})}
+    else:
+        named = {"env": trl_class} if trl_class else {}
+        kwargs = {**named, **({"reward_funcs": rewards} if rewards else {}), **env.get("kwargs", {})}
+    document = {**given, "env": {**env, "id": ID if trl_class is None else TRL_ID, "kwargs": kwargs}}
     if "tasks" not in given:
         document["tasks"] = [{"rows": _file(dataset, out, "train")}]
     if eval_dataset is not None:
-        held_out, size = _file(eval_dataset, out, "eval"), _size(eval_dataset)
+        held_out = _file(eval_dataset, out, "eval")
         evaluation = dict(cast("Mapping[str, Any]", given.get("eval", {})))
-        one = {"name": "held_out", "kwargs": {"rows": held_out}, "first_seed": 0, **({"n": size} if size else {})}
+        one: dict[str, Any] = {"name": "held_out", "kwargs": {"rows": held_out}, "first_seed": 0}
+        if not isinstance(eval_dataset, str | Path):  # a file is counted when the run starts
+            one["n"] = len(cast("Sequence[Any]", eval_dataset))
         document["eval"] = {**evaluation, "sets": [one, *evaluation.get("sets", [])]}
     return document
-
-
-def _size(rows: Rows) -> int | None:
-    return None if isinstance(rows, str | Path) else len(cast("Sequence[Any]", rows))
 
 
 def _file(rows: Rows, out: Path, kind: str) -> str:
@@ -197,7 +209,8 @@ def _file(rows: Rows, out: Path, kind: str) -> str:
 def write_run_file(document: Mapping[str, Any], file: Path) -> None:
     """The document as a run file. TOML has no null: what is None is left out."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    values = {key: value for key, value in document.items() if value is not None}
+    objects = {key: value.model_dump(mode="json") for key, value in document.items() if isinstance(value, BaseModel)}
+    values = {key: value for key, value in {**document, **objects}.items() if value is not None}
     plain = [f"{key} = {_toml(value)}" for key, value in values.items() if not _is_table(value)]
     tables: list[str] = []
     for key, value in values.items():

@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.config.league import FIRST, Member, from_json, to_json
+from agentrl.config.league import FIRST, Member, draw, from_json, given, to_json
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineError
 from agentrl.records import Group, Json, Trajectory, WeightVersion
 from agentrl.run.run_folder import RunDir
-from agentrl.store.interfaces import LearnerStore
+from agentrl.store import RunStore
 from agentrl.store.run_values import LEAGUE
 
 
@@ -38,14 +38,14 @@ def folders(run: RunDir) -> dict[int, Path]:
 class League:
     """Invariant: all members that the store names have a folder, and every engine has confirmed them."""
 
-    def __init__(self, config: RunConfig, run: RunDir, store: LearnerStore) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, store: RunStore) -> None:
         self._config, self._store, self._root = config, store, run.path / "league"
         # A member that a restart undid stays at the engines: an episode may have begun against it.
         self._joined = {version: folder for version, folder in folders(run).items() if _stands(store, version)}
         named = {member.version for member in from_json(LEAGUE.of(store.meta))}
         self._waiting = {version: folder for version, folder in self._joined.items() if version not in named}
         self._table: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
-        for row in store.metrics("step"):
+        for row in store.metrics.values("step"):
             self._count(row.values.get("league") or {})
         LEAGUE.set(store, to_json(self.members))
 
@@ -57,7 +57,7 @@ class League:
         """Have a saved checkpoint join, whole or not at all. A later `announce` makes it known."""
         folder = self._root / str(version.version)
         if version.version in self._joined or any(
-            self._store.step_of(joined) == version.step for joined in self._joined
+            self._store.versions.step_of(joined) == version.step for joined in self._joined
         ):
             return
         draft = self._root / f".draft-{os.getpid()}"
@@ -97,35 +97,45 @@ class League:
     @property
     def members(self) -> list[Member]:
         """Oldest first: the model that the run began with, and all that engines have."""
-        known = sorted(version for version in self._joined if version not in self._waiting)
-        found = [FIRST, *(Member(version=version, step=self._store.step_of(version)) for version in known)]
+        joined = sorted(version for version in self._joined if version not in self._waiting)
+        members = [FIRST, *(Member(version=version, step=self._store.versions.step_of(version)) for version in joined)]
         table = self._table
         return [
             replace(member, played=int(table[member.version][0]), won=table[member.version][1])
             if member.version in table
             else member
-            for member in found
+            for member in members
         ]
 
     def count(self, groups: Iterable[Group]) -> dict[str, Json]:
         """What a step's episodes say of the members, for its metrics: games and wins of the policy, by version, and the
         share of all games that it won."""
         found: dict[str, list[float]] = {}
-        for member in (
-            trajectory
-            for group in groups
-            if not group.skipped
-            for trajectory in group.trajectories
-            if trajectory.scored
-        ):
-            if (played := game(member, self._config.league_roles)) is not None:
-                version, won = played
-                games, wins = found.get(str(version), (0, 0.0))
-                found[str(version)] = [games + 1, wins + won]
+        for group in groups:
+            scored = [] if group.skipped else [member for member in group.trajectories if member.scored]
+            if not scored or not (roles := self._played_by_past_selves(group)):
+                continue
+            met = [version for member in scored if (version := opponent_of(member, roles)) is not None]
+            version = met[0] if met else self._drawn(group, roles)
+            for member in scored:
+                against, won = game(member, roles, version)
+                games, wins = found.get(str(against), (0, 0.0))
+                found[str(against)] = [games + 1, wins + won]
         self._count(found)
         games = sum(games for games, _ in found.values())
         rate = sum(won for _, won in found.values()) / games if games else None
         return {"league": dict(found), "league_win_rate": rate}
+
+    def _played_by_past_selves(self, group: Group) -> frozenset[str]:
+        config = self._config
+        return given(config.league_roles, config.league, seed=config.seed, group_id=group.id)
+
+    def _drawn(self, group: Group, roles: Collection[str]) -> int:
+        """The member that a group was to meet of which no episode came so far. The workers may have drawn another one
+        where the rule looks at games that were played since."""
+        members, config, role = self.members, self._config, min(roles)
+        members = members[:1] + [member for member in members[1:] if member.step < group.started_step]
+        return draw(members, config.league, seed=config.seed, group_id=group.id, role=role)
 
     def _count(self, found: Mapping[str, Sequence[float]]) -> None:
         for version, (games, wins) in found.items():
@@ -133,18 +143,26 @@ class League:
             self._table[int(version)][1] += wins
 
 
-def game(episode: Trajectory, roles: Collection[str]) -> tuple[int, float] | None:
-    """The member that an episode was played against (of several, the one that acted first), and what the policy won: 1,
-    0, or one half of a draw. It has won if its roles have the higher outcome on average. None if no past self acted."""
-    theirs = [turn for turn in episode.turns if turn.role in roles and not turn.learns and turn.spans]
-    ours = {turn.role for turn in episode.turns if turn.learns}
-    if not theirs or not ours:
-        return None
-    mean = sum(episode.record.outcome_of(role) for role in ours) / len(ours)
-    acted = {turn.role for turn in theirs}
-    against = sum(episode.record.outcome_of(role) for role in acted) / len(acted)
-    return theirs[0].spans[0].version, 0.5 if mean == against else float(mean > against)
+def opponent_of(episode: Trajectory, roles: Collection[str]) -> int | None:
+    """The member that an episode was played against, of several the one that acted first; None if none acted in
+    `roles`, which past selves play."""
+    acted = (turn for turn in episode.turns if turn.role in roles and not turn.learns and turn.spans)
+    return next((turn.spans[0].version for turn in acted), None)
 
 
-def _stands(store: LearnerStore, version: int) -> bool:
-    return store.knows_version(version) and not store.is_undone(version)
+def game(episode: Trajectory, roles: Collection[str], version: int) -> tuple[int, float]:
+    """The member that an episode was played against, and what the policy won: 1, 0, or one half of a draw. The policy
+    has won if its roles have the higher outcome on average. Past selves play `roles`; where none of them acted before
+    the end, the member is `version`, which the episode was to meet. A side that did not act has won or lost as well:
+    the other one may have broken a rule first."""
+    ours, theirs = ({turn.role for turn in episode.turns if turn.learns == learns} for learns in (True, False))
+    named = set(episode.record.outcomes)
+    ours = ours - set(roles) or named - set(roles) or {""}  # without an outcome of its own a role has the episode's
+    theirs = theirs & set(roles) or set(roles)
+    mean, against = (sum(episode.record.outcome_of(role) for role in side) / len(side) for side in (ours, theirs))
+    met = opponent_of(episode, roles)
+    return version if met is None else met, 0.5 if mean == against else float(mean > against)
+
+
+def _stands(store: RunStore, version: int) -> bool:
+    return store.versions.knows_version(version) and not store.versions.is_undone(version)

@@ -18,14 +18,14 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig, changes
 from agentrl.errors import ConfigError, UsageError
 from agentrl.run.run_folder import RunDir
-from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore
+from agentrl.store import RunStore
 from agentrl.store.run_values import CHANGES, CONFIG, TRAIN_ENDED_S, WANTED_SETTINGS
 
 Values = Mapping[str, Any]
 """Settings by their dotted keys."""
 
 
-def ask(run: RunDir, store: ControlStore, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Ask for settings (`section.key=value`) from the next step on. Returns those that are new, as they are and shall
     be; what others asked for before, and no step has yet, counts as given. Raises ConfigError for a bad value and for a
     setting that does not change while the run goes on; UsageError once its training is over."""
@@ -49,7 +49,7 @@ def ask(run: RunDir, store: ControlStore, overrides: Sequence[str]) -> dict[str,
             return found
 
 
-def take_up(run: RunDir, store: LearnerStore, step: int) -> RunConfig | None:
+def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
     """What was asked for becomes the run's configuration, from `step` on, which is returned; None without any wish."""
     wanted = WANTED_SETTINGS.of(store.meta)
     if not wanted:
@@ -63,7 +63,7 @@ def take_up(run: RunDir, store: LearnerStore, step: int) -> RunConfig | None:
     return after
 
 
-def forget(store: ControlStore, keys: Sequence[str]) -> None:
+def forget(store: RunStore, keys: Sequence[str]) -> None:
     """What was asked for of these settings counts no more: a resume says it otherwise."""
     wanted = WANTED_SETTINGS.of(store.meta)
     kept = [
@@ -74,7 +74,7 @@ def forget(store: ControlStore, keys: Sequence[str]) -> None:
         WANTED_SETTINGS.swap(store, wanted, kept)
 
 
-def note(store: LearnerStore | ControlStore, found: Mapping[str, tuple[Any, Any]], step: int) -> None:
+def note(store: RunStore | RunStore, found: Mapping[str, tuple[Any, Any]], step: int) -> None:
     """Record changes that hold from `step` on. First of all: who is killed after it changes the same once more."""
     if found:
         was, now = ({key: pair[at] for key, pair in found.items()} for at in (0, 1))
@@ -82,14 +82,14 @@ def note(store: LearnerStore | ControlStore, found: Mapping[str, tuple[Any, Any]
         CHANGES.set(store, [*CHANGES.of(store.meta), row])
 
 
-def of_step(store: ReadStore | LearnerStore, config: RunConfig) -> dict[str, Any]:
+def of_step(store: RunStore | RunStore, config: RunConfig) -> dict[str, Any]:
     """The settings that ever changed, as `config` has them: for the row of a step. None of most runs."""
     rows = CHANGES.of(store.meta)
     held = changes.values(config) if rows else {}
     return {key: held.get(key) for row in rows for key in row["settings"]}
 
 
-def held_at(store: ReadStore, config: RunConfig, row: Values | None, step: int) -> RunConfig:
+def held_at(store: RunStore, config: RunConfig, row: Values | None, step: int) -> RunConfig:
     """The configuration with which `step` was trained, by its metrics `row`; by the record of changes without one."""
     held: dict[str, Any] = {}
     for change in reversed(CHANGES.of(store.meta)):  # back to what was before the first
@@ -99,7 +99,7 @@ def held_at(store: ReadStore, config: RunConfig, row: Values | None, step: int) 
     return changes.with_values(config, held) if held else config
 
 
-def _now(store: ReadStore | LearnerStore) -> RunConfig:
+def _now(store: RunStore | RunStore) -> RunConfig:
     return configuration.from_json(CONFIG.of(store.meta) or "{}")
 
 

@@ -221,6 +221,9 @@ async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
     guard = EnvCalls(task.env, _DEADLINE_S)  # the caller's deadline comes first
     env: AsyncEnv = await guard("make", partial(_called, partial(_made, task)))
     try:
+        reason = str(getattr(getattr(env, "unwrapped", env), "unrewarded", ""))
+        if reason and not config.env.reward and not config.rewards:
+            raise UsageError(reason)
         prepare(env, config.rollout)
         start = await guard("reset", lambda: step_results.start(env, task, config.rollout.observation_bytes))
         schemas = await guard("tool_schemas", partial(_called, env.tool_schemas))

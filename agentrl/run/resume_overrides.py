@@ -17,7 +17,6 @@ from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
-from agentrl.store.interfaces import ControlStore
 from agentrl.store.run_values import STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
 
 
@@ -33,7 +32,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
         for override in overrides:
             configuration.apply_override(document, override)
         config = configuration.parse(document)
-        found, done = changes.changed(before, config), store.current_version().step
+        found, done = changes.changed(before, config), store.versions.current_version().step
         if config.train.steps < done:
             raise ConfigError("train.steps", config.train.steps, f"the run has done {done}: give as many or more")
         if config.train.steps > before.train.steps:
@@ -47,25 +46,24 @@ def change(run: RunDir, overrides: list[str]) -> None:
 
 
 def reopen_stopped(run: RunDir) -> None:
-    """Let a run that was stopped before its last step train on. A store that an older agentrl wrote is brought up to
-    date. Raises UsageError while another process runs it."""
+    """Let a run that was stopped before its last step train on. Raises UsageError while another process runs it."""
     with run.lock(), open_store.supervising(run.store_path), RunStore.open(run.store_path) as store:
         open_store.own(run.store_path)
         if STOPPED_EARLY.of(store.meta) is not None:
             _reopen(run, run.config(), store)
 
 
-def _reopen(run: RunDir, before: RunConfig, store: ControlStore) -> None:
+def _reopen(run: RunDir, before: RunConfig, store: RunStore) -> None:
     """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
     stopped = STOPPED_EARLY.of(store.meta)
-    done = store.current_version().step if stopped else before.train.steps
+    done = store.versions.current_version().step if stopped else before.train.steps
     started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
     if started is not None and ended is not None:
         TRAIN_STARTED_S.set(store, time.time() - (ended - started))
         TRAIN_ENDED_S.set(store, None)
     for held_out in before.eval.sets:
         ended = evaluation.label(held_out.name, "after")
-        store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
+        store.groups.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
     if run.summary.exists():  # it tells of the earlier end
         run.summary.replace(run.path / f"summary-{done}.json")
     if stopped:

@@ -6,6 +6,7 @@ Teachers that engines serve are found here, and checked before anything is playe
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +36,8 @@ from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.rewards.teacher import Teacher, prefix_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore, Source
-from agentrl.store.asynchronous import AsyncStore
-from agentrl.store.interfaces import ControlStore, ReadStore, RewardStore
+from agentrl.store.interfaces import RewardStore
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import ENGINE_URLS
 
 POLICY = "policy"  # as a teacher's url: the run's own engines
@@ -150,13 +151,13 @@ async def _nobody(_: str) -> None:
     return None
 
 
-def declare(config: RunConfig, store: ControlStore) -> None:
+def declare(config: RunConfig, store: RunStore) -> None:
     """Have training episodes wait for the sources of the run file.
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
     for one in config.rewards:
         rewarder_of(one, teacher_of=partial(teacher_of, config, _nobody))
-    store.declare_sources(
+    store.scores.declare_sources(
         [
             Source(
                 name=one.source,
@@ -195,9 +196,9 @@ class SourceReport:
     cost: float
 
 
-def reports(store: ReadStore) -> Iterator[SourceReport]:
+def reports(store: RunStore) -> Iterator[SourceReport]:
     """One line for each version of each source."""
-    scores = store.scores()
+    scores = store.scores.recorded()
     for source, version in sorted({(one.source, one.version) for one in scores}):
         own = [one for one in scores if (one.source, one.version) == (source, version)]
         values = [one.value for one in own]
@@ -214,23 +215,38 @@ def reports(store: ReadStore) -> Iterator[SourceReport]:
         )
 
 
-def failures(store: ReadStore) -> list[ScoreFailures]:
+def failures(store: RunStore) -> list[ScoreFailures]:
     """What each source of a run could not score, of those for which a call failed; as of at most 30 s ago."""
-    return totals(row.values for row in store.metrics(KIND, undone=True))
+    return totals(row.values for row in store.metrics.values(KIND, undone=True))
 
 
 _EDGE = 10  # steps at the begin and the end of a run
 
 
 def by_function(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The mean score of each of the environment's reward functions in the `first` and in the `last` steps of a run, by
-    the rows of its steps."""
+    """The mean score of each of the environment's reward functions over what it judged in the `first` and in the `last`
+    steps of a run, by the rows of its steps; and how many episodes it judged (`judged`), and did not judge in time
+    (`late`), in all steps."""
     found: dict[str, dict[str, float]] = {}
     names = dict.fromkeys(name for row in steps for name in row.get("reward_functions") or ())
+    late = sum((Counter[str](row.get("reward_functions_late")) for row in steps), Counter[str]())
     for name in names:
-        values = [row["reward_functions"][name] for row in steps if name in (row.get("reward_functions") or ())]
-        found[name] = {"first": fmean(values[:_EDGE]), "last": fmean(values[-_EDGE:])}
+        means = [
+            (row["reward_functions"][name], row["reward_functions_judged"][name])
+            for row in steps
+            if name in (row.get("reward_functions") or ())
+        ]
+        found[name] = {
+            "first": _weighted_mean(means[:_EDGE]),
+            "last": _weighted_mean(means[-_EDGE:]),
+            "judged": sum(count for _, count in means),
+            "late": late[name],
+        }
     return found
+
+
+def _weighted_mean(means: Sequence[tuple[float, int]]) -> float:
+    return sum(mean * count for mean, count in means) / sum(count for _, count in means)
 
 
 async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int, int]:
@@ -239,10 +255,10 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
 
     Raises UsageError for a source that the run file does not name."""
     settings = _named(config, source)
-    said = [one.version for one in store.scores(source)]
-    version = max([settings.version, *said]) + 1
+    earlier_versions = [score.version for score in store.scores.recorded(source)]
+    version = max([settings.version, *earlier_versions]) + 1
     shared_backend.configure(config.sandbox.arguments())
-    desk = AsyncStore(store)
+    desk = JournalWriter(store)
     teacher = partial(teacher_of, config, desk.meta)
     scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=desk.artifacts, teacher_of=teacher))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
@@ -256,7 +272,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
                 failed += 1
 
     async with desk:
-        for trajectory in store.trajectories("train"):
+        for trajectory in store.reads.trajectories("train"):
             async with trio.open_nursery() as nursery:
                 for turn in trajectory.turns:
                     if turn.learns and turn.step is not None:

@@ -44,7 +44,6 @@ from agentrl.host.janitor import Janitor, is_dead, label
 from agentrl.store import RunStore
 from agentrl.store.databases import open_store
 from agentrl.store.databases.open_store import ADDRESS, STORE
-from agentrl.store.interfaces import StartStore
 from agentrl.store.run_values import CONFIG, CREATED_S
 
 _PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
@@ -131,7 +130,7 @@ class RunDir:
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
         try:
             run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _close_to_others(run.path)
+            close_to_others(run.path)
             run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir()
         except OSError as error:
@@ -172,18 +171,19 @@ class RunDir:
         return run
 
     def config(self) -> RunConfig:
-        """The run's configuration; the store's copy if the file is gone. Raises UsageError for a broken file."""
+        """The run's configuration; the store's copy if the file is gone. Raises UsageError for a broken file, or
+        one of another format."""
         file = self.path / "config.json"
         try:
-            return configuration.from_json(file.read_text(encoding="utf-8"))
+            return configuration.from_json(file.read_text(encoding="utf-8"), file)
         except FileNotFoundError:
             with RunStore.read(self.store_path) as store:
-                return configuration.from_json(CONFIG.of(store.meta) or "{}")
+                return configuration.from_json(CONFIG.of(store.meta) or "{}", self.store_path)
         except (OSError, ValueError) as error:
             hint = "fix it, or remove it: the run store has a copy"
             raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
 
-    def write_config(self, config: RunConfig, store: StartStore) -> None:
+    def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
         CONFIG.set(store, text)
@@ -240,16 +240,16 @@ class RunDir:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _close_to_others(folder: Path) -> None:
-    """Leave a run's folder to its owner alone, also one that was made before: it has transcripts and weights, and a
-    start runs the code that it names."""
+def close_to_others(folder: Path, *, option: str = "--out") -> None:
+    """Leave a folder of transcripts and weights to its owner alone, also one that was made before: a start runs the
+    code that a run's folder names. `option` is the command's for the folder, which a warning names."""
     before = stat.S_IMODE(folder.stat().st_mode)
     if not before & _OTHERS:
         return
     with suppress(OSError):
         folder.chmod(before & ~_OTHERS)
     if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
-        hint = "put --out where you can close it"
+        hint = f"put {option} where you can close it"
         said = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
     else:
         said = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
@@ -306,7 +306,7 @@ class _Lock:
                     self._file.close()
                     raise UsageError(f"another process is running {self.path.parent}: {self.mend}") from None
                 time.sleep(_POLL_S)
-        _close_to_others(self.path.parent)
+        close_to_others(self.path.parent)
         self._file.truncate(0)
         self._file.write(label())
         self._file.flush()

@@ -1,26 +1,26 @@
-"""The point from which a run goes on: the newest checkpoint on disk, reconciled with the store.
+"""The point from which a run goes on: the newest intact checkpoint on disk, reconciled with the store.
 
 A checkpoint exists once its folder is renamed; the store records it afterwards. A kill in between leaves a folder that
 the store does not know: it is recorded first, then everything after its step is undone. A power loss, or a restored
 copy of the store, may also lose the rows that say which episodes it trained: then the checkpoint's own list counts.
+A checkpoint whose bytes changed is set aside, and the run goes back to the one before it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
-from agentrl.learner.checkpoints.folders import STATE, complete, newest, of_role, step_of
+from agentrl.learner.checkpoints.folders import STATE, complete, newest, of_role, read_state, step_of
+from agentrl.learner.checkpoints.intact import newest_intact
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.run_folder import RunDir
-from agentrl.store import Saved
-from agentrl.store.interfaces import StartStore, Versions
+from agentrl.store import RunStore, Saved
 from agentrl.store.metrics import Metric
 from agentrl.store.run_values import WENT_BACK
 
@@ -45,30 +45,33 @@ class StartPoint:
         return self.checkpoint / "adapter" if self.checkpoint else None
 
 
-def start_point(run: RunDir, store: StartStore) -> StartPoint:
-    """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""
-    checkpoint = newest(run.checkpoints)
+def start_point(run: RunDir, store: RunStore, progress: Callable[[], None] = lambda: None) -> StartPoint:
+    """Bring the store to the newest intact checkpoint (step 0 without one) and say where the run goes on. `progress` is
+    called whenever some of its bytes were compared. Raises RunFailed if all checkpoints are damaged."""
+    checkpoint, damage = newest_intact(run.checkpoints, progress)
+    lines = [damage] if damage else []
     step = 0 if checkpoint is None else step_of(checkpoint)
     saved = [found for folder in complete(run.checkpoints) if (found := _saved(folder)) is not None]
     buffer = run.config().buffer
-    store.reconcile(saved, max_lag=buffer.max_lag)
-    known = store.latest_checkpoint()
-    if checkpoint is not None and (known is None or known.step < step):
-        store.checkpoint(step, _version(store, step), checkpoint)
-    if store.stands_beyond(step):
-        cost = _cost(step, store.metrics("step", after=step))
-        attempt = store.rollback(step, ahead=buffer.groups_ahead)
-        if cost:
-            WENT_BACK.set(store, f"{cost} (attempt {attempt})")
+    store.recovery.reconcile(saved, max_lag=buffer.max_lag)
+    recorded = store.lineage.latest_checkpoint()
+    if checkpoint is not None and (recorded is None or recorded.step < step):
+        store.lineage.checkpoint(step, _version(store, step), checkpoint)
+    if store.lineage.stands_beyond(step):
+        cost = _cost(step, store.metrics.values("step", after=step))
+        attempt = store.lineage.rollback(step, ahead=buffer.groups_ahead)
+        lines += [f"{cost} (attempt {attempt})"] if cost else []
+    if lines:
+        WENT_BACK.set(store, "; ".join(lines))
     version = _version(store, step)
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 
 
-def where_it_stands(start: StartPoint, run: RunDir, store: Versions) -> StartPoint:
+def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoint:
     """`start`, or the newest checkpoint since then: a run keeps only a few, so the one it started from may be gone.
     Changes nothing."""
     checkpoint = newest(run.checkpoints)
-    version = None if checkpoint is None else store.version_at(step_of(checkpoint))
+    version = None if checkpoint is None else store.versions.version_at(step_of(checkpoint))
     if checkpoint is None or version is None:
         return start
     return StartPoint(model=checkpoint, checkpoint=checkpoint, version=version)
@@ -87,27 +90,22 @@ def _cost(step: int, lost: Sequence[Metric]) -> str:
 
 
 def _saved(checkpoint: Path) -> Saved | None:
-    """The checkpoint's own record of its training, None if it has none. Raises RunFailed if it cannot be read."""
-    file = checkpoint / STATE
+    """The checkpoint's own record of its training, None if it trained nothing of this run. Raises RunFailed if it
+    cannot be read, FormatError."""
     try:
-        state = json.loads(file.read_text())
+        state = read_state(checkpoint)
     except (OSError, ValueError) as error:
         go_back = f"move {checkpoint} away to go on from the checkpoint before it"
-        raise RunFailed(f"{file} cannot be read: {go_back} ({type(error).__name__}: {error})") from error
-    if "episodes" not in state and "groups" not in state:
+        raise RunFailed(f"{checkpoint / STATE} cannot be read: {go_back} ({type(error).__name__}: {error})") from error
+    if "episodes" not in state:
         return None
-    return Saved(
-        step=state["step"],
-        previous_step=state["previous_step"],
-        episodes=tuple(map(tuple, state.get("episodes", ()))),
-        groups=tuple(state.get("groups", ())),
-    )
+    return Saved(previous_step=state["previous_step"], episodes=tuple(map(tuple, state["episodes"])))
 
 
-def _version(store: StartStore, step: int) -> WeightVersion:
+def _version(store: RunStore, step: int) -> WeightVersion:
     """The version of the weights of `step`: the one that the run minted then, else a new one."""
-    found = store.version_at(step)
-    if found is None:
-        found = store.mint_version(step)
-    store.confirm_version(found)
-    return found
+    version = store.versions.version_at(step)
+    if version is None:
+        version = store.versions.mint_version(step)
+    store.versions.confirm_version(version)
+    return version

@@ -85,7 +85,7 @@ def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: b
             more = f"agentrl train --resume {run.path} --set train.steps={2 * config.train.steps}"
             raise UsageError(f"{run.path} has trained its last step: nothing is played any more; {more} trains on")
         bounds = bounds_now(bounds_of(config), MAX_LAG.of(store.meta))
-        return store.requeue(group_ids, bounds=bounds, dry_run=dry_run)
+        return store.replays.requeue(group_ids, bounds=bounds, dry_run=dry_run)
 
 
 def requeued_lines(run: RunDir, found: Requeued, *, dry_run: bool = False) -> list[str]:

@@ -40,6 +40,7 @@ from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.host.clocks import HostClock
 from agentrl.host.disk_space import wait_for_space, watch_disk
+from agentrl.host.installation import install_command
 from agentrl.host.janitor import OwnedFolder
 from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
@@ -54,6 +55,7 @@ from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.processes.keep_alive import live_with_parent
 from agentrl.run.processes.launcher import LOCAL, Launcher
 from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.reporting import notice_counts
 from agentrl.run.reporting.failed_tasks import skips
 from agentrl.run.reward_services import declare
 from agentrl.run.run_folder import RunDir
@@ -64,9 +66,8 @@ from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import objects_of
 from agentrl.run.weights.scratch_space import check_room
 from agentrl.store import FULL, RunStore, close_policy
-from agentrl.store.asynchronous import Aside, Looks
+from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.databases import open_store
-from agentrl.store.interfaces import ControlStore, ReadStore
 from agentrl.store.run_values import (
     CHANGES,
     CONFIG,
@@ -109,8 +110,8 @@ class Supervisor:
 
     run: RunDir
     config: RunConfig
-    store: ReadStore
-    writes: Aside[ControlStore]
+    store: RunStore
+    writes: Aside[RunStore]
     telemetry: Telemetry
     processes: RunProcesses
     start: StartPoint
@@ -123,7 +124,7 @@ class Supervisor:
     _changes: int = 0  # how often settings changed, as far as `config` has them
     _went_on_s: float = -math.inf  # by the store's clock, after the last pause
     _admitter: Admitter | None = None
-    _looks: Looks[ReadStore] = field(init=False)
+    _looks: Looks[RunStore] = field(init=False)
     _more: str = field(init=False)  # what to type after a failure
 
     def __post_init__(self) -> None:
@@ -169,7 +170,7 @@ class Supervisor:
                     tasks,
                     bounds,
                     partial(MAX_LAG.of, store.meta),
-                    Pivots.of(self.config, store),
+                    Pivots.of(self.config, store.groups, store.reads),
                     partial(skips, skipped=self.config.rollout.skip_tasks),
                 )
             )
@@ -194,9 +195,9 @@ class Supervisor:
         while measuring is not None and measuring.pending:
             self.phase = "evaluating what waits"
             await self._tick(progress)
-        await self._with_space(lambda store: store.end_late())
+        await self._with_space(lambda store: store.buffer.end_late())
         await self._with_space(_enter("eval"))
-        self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
+        self.phase = f"evaluating after {await self.writes(lambda store: store.versions.current_version().step)} steps"
         await self.evaluate("after")
 
     def _measuring(self) -> PinnedEvaluations | None:
@@ -249,19 +250,21 @@ class Supervisor:
         progress = _Progress(self.config.train.stall_deadline_s)
         while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
             await self._tick(progress)
+        # Without held-out sets there was no tick, and the learner may have recorded its last step after the one before.
+        await self._show()
 
-    def _schedule_during(self, store: ControlStore) -> None:
+    def _schedule_during(self, store: RunStore) -> None:
         """Schedule the sets of `eval.during`, with fewer tasks, whenever the learner passes a multiple of
         `eval.every`."""
         every, sets = self.config.eval.every, self.config.eval.sets_during
-        step = store.current_version().step
+        step = store.versions.current_version().step
         if self.config.eval.engines or not every or not sets or step < every or step >= self.config.train.steps:
             return
         when = f"during@{step - step % every}"
         for held_out in sets:
             evaluation.schedule(store, self.config, held_out, when, min(self.config.eval.n_during, held_out.n))
 
-    async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
+    async def _with_space(self, write: Callable[[RunStore], _T]) -> _T:
         """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""
 
         def tell(error: DiskFull) -> None:
@@ -270,13 +273,13 @@ class Supervisor:
         deadline_s = self.config.train.stall_deadline_s
         return await wait_for_space(lambda: self.writes(write), deadline_s=deadline_s, tell=tell)
 
-    def _expire(self, store: ControlStore) -> None:
+    def _expire(self, store: RunStore) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         waited = store.now() - self._went_on_s >= buffer.quorum_after_s  # a pause is no time for the others
         policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s) if waited else FULL
-        store.expire(store.now(), deadline_s, close_policy=policy)
+        store.buffer.expire(store.now(), deadline_s, close_policy=policy)
         if self.config.rewards:
-            store.expire_sources(store.now())
+            store.scores.expire_sources(store.now())
 
     async def _follow_the_clock(self) -> None:
         """Deadlines in the store are times of its clock. If that jumped, or this process and its machine stood still,
@@ -285,7 +288,7 @@ class Supervisor:
         if before is not None:
             passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
             if abs(passed_s - own_s) > _JUMP_S:
-                await self._with_space(lambda store: store.shift_deadlines(passed_s - own_s))
+                await self._with_space(lambda store: store.deaths.shift_deadlines(passed_s - own_s))
 
     async def _look_at_pause(self) -> None:
         """Nobody had the time of a pause: move the deadlines along once it ends."""
@@ -298,8 +301,8 @@ class Supervisor:
             self._paused_at = None
             _say("the run goes on")
 
-    def _go_on(self, stood_s: float, store: ControlStore) -> None:
-        store.shift_deadlines(stood_s)
+    def _go_on(self, stood_s: float, store: RunStore) -> None:
+        store.deaths.shift_deadlines(stood_s)
         self._went_on_s = store.now()
         started, ended = TRAIN_STARTED_S.of(store.meta), TRAIN_ENDED_S.of(store.meta)
         if started is not None and ended is None:
@@ -334,12 +337,12 @@ class Supervisor:
         with suppress(StoreAway):
             await self._looks(lambda _: self.on_tick(self))
 
-    def _check_failures(self, store: ReadStore) -> None:
+    def _check_failures(self, store: RunStore) -> None:
         """Stop when too much fails through no doing of the policy: a larger share than the budget allows, or too much
         in a row without an episode that ended well. An outage counts as one failure. An exception of somebody's code
         counts by itself, and is held against the episodes that run, too: a task that raises at once is over before the
         others are. The message has the latest cause."""
-        found, budget = store.failures(), self.config.rollout.failure_budget
+        found, budget = store.metrics.failures(), self.config.rollout.failure_budget
         said = f"{found.failed} of {found.ended} episodes failed through no doing of the policy"
         named = f"the last: {found.detail}{self._more}"
         if found.in_a_row > _MIN_FAILURES or found.raised_in_a_row > max(_MIN_FAILURES, found.running):
@@ -352,26 +355,26 @@ class Supervisor:
             raised = f", {found.raised} of them by an exception" if found.raised else ""
             raise RunFailed(f"{said}{times}{raised} (rollout.failure_budget = {budget:g}); {named}")
 
-    def _played(self, tasks: int, store: ReadStore) -> bool:
+    def _played(self, tasks: int, store: RunStore) -> bool:
         """Whether this many training tasks were all played, late members and replays included."""
-        counts = store.counts()
+        counts = store.groups.counts()
         unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
-        again = store.replays(self.config.rollout.max_replays).waiting
-        return not unfinished and store.tasks_started() >= tasks and not store.late_open() and not again
+        again = store.replays.counts(self.config.rollout.max_replays).waiting
+        return not unfinished and store.groups.tasks_started() >= tasks and not store.buffer.late_open() and not again
 
 
-def _progress(store: ReadStore) -> tuple[int, ...]:
-    return store.progress()
+def _progress(store: RunStore) -> tuple[int, ...]:
+    return store.metrics.progress()
 
 
-def _enter(phase: Phase) -> Callable[[ControlStore], None]:
+def _enter(phase: Phase) -> Callable[[RunStore], None]:
     return lambda store: PHASE.set(store, phase)
 
 
-def _finish(reason: str | None) -> Callable[[ControlStore], None]:
+def _finish(reason: str | None) -> Callable[[RunStore], None]:
     """Without a reason the run fails, and may go on as it was."""
 
-    def write(store: ControlStore) -> None:
+    def write(store: RunStore) -> None:
         if reason is not None:
             STOPPED_EARLY.set(store, reason)
         PHASE.set(store, "finish")
@@ -379,15 +382,15 @@ def _finish(reason: str | None) -> Callable[[ControlStore], None]:
     return write
 
 
-def _go_on(store: ControlStore) -> None:
+def _go_on(store: RunStore) -> None:
     """For what starts before the engines: those of before are gone, and a run that was stopped goes on."""
     ENGINE_URLS.set(store, [])
     if PHASE.of(store.meta) is not None:
         PHASE.set(store, "eval")
 
 
-def _clock(at: Value[float | None]) -> Callable[[ControlStore], None]:
-    def write(store: ControlStore) -> None:
+def _clock(at: Value[float | None]) -> Callable[[RunStore], None]:
+    def write(store: RunStore) -> None:
         if at.of(store.meta) is None:
             at.set(store, time.time())
 
@@ -431,13 +434,16 @@ async def supervise(
         store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
         reader = RunStore.read(run.store_path, away_s=0)
         try:
-            heartbeat.mark_while(lambda: store.waits)
+            is_checked = threading.Event()
+            heartbeat.mark_while(lambda: store.waits or not is_checked.is_set())
+            store.refuse_damage()
+            is_checked.set()
             known = WENT_BACK.of(store.meta)
-            start = start_point(run, store)
-            store.release_all()
+            start = start_point(run, store, heartbeat.mark)
+            store.deaths.release_all()
             if not _gets_signals():
                 TAKES_NO_SIGNALS.set(store, run.lock_path.read_text())
-            writes, looks = Aside[ControlStore](store), Looks[ReadStore](reader)
+            writes, looks = Aside[RunStore](store), Looks[RunStore](reader)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
             async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
@@ -454,6 +460,7 @@ async def supervise(
                 supervisor = Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick, wish)
                 nursery.start_soon(supervisor.obey)
                 try:
+                    notice_counts.record(store.metrics, 0, last=True)  # of the start: data, tasks, model folder
                     yield supervisor
                 finally:
                     store.hurry(_LAST_WORD_S)
@@ -476,7 +483,7 @@ def _sockets(config: RunConfig) -> Generator[Path | None]:
         yield owner.path
 
 
-async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
+async def _forget_objects(config: RunConfig, looks: Looks[RunStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
     with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
         if (there := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
@@ -507,7 +514,7 @@ async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
         nursery.start_soon(heartbeat.beat)
 
 
-async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
+async def _stop_when_asked(run: RunDir, looks: Looks[RunStore]) -> None:
     """Somebody on another machine can send no signal."""
     ours = run.lock_path.read_text()
     while True:
@@ -528,7 +535,7 @@ def _say(line: str) -> None:
     print(f"agentrl: {line}", file=sys.stderr)
 
 
-async def _say_what_it_cost(looks: Looks[ReadStore], known: str | None) -> None:
+async def _say_what_it_cost(looks: Looks[RunStore], known: str | None) -> None:
     """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
     while True:
         with suppress(StoreError):
@@ -566,7 +573,7 @@ def run_to_end(
 
 @asynccontextmanager
 async def _launcher_of(
-    run: RunDir, config: RunConfig, size: Size, looks: Looks[ReadStore], starting: Callable[[], Awaitable[None]]
+    run: RunDir, config: RunConfig, size: Size, looks: Looks[RunStore], starting: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Launcher]:
     """The launcher that the run file names, with places for a run of this size; `starting` runs until it has them.
     Raises UsageError if it cannot start anything."""
@@ -576,7 +583,7 @@ async def _launcher_of(
     try:
         from agentrl.run.cluster import ray_launcher
     except ImportError as error:
-        raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
+        raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): {install_command('ray')}") from None
 
     async def ranks() -> int:
         return await looks(lambda store: scale_requests.ranks(config, store.meta))

@@ -11,6 +11,8 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UnknownIdError
 from agentrl.store import Freshest, Oldest, Prioritised, Returns, TakeOrder, Windowed
 
+_WINDOW = 0.3  # of order windowed: the share of groups that it takes from, as in MiniMax Forge
+
 
 def take_order(config: RunConfig) -> TakeOrder:
     """The order that `buffer.order` names: one of ours, or what the registered id or reference makes when called
@@ -19,7 +21,7 @@ def take_order(config: RunConfig) -> TakeOrder:
         case "oldest":
             return Oldest()
         case "windowed":
-            return Windowed(config.buffer.window)
+            return Windowed(_WINDOW)
         case "freshest":
             return Freshest()
         case "prioritised":
@@ -48,4 +50,4 @@ def returns_of(config: RunConfig) -> Returns:
         )
 
     named = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}
-    return replace(made(config.algo), apart=tuple(named.items()))
+    return replace(made(config.algo), by_env=tuple(named.items()))

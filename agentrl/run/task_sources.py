@@ -6,14 +6,20 @@ restart goes on where the run stopped. It never knows which worker plays the tas
 
 from __future__ import annotations
 
+import json
+import string
 from collections.abc import Mapping
+from typing import cast
 
+from agentrl import notices
 from agentrl.config import RunConfig, TaskTable
+from agentrl.config.sections import HeldOut
 from agentrl.env import dataset_env
 from agentrl.env.datasets import digest, read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
-from agentrl.records import Task
-from agentrl.store.interfaces import ControlStore
+from agentrl.errors import UsageError
+from agentrl.records import Json, Task
+from agentrl.store import RunStore
 from agentrl.store.run_values import ROWS_DIGESTS
 
 _DIGESTS = "rows_digests"
@@ -51,11 +57,7 @@ def source_tasks(config: RunConfig, count: int) -> list[list[Task]]:
 def data_sets_of(config: RunConfig) -> dict[str, str]:
     """The data sets of the run file, by field and name."""
     named = {f"tasks.{at}.rows": table.rows for at, table in enumerate(config.tasks)}
-    named |= {
-        f"eval.sets.{at}.kwargs.rows": {**config.env.kwargs, **held_out.kwargs}.get("rows")
-        for at, held_out in enumerate(config.eval.sets)
-        if (held_out.id or config.env.id) == dataset_env.ID
-    }
+    named |= {f"eval.sets.{at}.kwargs.rows": _rows_of(config, each) for at, each in enumerate(config.eval.sets)}
     return {f"{field} = {where!r}": where for field, where in named.items() if where is not None}
 
 
@@ -64,7 +66,69 @@ def digests_of(config: RunConfig) -> dict[str, str]:
     return {name: digest(where) for name, where in data_sets_of(config).items()}
 
 
-def changed_rows(now: Mapping[str, str], store: ControlStore) -> list[str]:
+def with_held_out_sizes(config: RunConfig) -> RunConfig:
+    """The configuration in which a held-out set of a file has as many tasks as the file has rows, unless `n` is set.
+    A set of seeds has no end and takes `n`; a file has one, and 256 tasks of 12 rows would ask each 21 or 22 times."""
+    sets: list[HeldOut] = []
+    for at, held_out in enumerate(config.eval.sets):
+        where = _rows_of(config, held_out)
+        if where is not None:
+            size = len(read_rows(where))
+            if not size:
+                raise UsageError(f"{where} has no rows: eval.sets.{at} would measure nothing; leave the set out")
+            if "n" not in held_out.model_fields_set:
+                held_out = held_out.model_copy(update={"n": size})
+            elif held_out.n > size:
+                case = f"eval.sets.{at}.n = {held_out.n} asks {size} rows more than once each"
+                notices.note("held-out rows", f"{case}: leave n out", place=where)
+        sets.append(held_out)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"sets": sets})})
+
+
+def held_out_rows(config: RunConfig) -> int | None:
+    """How many rows the environment of a configuration asks by seed; None for one of another kind."""
+    where = config.env.kwargs.get("rows") if config.env.id == dataset_env.ID else None
+    return None if where is None else len(read_rows(where)) or None
+
+
+def name_shared_rows(config: RunConfig) -> None:
+    """Name held-out rows that are training rows too: what is measured on them is memory. Two rows are the same if the
+    columns that the prompt names are."""
+    asked = str(config.env.kwargs.get("prompt", "{prompt}"))
+    trained = {_question(row, asked) for table in config.tasks if table.rows for row in read_rows(table.rows)}
+    for at, held_out in enumerate(config.eval.sets):
+        where = _rows_of(config, held_out)
+        if where is None or not trained:
+            continue
+        rows = read_rows(where)
+        if shared := sum(_question(row, asked) in trained for row in rows):
+            case = f"{shared} of {len(rows)} rows of eval.sets.{at} are training rows too: success on them is memory"
+            notices.note("held-out rows", case, place=where)
+
+
+def _rows_of(config: RunConfig, held_out: HeldOut) -> str | None:
+    """The file of a held-out set of rows."""
+    if (held_out.id or config.env.id) != dataset_env.ID:
+        return None
+    return {**config.env.kwargs, **held_out.kwargs}.get("rows")
+
+
+def _question(row: Mapping[str, Json], prompt: str) -> str:
+    """What a row asks, as text that can be compared."""
+    columns = [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(prompt) if name]
+    asked = [row.get(column) for column in columns] if columns else [dict(row)]
+    return json.dumps(_without_nulls(asked), sort_keys=True)
+
+
+def _without_nulls(value: Json) -> Json:
+    """JSON without the nulls that Parquet pads messages with, so that rows of two files can be compared."""
+    if isinstance(value, dict):
+        items = cast("dict[str, Json]", value).items()
+        return {name: _without_nulls(item) for name, item in items if item is not None}
+    return [_without_nulls(item) for item in cast("list[Json]", value)] if isinstance(value, list) else value
+
+
+def changed_rows(now: Mapping[str, str], store: RunStore) -> list[str]:
     """Those of the data sets `now` that are others than when the run last began or went on. Writes `now` down."""
     before = ROWS_DIGESTS.of(store.meta)
     if now != before:

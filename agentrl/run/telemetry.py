@@ -18,7 +18,7 @@ from pathlib import Path
 from agentrl.errors import DiskFull, StoreError
 from agentrl.host.with_block import Closing
 from agentrl.records import Json
-from agentrl.store.interfaces import Recorder
+from agentrl.store import RunStore
 from agentrl.store.metrics import finite
 
 
@@ -26,10 +26,10 @@ class Telemetry(Closing):
     """Writes values of one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
 
     def __init__(
-        self, store: Recorder, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
+        self, store: RunStore, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._path, self._process, self._clock = store, Path(jsonl_path), process, clock
-        self._attempt, self._torn = store.attempt, False  # whether a disk took a part of the last line
+        self._attempt, self._torn = store.lineage.attempt, False  # whether a disk took a part of the last line
         try:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -39,7 +39,7 @@ class Telemetry(Closing):
         """Write values to the store, then to the file. Numbers that are not finite become null.
 
         Raises StoreError for values that are not JSON-safe, DiskFull if there is no space left."""
-        self._store.record(kind, step, values)
+        self._store.metrics.record(kind, step, values)
         self.append(kind, step, values)
 
     def append(self, kind: str, step: int, values: Mapping[str, Json]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
@@ -19,9 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import gymnasium
+
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig, league, machine_defaults
+from agentrl.config.algorithms import check_registered
 from agentrl.config.contradictions import contradictions
 from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.engine.weight_sync import object_store
@@ -36,7 +40,9 @@ from agentrl.errors import (
     WeightSyncError,
     boundary,
 )
+from agentrl.host.installation import install_command
 from agentrl.host.janitor import OwnedFolder
+from agentrl.learner.checkpoints import digests
 from agentrl.models.resolve import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
@@ -45,7 +51,7 @@ from agentrl.run import resume_overrides
 from agentrl.run.callbacks.callback import Callback, check_callbacks
 from agentrl.run.callbacks.delivery import telling
 from agentrl.run.callbacks.tracker import hand_over, made
-from agentrl.run.dataset import Rewards, Rows, document_of, reference_of, write_run_file
+from agentrl.run.dataset import TRL_ID, Rewards, Rows, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
 from agentrl.run.preflight import check_limits, check_tasks
@@ -57,7 +63,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.run.supervisor import Interrupted, Supervisor, check_no_loop, run_to_end
 from agentrl.run.take_orders import take_order
-from agentrl.run.task_sources import first_tasks, task_source
+from agentrl.run.task_sources import first_tasks, name_shared_rows, task_source, with_held_out_sizes
 from agentrl.store import RunStore
 from agentrl.store.run_values import PHASE, TRAIN_STARTED_S
 
@@ -80,6 +86,8 @@ class Trainer:
 
     Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
     functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
+    With `env`, a class written for TRL's `environment_factory` (or `agentrl/TRL-v0`), the rows are its tasks, and the
+    functions get `environments` as in TRL.
     Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.dataset_env` for `env.kwargs`.
 
     What a notebook's cell defines is written there too (`OUT.NAME.py`), with the imports, constants and functions that
@@ -113,11 +121,16 @@ class Trainer:
         if model is not None:
             document["model"] = str(model)
         if dataset is not None or reward_funcs:
-            if dataset is None or not reward_funcs or env is not None:
+            trl_class = _trl_class(env, Path(out))
+            if dataset is None or (not reward_funcs and trl_class is None) or (env is not None and trl_class is None):
                 given = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
-                raise UsageError(f"Trainer was given {given}: give dataset and reward_funcs, or env")
-            document = document_of(Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document)
-            configuration.parse(document)  # a bad setting leaves no run file
+                hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
+                raise UsageError(f"Trainer was given {given}: {hint}")
+            document = document_of(
+                Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document, trl_class=trl_class
+            )
+            env = None
+            check_registered(configuration.parse(document).algorithms)  # a bad setting leaves no run file
             write_run_file(document, Path(out).with_name(f"{Path(out).name}.toml"))
         section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
@@ -125,6 +138,7 @@ class Trainer:
         if reward is not None:
             section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
         self.config = configuration.parse(document)
+        check_registered(self.config.algorithms)
         self.out, self._overwrite = Path(out), overwrite
 
     def train(self, view: View | None = None, *, quiet: bool = False) -> dict[str, Any]:
@@ -135,7 +149,8 @@ class Trainer:
         Outside of the main thread Ctrl-C does not reach it: `stop` ends it, as does `agentrl stop`. Raises RunFailed if
         the run cannot go on, Interrupted if it was stopped, CallbackError if a callback raised."""
         check_no_loop("Trainer.train")
-        self.config = _fitted(_pinned(self.config))
+        self.config = with_held_out_sizes(_fitted(_pinned(self.config)))
+        name_shared_rows(self.config)
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
@@ -200,6 +215,19 @@ _under_way: dict[Path, StopRequest] = {}
 """The runs that this process trains, by their folders."""
 
 
+def _trl_class(env: str | type | None, out: Path) -> str | None:
+    """The reference of an environment class that was written for TRL, "" for the id of all of them; None for what is
+    no such class."""
+    if env == TRL_ID:
+        return ""
+    made: Any = registry.load_reference(env) if isinstance(env, str) and ":" in env else env
+    if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
+        return None
+    if issubclass(made, gymnasium.Env) or hasattr(made, "areset"):
+        return None
+    return env if isinstance(env, str) else reference_of(cast("Any", made), out)
+
+
 def _shown(view: View | None, quiet: bool) -> View:
     if view is not None:
         return view
@@ -216,9 +244,11 @@ def began(run: RunDir) -> bool:
 
 
 def _pinned(config: RunConfig) -> RunConfig:
-    """With the checkpoint of a run that is named as the model: it stays the same should that run go on."""
+    """With the checkpoint of a run that is named as the model: it stays the same should that run go on. Raises
+    ModelError for a damaged checkpoint."""
 
     def pinned(model: str) -> str:
+        digests.check(Path(model))
         return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
 
     roles = [one.model_copy(update={"model": pinned(one.model)}) if one.model else one for one in config.roles]
@@ -244,7 +274,7 @@ def check_startable(config: RunConfig) -> None:
 
     for package in _TRAINING:
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"training needs {package}, which is not installed: pip install 'agentrl[train]'")
+            raise UsageError(f"training needs {package}, which is not installed: {install_command('train')}")
     for line in contradictions(config):
         print(f"agentrl: warning: {line}", file=sys.stderr)
     if config.syncs_memory:
@@ -428,7 +458,7 @@ def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ())
         summary = report.summarise(run, config, store, restarts=restarts)
         plot = report.plot(run, config, store)
         report.transcripts(run, config, store)
-        hand_over(trackers, summary, plot, store.current_version().step)
+        hand_over(trackers, summary, plot, store.versions.current_version().step)
         return summary
 
 
@@ -497,7 +527,7 @@ def evaluate(
             purpose = evaluation.label(held_out.name, "now")
             result = evaluation.result(store, held_out.name, purpose)
             if result is not None:
-                failed = failed_tasks.as_rows(store.failed_tasks(purpose), config)
+                failed = failed_tasks.as_rows(store.metrics.failed_tasks(purpose), config)
                 found.append(replace(result, failed_tasks=failed))
         return found
 

@@ -10,6 +10,7 @@ import trio
 
 from agentrl.errors import SandboxError, boundary
 from agentrl.host.clocks import policy_time
+from agentrl.host.cpu_time import CpuTime
 from agentrl.protocols import ExecResult
 from agentrl.sandbox.host_process import Output
 
@@ -34,9 +35,11 @@ class Background:
         drive: Callable[[], Awaitable[object]],
         result: Callable[[], ExecResult],
         kill: Callable[[], None],
+        used: Callable[[], CpuTime],
     ) -> None:
-        """`drive` runs it to its end and may raise SandboxError; `result` says how it ended; `kill` ends its tree."""
-        self._child, self._drive, self._make_result, self._kill = child, drive, result, kill
+        """`drive` runs it to its end and may raise SandboxError; `result` says how it ended; `kill` ends its tree;
+        `used` is what it uses while it runs."""
+        self._child, self._drive, self._make_result, self._kill, self._used = child, drive, result, kill, used
         self._result: ExecResult | None = None
         self._failure: SandboxError | None = None
         self._ended = trio.Event()
@@ -51,6 +54,11 @@ class Background:
             self._failure = error
         finally:
             self._ended.set()
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds so far in which it could have run and its host gave it no processor, as of some seconds ago."""
+        return self._used().starved_s
 
     async def send(self, data: bytes) -> None:
         """Write to its stdin; nothing happens if it has ended or closed it."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.host.cpu_time import CpuTime, cpu_seconds
 
 _CHUNK = 1 << 16
 _PAUSE_S = 0.001  # between chunks that are thrown away: an endless writer costs us at most 64 MB/s
@@ -63,6 +64,7 @@ class HostProcess:
         pipe = subprocess.PIPE
         self.started = time.monotonic()
         self.duration_s = 0.0  # set at the end
+        self.cpu_s: float | None = None  # set at the end: of the process and its descendants that it waited for
         try:
             self._popen = subprocess.Popen(
                 list(argv),
@@ -78,6 +80,8 @@ class HostProcess:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise SandboxError(f"cannot start {os.fsdecode(argv[0])!r} on this host: {error}") from error
         self.pid = self._popen.pid
+        self.used = CpuTime(self.pid)
+        """What it uses while it runs. A process that only wraps the command may have that of the command here."""
         assert self._popen.stdin and self._popen.stdout and self._popen.stderr
         self.stdin = trio.lowlevel.FdStream(os.dup(self._popen.stdin.fileno()))
         self._streams = [trio.lowlevel.FdStream(os.dup(f.fileno())) for f in (self._popen.stdout, self._popen.stderr)]
@@ -124,6 +128,8 @@ class HostProcess:
         if self._pidfd is not None:
             await trio.lowlevel.wait_readable(self._pidfd)
             self.kill_group()  # before the reaping: afterwards its id may be another's
+            if self._popen.returncode is None:
+                self.cpu_s = cpu_seconds(self.pid)
             self._popen.wait()
         else:
             await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)

@@ -90,13 +90,22 @@ class Tape:
 def result_as_json(result: ExecResult) -> Json:
     """An `ExecResult` for `result_of_json`."""
     output = [base64.b64encode(data).decode() for data in (result.stdout, result.stderr)]
-    return [result.exit_code, *output, result.timed_out, result.oom, result.truncated, result.duration_s]
+    return [
+        result.exit_code,
+        *output,
+        result.timed_out,
+        result.oom,
+        result.truncated,
+        result.duration_s,
+        result.cpu_s,
+        result.starved_s,
+    ]
 
 
 def result_of_json(said: Json) -> ExecResult:
     """Raises EnvError if it is none."""
     try:
-        code, stdout, stderr, timed_out, oom, truncated, duration_s = said
+        code, stdout, stderr, timed_out, oom, truncated, duration_s, cpu_s, starved_s = said
         return ExecResult(
             exit_code=int(code),
             stdout=base64.b64decode(stdout),
@@ -105,6 +114,8 @@ def result_of_json(said: Json) -> ExecResult:
             oom=bool(oom),
             truncated=bool(truncated),
             duration_s=float(duration_s),
+            cpu_s=None if cpu_s is None else float(cpu_s),
+            starved_s=float(starved_s),
         )
     except (TypeError, ValueError, ArithmeticError) as error:
         raise EnvError(f"the snapshot is damaged: a command's result: {error}") from error

@@ -18,6 +18,7 @@ import trio
 
 from agentrl.errors import SandboxError
 from agentrl.host.clocks import policy_time
+from agentrl.host.cpu_time import fair_deadline, starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
@@ -112,6 +113,8 @@ class ProcessBox(WorkBox):
             return refused.result
         with policy_time():
             timed_out = await self._drive(child, stdin, wall_s)
+        if timed_out and child.used.starved_out:
+            raise starved_out(child.used.starved_s, child.used.cpu_s)
         return _result(child, timed_out=timed_out)
 
     async def start(
@@ -127,6 +130,7 @@ class ProcessBox(WorkBox):
             drive=lambda: self._drive(child, None, math.inf),
             result=lambda: _result(child, timed_out=False),
             kill=child.kill_group,
+            used=lambda: child.used,
         )
 
     def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> HostProcess:
@@ -152,9 +156,9 @@ class ProcessBox(WorkBox):
                 pipes.start_soon(child.drain)
                 if stdin is not None:
                     pipes.start_soon(child.feed, stdin)
-                with trio.move_on_after(timeout_s) as deadline:
+                with fair_deadline(pipes, timeout_s, child.used) as deadline:
                     await child.ended()
-                timed_out = deadline.cancelled_caught
+                timed_out = deadline.passed
                 await child.end(child.kill_group)
                 pipes.cancel_scope.deadline = trio.current_time() + _DRAIN_S
         finally:
@@ -214,4 +218,6 @@ def _result(child: HostProcess, *, timed_out: bool) -> ExecResult:
         timed_out=timed_out,
         truncated=child.stdout.truncated or child.stderr.truncated,
         duration_s=child.duration_s,
+        cpu_s=child.cpu_s,
+        starved_s=child.used.starved_s,
     )

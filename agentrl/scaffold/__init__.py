@@ -1,7 +1,8 @@
 """`agentrl new`: a package to begin with, written from the templates beside this file.
 
-A template's name is its path with `.in` behind it; in path and text `$package`, `$class` and `$id` stand for the new
-package, its environment's class and its id. It owns the templates and nothing of what becomes of them.
+A template's name is its path with `.in` behind it. In path and text `$package`, `$class` and `$id` stand for the new
+package, its environment's class and its id, and `$install_train` for the command that installs what trains. It owns the
+templates and nothing of what becomes of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 
 _TEMPLATES = Path(__file__).parent
 _TAKEN = frozenset({"agentrl", "agentrl_environments", "agentrl_tools", "tests"}) | sys.stdlib_module_names
@@ -30,6 +32,7 @@ def new_env(name: str, folder: Path) -> tuple[str, list[Path]]:
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty: give another --out")
     words = {"package": name, "class": "".join(word.capitalize() for word in name.split("_"))}
+    words["install_train"] = install_command("train")
     words["id"] = f"{name}/{words['class']}-v0"
     written: list[Path] = []
     root = _TEMPLATES / "env"

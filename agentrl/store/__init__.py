@@ -1,27 +1,33 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
-Every process of a run opens it. Calls are synchronous and short, but another process's write lock may hold a write up:
-programs with a loop await theirs (see `asynchronous`). Standard library and zstandard only; trio in `asynchronous`,
-psycopg in `databases/postgres`.
+Every process of a run opens a `RunStore`, and gives its functions the parts that they need. Calls are synchronous and
+short, but another process's write lock may hold a write up: programs with a loop await theirs (`journal_writer`,
+`async_calls`). Standard library and zstandard only; trio in those two, psycopg in `databases/postgres`.
 
-    databases      SQLite in a file, PostgreSQL on a server: transactions, deadlines, errors, who hears of writes
-    episodes       groups and episodes: leases, journal, partial turns, endings, scores, replays, forks,
-                   failures that are played again because somebody asks
-    buffer         between rollout and learner: admission, closing of groups, what a step takes and when
-    audit          the laws, checked from the raw rows
-    asynchronous   for a trio program: awaited writes committed together, awaited reads, waiting for work
-    interfaces     what each process of a run may ask of the store
-    schema         tables and migrations
-    run_values     every key of `meta`, with its type
-    versions       weight versions, minted once
-    lineage        checkpoint, rollback, retention, repair after a loss of power
-    learner_fence  which process is the learner
-    reads          rows back into records
-    episode_search  find episodes: filters, orders, texts
-    codec          packing
-    metrics        values, durations, drops, what was trained beside what was played
-    transfer       groups out of one store into another
-    copy_database  a whole store into another database
+    store.groups     groups and their members: admission, forks, counts           episodes/groups.py
+    store.played     groups that no worker of the run journaled                   played_groups.py
+    store.leases     which worker plays which episode                             episodes/leases.py
+    store.deaths     dead workers: what they held, which task killed them         episodes/worker_deaths.py
+    store.journal    an episode turn by turn, its snapshots and files, its end    episodes/journal.py
+    store.replays    what infrastructure failed and is played again               episodes/replays.py
+    store.scores     rewards of turns by their sources                            episodes/scores.py
+    store.buffer     what a step takes, closing and expiry of groups              buffer/buffer.py
+    store.trained    the groups of steps that are over, taken again               buffer/trained_steps.py
+    store.versions   weight versions, minted once                                 versions.py
+    store.lineage    checkpoints, rollback, retention, which learner leads        lineage.py
+    store.recovery   repair of the lineage after a loss of power                  recovery.py
+    store.reads      rows back into records                                       reads.py
+    store.search     episodes by filter, order and text                           episode_search.py
+    store.metrics    measured values, counts, durations, the bias of training     metrics.py
+
+A value that the processes of a run agree on is under a key of `run_values`, read and set by `store.meta`.
+
+    databases        SQLite in a file, PostgreSQL on a server: transactions, deadlines, errors, who hears of writes
+    schema           tables and indexes: `schema.sql`
+    interfaces       what an episode, a worker and a reward source ask of their store
+    audit            the laws, checked from the raw rows
+    codec            packing
+    copy_database    a whole store into another database
 """
 
 from __future__ import annotations
@@ -30,31 +36,31 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
+from agentrl.algos.judging import Returns
+from agentrl.errors import DiskFull, LeaseLost, StoreError
 from agentrl.host.with_block import Closing
 from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
-from agentrl.store.buffer.buffer import Expired, GroupBuffer, Retaking
+from agentrl.store.buffer.buffer import Expired, GroupBuffer
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Patience, Quorum, close_policy
 from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
-from agentrl.store.buffer.no_signal import Returns
+from agentrl.store.buffer.trained_steps import TrainedSteps
 from agentrl.store.databases.change_signal import Role, Signal
-from agentrl.store.databases.database import Database, Result
-from agentrl.store.databases.open_store import connect, look, refuse_several
+from agentrl.store.databases.database import Database, Result, damaged, retried
+from agentrl.store.databases.open_store import connect, look
 from agentrl.store.episode_search import EpisodeFilter, EpisodeSearch, Searched
-from agentrl.store.episodes.groups import TRAIN, Forks, Groups, ReplayCounts, Replays
-from agentrl.store.episodes.journal import Artifacts, EnvSnapshot, EnvSnapshots, Journal, Restarts
+from agentrl.store.episodes.endings import Ending
+from agentrl.store.episodes.groups import TRAIN, Groups
+from agentrl.store.episodes.journal import EnvSnapshot, Journal
 from agentrl.store.episodes.leases import Claim, Leases
 from agentrl.store.episodes.partial_turns import Partial
-from agentrl.store.episodes.requeue import Requeue, Requeued
-from agentrl.store.episodes.scores import Rewards, Scored, Source
+from agentrl.store.episodes.replays import ReplayedFailures, Replays, Requeued
+from agentrl.store.episodes.scores import Scored, Scores, Source
 from agentrl.store.episodes.worker_deaths import Deaths, Quarantined, Released
-from agentrl.store.learner_fence import Leading, check_lead
-from agentrl.store.lineage import Checkpoint, Lineage, Recovery, Saved
+from agentrl.store.learner_fence import check_lead
+from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import (
-    Bias,
-    Durations,
     EpisodeLengths,
     EpisodeTimes,
     FailedTask,
@@ -65,9 +71,11 @@ from agentrl.store.metrics import (
     Side,
     TrainingBias,
 )
+from agentrl.store.played_groups import PlayedGroups, PlayedMember
 from agentrl.store.reads import EpisodeRow, GroupResult, Readers, Restart
+from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.schema import FIRST_META, SET_META
-from agentrl.store.transfer import MovedGroup, MovedMember, Moving
+from agentrl.store.versions import Versions
 
 __all__ = [
     "FULL",
@@ -77,6 +85,7 @@ __all__ = [
     "Claim",
     "ClosePolicy",
     "DiskFull",
+    "Ending",
     "EnvSnapshot",
     "EpisodeFilter",
     "EpisodeLengths",
@@ -92,12 +101,11 @@ __all__ = [
     "LengthBias",
     "Load",
     "Metric",
-    "MovedGroup",
-    "MovedMember",
     "Oldest",
     "Partial",
     "Patience",
     "Pick",
+    "PlayedMember",
     "Prioritised",
     "Quarantined",
     "Quorum",
@@ -115,7 +123,6 @@ __all__ = [
     "Side",
     "Source",
     "StoreError",
-    "StoreVersionError",
     "TakeOrder",
     "TrainingBias",
     "Windowed",
@@ -124,39 +131,31 @@ __all__ = [
 ]
 
 
-class RunStore(
-    Groups,
-    Forks,
-    Moving,
-    Leases,
-    Deaths,
-    Journal,
-    Restarts,
-    EnvSnapshots,
-    GroupBuffer,
-    Retaking,
-    Leading,
-    Lineage,
-    Recovery,
-    Rewards,
-    Artifacts,
-    Metrics,
-    Bias,
-    Readers,
-    EpisodeSearch,
-    ReplayCounts,
-    Requeue,
-    Durations,
-    Closing,
-):
+class RunStore(Closing):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
+    Its parts are attributes, each with the calls on one kind of rows. A caller that needs one part takes that part.
     `clock` gives seconds since the epoch, the same for every process of the run: by default that of the machine for a
     file, and that of its server for PostgreSQL. A simulation passes its own."""
 
     def __init__(self, db: Database) -> None:
-        super().__init__(db)
+        self._db = db
         self._signals: dict[Role, Signal] = {}
+        self.versions: Final = Versions(db)
+        self.groups: Final = Groups(db)
+        self.played: Final = PlayedGroups(db, self.versions)
+        self.leases: Final = Leases(db)
+        self.deaths: Final = Deaths(db)
+        self.journal: Final = Journal(db, self.versions)
+        self.replays: Final = ReplayedFailures(db)
+        self.scores: Final = Scores(db)
+        self.buffer: Final = GroupBuffer(db)
+        self.trained: Final = TrainedSteps(db)
+        self.lineage: Final = Lineage(db)
+        self.recovery: Final = Recovery(db)
+        self.reads: Final = Readers(db)
+        self.search: Final = EpisodeSearch(db)
+        self.metrics: Final = Metrics(db)
 
     @classmethod
     def create(
@@ -179,10 +178,9 @@ class RunStore(
 
     @classmethod
     def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
-        """The store at `path`, its schema brought up to date. `away_s`: how long a call waits for a database that is
-        away, in seconds; opening it never does. Raises UsageError if there is none, StoreVersionError if a newer
-        agentrl wrote it, StoreAway if the database does not answer, StoreError if the file is something else."""
-        refuse_several(Path(path))
+        """The store at `path`. `away_s`: how long a call waits for a database that is away, in seconds; opening it
+        never does. Raises UsageError if there is none, FormatError if it has another schema, StoreAway if the database
+        does not answer, StoreError if the file is something else."""
         db = connect(Path(path), clock=clock)
         try:
             db.prepare(create=False)
@@ -197,6 +195,15 @@ class RunStore(
         away; a wait under way ends soon, too."""
         self._db.hurry(busy_s)
 
+    @retried
+    def refuse_damage(self) -> None:
+        """Have the database check all of the store: a page that changed would be noticed by whoever reads it, or by
+        nobody. Raises StoreDamaged."""
+        with self._db.read():
+            faults = self._db.faults()
+        if faults:
+            raise damaged(self.path, ValueError(faults[0]))
+
     @property
     def waits(self) -> bool:
         """Whether a thread of this process waits for another process's write lock now (for two minutes at most), or for
@@ -205,20 +212,20 @@ class RunStore(
 
     @classmethod
     def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
-        """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
-        older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
-        of a program with a loop (see `asynchronous`).
+        """The store at `path`, to look at: nothing of it is written, and no writer waits. `away_s` as for `open`; 0 for
+        reads of a program with a loop (see `async_calls`).
 
-        Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
-        refuse_several(Path(path))
+        Raises UsageError if there is none, FormatError if it has another schema, StoreAway."""
         db = look(Path(path), clock=clock)
         db.away_s = db.away_s if away_s is None else away_s
         return cls(db)
 
+    @retried
     def now(self) -> float:
         """The time by which leases and deadlines of this store are judged, in seconds since the epoch."""
         return self._db.clock()
 
+    @retried
     def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
         waits for the disk (`mint_version`, `checkpoint`, `take`, …) is not among them. `shared`: each journals one
@@ -227,7 +234,7 @@ class RunStore(
 
     @property
     def remote(self) -> bool:
-        """Whether it is on a server, which a loop of tasks asks in a thread (see `asynchronous`)."""
+        """Whether it is on a server, which a loop of tasks asks in a thread (see `async_calls`)."""
         return self._db.remote
 
     @property
@@ -235,15 +242,17 @@ class RunStore(
         """Whether calls that journal may go on in several processes at once."""
         return self._db.shares
 
+    @retried
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `change_signal`. One for each role of this handle."""
         if role not in self._signals:
             self._signals[role] = Signal(self._db.watch(), role, remote=self.remote)
         return self._signals[role]
 
+    @retried
     def wait_for_work(self, role: Role, timeout_s: float) -> None:
         """Block until there may be work for `role` that was not there when this last returned, or until the timeout.
-        A trio program uses `agentrl.store.asynchronous`."""
+        A trio program uses `agentrl.store.async_calls`."""
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
             wakes = [] if signal.wakes is None else [signal.wakes]
@@ -260,18 +269,21 @@ class RunStore(
         """The store's file."""
         return self._db.path
 
+    @retried
     def meta(self, key: str) -> str | None:
         """A value that the run's processes agree on; None if nobody set it. "config" is the run's configuration."""
         with self._db.read():
             row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
         return None if row is None else row[0]
 
+    @retried
     def set_meta(self, key: str, value: str) -> None:
         """Set a value for every process of the run."""
         with self._db.write():
             check_lead(self._db)
             self._db.execute(SET_META, (key, value))
 
+    @retried
     def swap_meta(self, key: str, before: str, value: str) -> bool:
         """Set a value that is `before` now ("": nobody set it, or set it to nothing); returns whether it was."""
         with self._db.write():

@@ -6,6 +6,7 @@ of lag, so that the checker does not repeat a bug of a writer. Reads everything 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -71,6 +72,7 @@ KINDS = {
     "turns_lost": 2,  # a journaled turn, or the environment's answer to it, is missing
     "trained_twice": 2,  # more than one live lineage row for an episode
     "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
+    "checkpoint_damaged": 2,  # a file of a checkpoint does not hold the bytes that were written
     "checkpoint_disagrees": 2,  # a checkpoint's folder lists other episodes than the lineage of its steps
     "fork_broken": 2,  # a fork that trains turns of its origin, has others than it, or began anew
     "trained_unfinished": 2,  # an episode in the lineage that had not ended
@@ -157,7 +159,6 @@ _OWNERS = (
     ("partials", "episode_id", "episodes"),
     ("snapshots", "episode_id", "episodes"),
     ("unsaved", "episode_id", "episodes"),
-    ("imports", "group_id", "groups"),
     ("lineage", "episode_id", "episodes"),
 )
 
@@ -426,17 +427,17 @@ def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -
     live: dict[int, int] = dict(db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"))
     for episode in sorted(lost & live.keys()):
         report.breach("trained_twice", f"episode {episode}: trained by a checkpoint that the store had lost, and again")
-    for path in sorted(paths):
+    for path in sorted(path for path in paths if path.is_dir()):  # the others were removed
+        if faults := _changed_files(path):
+            report.breach("checkpoint_damaged", f"{path}: {', '.join(faults)}")
+            continue  # what it lists may be wrong too
         try:
             state = json.loads((path / "state.json").read_text())
         except OSError:
-            continue  # the folder was removed
-        if "episodes" in state:
-            listed = {episode for step in state["episodes"] for episode in step}
-        elif "groups" in state:  # written by an older agentrl, which trained whole groups
-            listed = _members_of(db, state["groups"])
-        else:
-            continue
+            continue  # removed meanwhile
+        if "episodes" not in state:
+            continue  # a copy of another run's: it trained nothing of this one
+        listed = {episode for step in state["episodes"] for episode in step}
         first, last = state["previous_step"] + 1, state["step"]
         recorded = {episode for episode, step in live.items() if first <= step <= last}
         for episode in sorted(listed - recorded - lost):
@@ -445,16 +446,21 @@ def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -
             report.breach("checkpoint_disagrees", f"{path}: episode {episode} of step {live[episode]} is not in it")
 
 
-def _members_of(db: Database, groups: list[int]) -> set[int]:
-    """The scored members of groups, as far as the store has them."""
-    return {
-        episode
-        for group in groups
-        for episode, stop_reason, outcome in db.rows(
-            "SELECT id, stop_reason, outcome FROM episodes WHERE group_id = ?", (group,)
-        )
-        if _in_loss(stop_reason, outcome)
-    }
+def _changed_files(path: Path) -> list[str]:
+    """The files of a checkpoint that are missing or differ from their digest in its SHA256SUMS."""
+    try:
+        lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
+    except OSError:
+        return ["SHA256SUMS"] if (path / "state.json").is_file() else []  # the folder was removed meanwhile
+    wrong = list[str]()
+    for line in lines:
+        try:
+            with (path / line[66:]).open("rb") as file:
+                same = hashlib.file_digest(file, "sha256").hexdigest() == line[:64]
+        except (OSError, ValueError):
+            same = not path.is_dir()
+        wrong += [] if same else [line[66:]]
+    return wrong if lines else ["SHA256SUMS"]
 
 
 def _in_loss(stop_reason: str | None, outcome: float | None) -> bool:

@@ -13,6 +13,7 @@ mixture of experts are these bytes, compressed in the same way::
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -33,6 +34,7 @@ from agentrl.records import (
     Message,
     Messages,
     RoutedExperts,
+    ShownTools,
     Step,
     StopReason,
     Task,
@@ -69,7 +71,7 @@ def pack_tokens(turn: Turn) -> bytes:
 
 def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], columns.Columns]:
     """Prompt ids [P], sampled ids [T], log-probs [T] and columns of a blob."""
-    data = zstandard.decompress(blob)
+    data = _decompressed(blob)
     width, n_prompt, n_tokens = _HEADER.unpack_from(data)
     ids = array("I")
     end = _HEADER.size + ids.itemsize * (n_prompt + n_tokens)
@@ -85,7 +87,7 @@ def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
 
 def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
     """A blob of tokens with more columns; those that it has stay. Raises StoreError as `pack_columns`."""
-    data = zstandard.decompress(blob)
+    data = _decompressed(blob)
     _, _, n_tokens = _HEADER.unpack_from(data)
     known = unpack_tokens(blob)[3]
     more = {name: values for name, values in named.items() if name not in known}
@@ -133,16 +135,17 @@ def pack_experts(experts: RoutedExperts) -> bytes:
 
 def unpack_experts(blob: bytes) -> RoutedExperts:
     """Read what `pack_experts` wrote."""
-    data = zstandard.decompress(blob)
+    data = _decompressed(blob)
     width, start, layers, per_token = _EXPERTS.unpack_from(data)
     return RoutedExperts(start=start, layers=layers, per_token=per_token, width=width, data=data[_EXPERTS.size :])
 
 
 class _Compressor(threading.local):
-    """One of each thread: to make one takes longer than a turn's tokens."""
+    """One of each thread: to make one takes longer than a turn's tokens. The four bytes of a checksum show that a bit
+    of a blob changed, which would else be another token (law 1)."""
 
     def __init__(self) -> None:
-        self.compress = zstandard.ZstdCompressor(_LEVEL).compress
+        self.compress = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compress
 
 
 _compressor = _Compressor()
@@ -150,6 +153,14 @@ _compressor = _Compressor()
 
 def _compressed(data: bytes) -> bytes:
     return _compressor.compress(data)
+
+
+def _decompressed(blob: bytes) -> bytes:
+    """Raises ZstdError for a blob that was damaged."""
+    try:
+        return zstandard.decompress(blob)
+    except MemoryError:  # of the size that its header says
+        raise zstandard.ZstdError(f"a blob of {len(blob)} bytes says that it holds more than fits in memory") from None
 
 
 def _little(values: array[Any]) -> bytes:
@@ -198,6 +209,20 @@ def unpack_messages(text: str) -> Messages:
     """Read what `pack_messages` wrote."""
     messages: list[Message] = json.loads(text)
     return tuple(messages)
+
+
+def pack_tools(tools: ShownTools) -> tuple[str, str]:
+    """The digest and the text of a row of `tool_sets`; both are empty without tools."""
+    if not tools.schemas:
+        return "", ""
+    text = to_json({"schemas": list(tools.schemas), "dialect": tools.dialect}, "the tools of an episode")
+    return hashlib.sha256(text.encode()).hexdigest(), text
+
+
+def unpack_tools(text: str) -> ShownTools:
+    """Read the text that `pack_tools` wrote."""
+    fields = json.loads(text)
+    return ShownTools(tuple(fields["schemas"]), fields["dialect"])
 
 
 Blobs = dict[str, bytes]
@@ -285,16 +310,10 @@ def pack_answer(step: Step, what: str) -> str:
 
 
 def unpack_answer(text: str) -> dict[str, Any]:
-    """The fields of a step that `pack_answer` wrote, with `info`. It also reads rows of an older agentrl, which checked
-    info less: an unknown stop reason counts as not set, as it did then."""
+    """The fields of a step that `pack_answer` wrote, with `info`."""
     info: dict[str, Json] = json.loads(text)
-    said = {name: info.pop(name) for name in _ANSWER if name in info}
-    known = {name: _READ[name](value) for name, value in said.items() if value is not None}
-    return {**known, "info": info}
-
-
-def _read_reason(value: Json) -> StopReason | None:
-    return StopReason(value) if value in list(StopReason) else None
+    fields = {name: read(info.pop(name)) for name, read in _READ.items() if name in info}
+    return {**fields, "info": info}
 
 
 def _read_roles(value: Json) -> dict[str, float]:
@@ -304,7 +323,7 @@ def _read_roles(value: Json) -> dict[str, float]:
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "outcome": float,
     "success": bool,
-    "stop_reason": _read_reason,
+    "stop_reason": StopReason,
     "history": tuple,
     "masked": bool,
     "role": str,
@@ -337,10 +356,10 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
             rewards={role: tuple(rewards) for role, rewards in packed["rewards"].items()},
             streams={
                 role: {source: tuple(values) for source, values in own.items()}
-                for role, own in packed.get("streams", {}).items()
+                for role, own in packed["streams"].items()
             },
-            weights=packed.get("weights", {}),
-            states={role: tuple(states) for role, states in packed.get("states", {}).items()},
+            weights=packed["weights"],
+            states={role: tuple(states) for role, states in packed["states"].items()},
         )
         for member, packed in json.loads(text).items()
     }
@@ -354,7 +373,7 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Read what `pack_files` wrote."""
-    data = zstandard.decompress(blob)
+    data = _decompressed(blob)
     at = 4 + struct.unpack_from("<I", data)[0]
     files: dict[str, bytes] = {}
     for path, length in json.loads(data[4:at]):

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from agentrl.records import POLICY, StopReason, turn_id
 from agentrl.store.codec import unpack_spans
-from agentrl.store.databases.database import StorePart
+from agentrl.store.databases.database import StorePart, retried
 from agentrl.store.episodes.groups import TRAIN
 from agentrl.store.reads import LAST_TRIAL, EpisodeRow, EpisodeState, episode_rows
 
@@ -117,6 +117,7 @@ class Fork:
 class EpisodeSearch(StorePart):
     """Look for episodes, for lists and pages."""
 
+    @retried
     def find_episodes(
         self,
         wanted: EpisodeFilter,
@@ -139,6 +140,7 @@ class EpisodeSearch(StorePart):
             rows = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
         return [rows[id] for (id,) in ids]
 
+    @retried
     def outcomes(self, wanted: EpisodeFilter) -> dict[float | None, int]:
         """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
         found, parameters = _found(wanted)
@@ -146,6 +148,7 @@ class EpisodeSearch(StorePart):
             rows = self._db.rows(f"SELECT e.outcome, COUNT(*){found} GROUP BY e.outcome", parameters)
         return dict(rows)
 
+    @retried
     def search_texts(
         self,
         text: str,
@@ -170,6 +173,7 @@ class EpisodeSearch(StorePart):
                 return Searched(ids=tuple(found[:limit]), back_to=low + 1)
         return Searched(ids=tuple(found[:limit]), back_to=None)
 
+    @retried
     def turn_sizes(self, episode_id: int) -> list[TurnSize]:
         """The turns of an episode's last trial, in order."""
         with self._db.read():
@@ -187,6 +191,7 @@ class EpisodeSearch(StorePart):
             for index, n_prompt, n, spans in rows
         ]
 
+    @retried
     def turn_times(self, first: int, last: int) -> list[TurnTime]:
         """The turns of the episodes `first` to `last`, both included, by episode, trial and place. Reads no texts."""
         with self._db.read():
@@ -197,6 +202,7 @@ class EpisodeSearch(StorePart):
             )
         return [TurnTime(*row) for row in rows]
 
+    @retried
     def roles(self) -> list[str]:
         """The roles that acted in the first and the newest turns."""
         newest = "SELECT role FROM (SELECT role FROM turns ORDER BY id DESC LIMIT ?) t"
@@ -204,6 +210,7 @@ class EpisodeSearch(StorePart):
             rows = self._db.rows(f"SELECT role FROM turns WHERE id <= ? UNION {newest}", (_SOME_TURNS, _SOME_TURNS))
         return sorted(role for (role,) in rows)
 
+    @retried
     def family(self, episode_id: int, *, most: int = 100) -> list[Fork]:
         """The forks among the relatives of an episode: those of the episode that all of them come from, and of its
         descendants, at most `most`, parents first. Empty for an episode that neither is one nor has any."""

@@ -9,25 +9,8 @@ kills it once nobody has looked for `cluster.lease_s`, also if it is stopped.
 from __future__ import annotations
 
 from agentrl.errors import LeaseLost
-from agentrl.store.databases.database import Database, StorePart
+from agentrl.store.databases.database import Database
 from agentrl.store.run_values import LEARNER
-from agentrl.store.schema import SET_META
-
-
-class Leading(StorePart):
-    """Say who learns."""
-
-    def lead(self) -> None:
-        """This handle is the learner's from now on: the next call by which an earlier learner's handle would change
-        steps, versions or checkpoints raises LeaseLost."""
-        with self._db.write(durable=True):
-            self._db.leads = LEARNER.within(self._db) + 1
-            self._db.execute(SET_META, (LEARNER.key, LEARNER.text(self._db.leads)))
-
-    def still_leads(self) -> None:
-        """Raises LeaseLost if this handle was the learner's, and another's is by now."""
-        with self._db.read():
-            check_lead(self._db)
 
 
 def check_lead(db: Database) -> None:

@@ -1,29 +1,29 @@
-"""Which step trained which episodes: checkpoints, rollbacks, repair after a loss, and how long token arrays are kept.
+"""Which step trained which episodes: checkpoints, rollbacks, and how long token arrays are kept.
 
 The learner's protocol, which makes training exactly once hold across any crash: it writes the checkpoint's files and
 syncs them, then calls `checkpoint`; after a crash it loads the files of `latest_checkpoint` and calls `rollback` with
 its step before it takes again. Files without such a call are garbage.
 
-A store may lack episodes of a checkpoint, after a loss of power or where an older copy was put back. A checkpoint's
-folder lists the episodes that it trained; the list is trusted: they are never trained again (law 2). Never knows where
-the folders lie, or which code reads them.
+A handle that says `lead` is the learner's from then on. A learner that was cut off from the store for so long that
+another one began would otherwise go on, and its steps would count beside those of the other. Never knows where the
+folders of checkpoints lie, or which code reads them.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import StoreError
-from agentrl.records import GroupState, StopReason, WeightVersion
-from agentrl.store.databases.database import Database, StorePart
+from agentrl.records import StopReason, WeightVersion
+from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.episodes.endings import end_episode
-from agentrl.store.episodes.groups import LATE, TRAIN, forget_starts, scored
+from agentrl.store.episodes.groups import TRAIN, forget_starts
 from agentrl.store.episodes.leases import too_early
 from agentrl.store.learner_fence import check_lead
-from agentrl.store.run_values import ATTEMPT, ATTEMPT_SQL
+from agentrl.store.run_values import ATTEMPT, LEARNER
+from agentrl.store.schema import SET_META
 
 TOKENS_DROPPED = "tokens_dropped"
 
@@ -42,11 +42,13 @@ class Lineage(StorePart):
     """Checkpoints and rollbacks of the learner, and the retention of what it trained."""
 
     @property
+    @retried
     def attempt(self) -> int:
         """The run's attempt: 1 at first, one more after each rollback, and each restart after episodes had ended."""
         with self._db.read():
             return _attempt(self._db)
 
+    @retried
     def checkpoint(self, step: int, version: WeightVersion | int, path: str | Path) -> None:
         """The state after `step` is safe at `path`: mark groups taken up to it as trained. Waits for the disk."""
         number = version if isinstance(version, int) else version.version
@@ -63,6 +65,7 @@ class Lineage(StorePart):
                 (step,),
             )
 
+    @retried
     def latest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from; None before the first one."""
         with self._db.read():
@@ -72,22 +75,29 @@ class Lineage(StorePart):
             )
         return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
 
+    @retried
     def checkpoint_steps(self) -> list[int]:
         """The steps that have a checkpoint which no rollback undid."""
         with self._db.read():
             rows = self._db.rows("SELECT DISTINCT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY step")
         return [step for (step,) in rows]
 
+    @retried
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
         """Go back to checkpoint `step` (0: the weights that the run started with); returns the new attempt.
 
         All that came after it is undone: its groups, taken or skipped, are scored again, late members wait again, its
         lineage, checkpoints, versions and metrics are flagged with the new attempt, and its evaluations are renamed
         ("undone-2:eval:…"), so that they run anew.
-        With `ahead`, groups beyond the first `ahead` yet to be trained (see `claim`) are taken from their workers, and
-        go on when their turn comes: played now, they would be stale by then.
+        With `ahead`, groups beyond the first `ahead` yet to be trained (see `Leases.claim`) are taken from their
+        workers, and go on when their turn comes: played now, they would be stale by then.
         Call it at every resume, also when there is nothing to undo. A group whose tokens were dropped by `retain`
         cannot be trained again and leaves as "tokens_dropped". Raises StoreError if `step` has no valid checkpoint."""
+        # Rows are flagged as undone and stay, instead of being deleted: reports show what the run paid, and ids of
+        # episodes and versions are never used twice, so a late message about an undone version is not taken for one of
+        # the new attempt. Groups go back to scored with their record, since what a member is judged against was
+        # recorded when its group closed and does not depend on who trained it. Evaluations of undone steps are played
+        # anew under their old name, and so the old ones are renamed.
         with self._db.write(durable=True):
             check_lead(self._db)
             known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
@@ -128,6 +138,7 @@ class Lineage(StorePart):
         )
         forget_starts(self._db, first, purpose=TRAIN)
 
+    @retried
     def stands_beyond(self, step: int) -> bool:
         """Whether lineage or versions of a later step stand: then going on from `step` needs a rollback first."""
         with self._db.read():
@@ -154,7 +165,8 @@ class Lineage(StorePart):
             (f"undone-{attempt}:", now, step),
         )
 
-    def lineage(self, step: int) -> list[int]:
+    @retried
+    def episodes_of(self, step: int) -> list[int]:
         """Ids of the episodes that optimizer step `step` trained, in the order they were taken."""
         with self._db.read():
             rows = self._db.rows(
@@ -162,6 +174,7 @@ class Lineage(StorePart):
             )
         return [id for (id,) in rows]
 
+    @retried
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
         """Drop token arrays, experts and artifacts of groups that no later step can train; returns of how many.
 
@@ -197,6 +210,20 @@ class Lineage(StorePart):
         )
         return row is not None
 
+    @retried
+    def lead(self) -> None:
+        """This handle is the learner's from now on: the next call by which an earlier learner's handle would change
+        steps, versions or checkpoints raises LeaseLost."""
+        with self._db.write(durable=True):
+            self._db.leads = LEARNER.within(self._db) + 1
+            self._db.execute(SET_META, (LEARNER.key, LEARNER.text(self._db.leads)))
+
+    @retried
+    def still_leads(self) -> None:
+        """Raises LeaseLost if this handle was the learner's, and another's is by now."""
+        with self._db.read():
+            check_lead(self._db)
+
 
 _RETAIN_BATCH = 64  # groups a transaction, so that no journal waits long for the write lock
 
@@ -208,144 +235,3 @@ def _share(group_id: int) -> float:
 
 def _attempt(db: Database) -> int:
     return ATTEMPT.within(db)
-
-
-JOURNAL_LOST = "journal_lost"
-"""Why a group, or a late member, left that a checkpoint trained, and whose end the store has lost."""
-
-LINEAGE_LOST = "lineage_lost"
-"""Why a group, or a late member, left that may have been trained in steps of which neither the store nor a checkpoint
-tells."""
-
-_SPARE = 1000  # ids skipped, as lost rows may have used them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """The lists in a checkpoint's folder: step `previous_step` + 1 + i trained `episodes[i]`; the last of them is
-    `step`. `groups` stands there instead, in order, if an older agentrl wrote it, which trained whole groups."""
-
-    step: int
-    previous_step: int
-    episodes: tuple[tuple[int, ...], ...] = ()
-    groups: tuple[int, ...] = ()
-
-    def step_of_group(self, place: int) -> int:
-        """The step of the group at `place`: exact where all batches were of one size."""
-        return self.previous_step + 1 + place * (self.step - self.previous_step) // len(self.groups)
-
-
-class Recovery(StorePart):
-    """Bring the lineage up to what the checkpoints say."""
-
-    def reconcile(self, saved: Sequence[Saved], *, max_lag: int) -> int:
-        """Add to the lineage the episodes that `saved` (the kept checkpoints, oldest first) trained and the store
-        lacks. Returns how many episodes, and groups without any row, that were. `max_lag` was the bound of their takes.
-        Call it before `checkpoint`.
-
-        A listed episode that is scored and whose group is closed counts as taken. Any other listed one, also without a
-        row, is noted as lost, and its id is not used again. If no checkpoint is left of some steps that the store has
-        not seen, they may have trained any group or late member that is not in the lineage: those are dropped."""
-        with self._db.read():
-            if not any(self._unknown(saved)) and not self._gap(saved):
-                return 0
-        with self._db.write(durable=True):
-            unknown, groups = self._unknown(saved)
-            for episode_id, step in unknown:
-                self._believe(episode_id, step, max_lag)
-            now = self._db.clock()
-            self._db.execute_many(
-                "INSERT INTO lost VALUES (?, ?, ?)", [(group_id, step, now) for group_id, step in groups]
-            )
-            if self._gap(saved):
-                self._give_up()
-            self._db.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
-            self._db.skip_numbers("groups", max((id for id, _ in groups), default=0), _SPARE)
-            self._db.skip_numbers("versions", 0, _SPARE)
-        return len(unknown) + len(groups)
-
-    def _unknown(self, saved: Sequence[Saved]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(episode, step) pairs of which the store knows neither a take nor a loss, and (group, step) pairs of groups
-        that it does not have."""
-        lost = {id for (id,) in self._db.rows("SELECT group_id FROM lost")}
-        episodes: list[tuple[int, int]] = []
-        groups: list[tuple[int, int]] = []
-        for one in saved:
-            for step, ids in enumerate(one.episodes, one.previous_step + 1):
-                episodes += [(id, step) for id in ids]
-            for place, group_id in enumerate(one.groups):
-                if group_id in lost:
-                    continue
-                members = self._db.rows("SELECT id, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
-                if not members:
-                    groups.append((group_id, one.step_of_group(place)))
-                episodes += [
-                    (id, one.step_of_group(place))
-                    for id, stop_reason, outcome in members
-                    if stop_reason is None or scored(stop_reason, outcome)
-                ]
-        return [(id, step) for id, step in episodes if not self._knows(id)], groups
-
-    def _knows(self, episode_id: int) -> bool:
-        row = self._db.row(
-            "SELECT 1 FROM lineage WHERE episode_id = ?1 AND undone_attempt IS NULL"
-            " UNION ALL SELECT 1 FROM lost_members WHERE episode_id = ?1 LIMIT 1",
-            (episode_id,),
-        )
-        return row is not None
-
-    def _gap(self, saved: Sequence[Saved]) -> bool:
-        """Whether the checkpoints begin after the last one that the store knows."""
-        row = self._db.row("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")
-        return bool(saved) and row is not None and row[0] < saved[0].previous_step
-
-    def _give_up(self) -> None:
-        for (group_id,) in self._db.rows(
-            "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running', 'finished', 'scored')",
-            (TRAIN,),
-        ):
-            self._drop_group(group_id, LINEAGE_LOST)
-        for (episode_id,) in self._db.rows(f"SELECT id FROM episodes WHERE {LATE}"):
-            self._drop_member(episode_id, LINEAGE_LOST)
-
-    def _believe(self, episode_id: int, step: int, max_lag: int) -> None:
-        row = self._db.row(
-            "SELECT g.id, g.state, e.stop_reason, e.outcome, e.late, e.dropped FROM episodes e"
-            " JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
-            (episode_id,),
-        )
-        group_id, state, stop_reason, outcome, late, dropped = row or (0, None, None, None, 0, None)
-        taken = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
-        closed = state in taken or (state == GroupState.EXPIRED and late)
-        if closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
-            self._db.execute(
-                f"INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
-                (episode_id, step, max_lag, self._db.clock()),
-            )
-            self._db.execute("UPDATE episodes SET taken_step = ? WHERE id = ?", (step, episode_id))
-            self._db.execute(
-                "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ? AND state = 'scored'", (step, group_id)
-            )
-            return
-        self._db.execute("INSERT INTO lost_members VALUES (?, ?, ?)", (episode_id, step, self._db.clock()))
-        if state in (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED):
-            self._drop_group(group_id, JOURNAL_LOST)
-        elif late and dropped is None:
-            self._drop_member(episode_id, JOURNAL_LOST)
-
-    def _drop_group(self, group_id: int, reason: str) -> None:
-        now = self._db.clock()
-        for (episode_id,) in self._db.rows(
-            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND state IN ('waiting', 'running')", (group_id,)
-        ):
-            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
-        self._db.execute(
-            "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (reason, now, group_id)
-        )
-
-    def _drop_member(self, episode_id: int, reason: str) -> None:
-        """Drop a late member without its group."""
-        row = self._db.row("SELECT stop_reason FROM episodes WHERE id = ?", (episode_id,))
-        if row is not None and row[0] is None:
-            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, self._db.clock())
-        self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (reason, episode_id))

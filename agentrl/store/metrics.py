@@ -15,20 +15,22 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
+from agentrl.algos.judging import Returns, advantages, is_silent
 from agentrl.records import Json, MemberRecord, StopReason, Task
-from agentrl.store.buffer.no_signal import Returns, advantages, silent
 from agentrl.store.codec import pack_identity, to_json, unpack_record, unpack_task
-from agentrl.store.databases.database import StorePart
+from agentrl.store.databases.database import Row, StorePart, retried
 from agentrl.store.episodes.endings import RAISED, ended_well
 from agentrl.store.episodes.groups import TRAIN, record_of, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.run_values import ATTEMPT_SQL
+
+_AT_ONCE: Final = 500  # rows of one statement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ _FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
 
 class Failures(NamedTuple):
     """Of `ended` episodes, `failed` failed through no doing of the policy: `raised` of them by an exception of
-    somebody's code, each by itself, the others in so many `outages` (see `outages`). Of both, `raised_in_a_row` and
+    somebody's code in the first play of their task, each by itself, the others in so many `outages` (see `outages`) or
+    in later plays. Of both, `raised_in_a_row` and
     `in_a_row` came after the last episode that ended well; `well` episodes did, `running` ones may. `detail` is the
     cause of the latest failed one."""
 
@@ -113,6 +116,7 @@ class Waits(NamedTuple):
 class Metrics(StorePart):
     """Record values and read them back; count what was dropped and why."""
 
+    @retried
     def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         """Record values under the current attempt. Numbers that are not finite become null."""
         data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
@@ -123,8 +127,10 @@ class Metrics(StorePart):
                 (kind, step, self._db.clock(), data),
             )
 
-    def metrics(self, kind: str, *, undone: bool = False, after: int = -1) -> list[Metric]:
-        """Values of a kind by step, then by time, of steps above `after`; with `undone` also undone ones."""
+    @retried
+    def values(self, kind: str, *, undone: bool = False, after: int = -1) -> list[Metric]:
+        """Values of a kind by step, then by time, of steps above `after`; with `undone` also undone ones. For all steps
+        of a long run they take gigabytes: see `sample`."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
@@ -138,6 +144,34 @@ class Metrics(StorePart):
             for kind, step, attempt, time_s, data, gone in rows
         ]
 
+    @retried
+    def sample(self, kind: str, most: int, *, near: Collection[int] = (), reach: int = 0) -> list[Metric]:
+        """About `most` values of a kind at most, so that a look at a long run costs no more than one at a short one:
+        the newest half, the first quarter, and others evenly spread between these. Also those of steps that are `reach`
+        or less away from a step in `near`."""
+        with self._db.read():
+            known = self._db.rows(
+                "SELECT id, step FROM metrics WHERE kind = ? AND undone_attempt IS NULL ORDER BY step, id", (kind,)
+            )
+            if len(known) > most:
+                first, last = most // 4, len(known) - most // 2
+                spread = range(first, last, max(1, (last - first) // max(1, most // 4)))
+                chosen = {*range(first), *spread, *range(last, len(known))}
+                wanted = {step + away for step in near for away in range(-reach, reach + 1)}
+                known = [row for at, row in enumerate(known) if at in chosen or row[1] in wanted]
+            rows: list[Row] = []
+            for at in range(0, len(known), _AT_ONCE):
+                ids = [number for number, _ in known[at : at + _AT_ONCE]]
+                marks = ", ".join("?" * len(ids))
+                rows += self._db.rows(
+                    f"SELECT step, attempt, time_s, data FROM metrics WHERE id IN ({marks}) ORDER BY step, id", ids
+                )
+        return [
+            Metric(kind=kind, step=step, attempt=attempt, time_s=time_s, values=json.loads(data), undone=False)
+            for step, attempt, time_s, data in rows
+        ]
+
+    @retried
     def drops(self) -> dict[str, int]:
         """Training groups that never enter the loss, by reason, such as "stale" or "engine_failed"."""
         with self._db.read():
@@ -148,6 +182,7 @@ class Metrics(StorePart):
             )
         return dict(rows)
 
+    @retried
     def endings(self, *, evaluation: bool = False) -> dict[StopReason, int]:
         """How the ended training episodes ended, or those of all evaluations. Constant time."""
         with self._db.read():
@@ -157,6 +192,7 @@ class Metrics(StorePart):
             )
         return {StopReason(reason): n for reason, n in rows}
 
+    @retried
     def failures(self) -> Failures:
         """Failed episodes of the current attempt, evaluations included: those that infrastructure ended (expired ones
         apart). Constant time."""
@@ -185,6 +221,7 @@ class Metrics(StorePart):
             running=running[0],
         )
 
+    @retried
     def failed_tasks(self, purpose: str | None = None, *, after_s: float = 0.0) -> list[FailedTask]:
         """The failures of a purpose, or of all, that ended after `after_s`, by task and reason in the order of their
         first episodes. Reads every failed episode: call it when `failures` shows more of them."""
@@ -208,6 +245,7 @@ class Metrics(StorePart):
             for task, of, reason, detail, id, ended_s in rows
         )
 
+    @retried
     def waited(self) -> Waits:
         """How long training episodes waited. Reads every ended episode: call it at the end of a run."""
         with self._db.read():
@@ -219,12 +257,14 @@ class Metrics(StorePart):
         assert row is not None
         return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
 
+    @retried
     def episodes_trained(self) -> int:
         """Episodes that entered the loss in the lineage that counts."""
         with self._db.read():
             row = self._db.row("SELECT COUNT(*) FROM lineage WHERE undone_attempt IS NULL")
         return 0 if row is None else row[0]
 
+    @retried
     def progress(self) -> tuple[int, ...]:
         """Counters: every turn, answer, score that counts, ended episode and learner step raises one of them. Nothing
         else does: neither metrics nor expired episodes. Constant time."""
@@ -237,10 +277,12 @@ class Metrics(StorePart):
         assert row is not None
         return tuple(number or 0 for number in row)
 
+    @retried
     def members_dropped(self) -> dict[str, int]:
         """Training episodes that never enter the loss, by reason, see `LengthBias`. Reads every ended episode."""
         return {reason: lengths.episodes for reason, lengths in self.length_bias().by_reason.items()}
 
+    @retried
     def length_bias(self) -> LengthBias:
         """Lengths of trained and dropped training episodes; those that may still be trained are neither. Reads every
         ended episode: do not call it every turn."""
@@ -269,6 +311,106 @@ class Metrics(StorePart):
             dropped=dropped.mean(),
             by_reason={reason: total.mean() for reason, total in sorted(by_reason.items())},
         )
+
+    @retried
+    def activity(self, turns: int) -> Activity:
+        """The spans of time in which somebody worked, of the newest `turns` turns. Constant time."""
+        newest = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
+        with self._db.read():
+            found = self._db.rows(newest, (turns,))
+            episodes = self._db.rows(
+                f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest}) t)"
+                " AND started_s IS NOT NULL UNION SELECT id, started_s, ended_s FROM episodes"
+                " WHERE state = 'running' AND holder IS NOT NULL AND started_s IS NOT NULL",
+                (turns,),
+            )
+        return Activity(
+            turns=[(began, ended, n) for _, began, ended, n in found], episodes=[(a, b) for _, a, b in episodes]
+        )
+
+    @retried
+    def episode_times(self, limit: int) -> list[EpisodeTimes]:
+        """The ended episodes of the newest `limit` training groups, by id. An episode that started anew, after its
+        worker died for example, counts from its first claim, with the turns of its last trial."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, e.group_id, e.started_s, e.ended_s, e.stop_reason, e.outcome, t.started_s, t.ended_s,"
+                " t.n_tokens FROM (SELECT id FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?) g"
+                " JOIN episodes e ON e.group_id = g.id"
+                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns = 1 AND t.n_tokens > 0"
+                " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
+                (TRAIN, limit),
+            )
+        found: list[EpisodeTimes] = []
+        for (_, group_id, began, ended, reason, outcome), turns in groupby(rows, key=lambda row: row[:6]):
+            played = tuple((start, end, n) for *_, start, end, n in turns if n is not None)
+            scores = scored(StopReason(reason), outcome)
+            found.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
+        return found
+
+    @retried
+    def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
+        """Ids of those of the newest `limit` training groups that give no signal, whether or not they were skipped."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT id, record, task FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?", (TRAIN, limit)
+            )
+        closed = ((id, unpack_record(record), unpack_task(task)) for id, record, task in rows if record is not None)
+        return frozenset(id for id, record, task in closed if is_silent(record, returns.for_env(task.env)))
+
+    @retried
+    def push_times(self) -> list[float]:
+        """Seconds from the minting of each weight version until the engines served it, oldest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
+                " ORDER BY version"
+            )
+        return [seconds for (seconds,) in rows]
+
+    @retried
+    def training_bias(self, returns: Returns) -> TrainingBias:
+        """The comparison; `returns` says what an advantage is made of. Reads every ended episode: call it at the end
+        of a run."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
+                " e.taken_step IS NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
+                " e.late = 1 AND e.dropped IS NULL AND e.taken_step IS NULL"
+                " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.purpose = ? AND e.stop_reason IS NOT NULL"
+                " AND g.state IN ('taken', 'trained', 'expired', 'failed') AND (g.skipped_step IS NULL OR e.late = 1)"
+                " ORDER BY e.group_id, e.member",
+                (TRAIN,),
+            )
+            episodes: list[_Episode] = []
+            late: defaultdict[int, dict[int, MemberRecord]] = defaultdict(dict)
+            for *row, seconds, trained, is_late, stop_reason, outcome, outcomes, open_yet in rows:
+                judged = scored(stop_reason, outcome)
+                if open_yet and judged:
+                    continue  # it may still be trained
+                episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
+                if is_late and judged:
+                    late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
+            advantage = self._advantages({one.group_id for one in episodes}, late, returns)
+        cuts = _quantiles([float(one.tokens) for one in episodes])
+        borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
+        return TrainingBias(
+            admitted=_side(episodes, advantage, borders),
+            trained=_side([one for one in episodes if one.trained], advantage, borders),
+        )
+
+    def _advantages(
+        self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
+    ) -> dict[tuple[int, int], tuple[float, float]]:
+        """The mean advantage and mean |advantage| of each judged member, by group and member."""
+        found: dict[tuple[int, int], tuple[float, float]] = {}
+        for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
+            if id in groups:
+                of_env = returns.for_env(unpack_task(task).env)
+                for member, own in advantages(unpack_record(packed), of_env, late.get(id)).items():
+                    if own:
+                        found[id, member] = fmean(own), fmean(map(abs, own))
+        return found
 
 
 def _failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
@@ -333,62 +475,6 @@ class Activity(NamedTuple):
     episodes: list[tuple[float, float | None]]
 
 
-class Durations(StorePart):
-    """Read times back for a simulation, and for who looks on."""
-
-    def activity(self, turns: int) -> Activity:
-        """Who did something lately: the newest `turns` turns. Constant time."""
-        newest = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
-        with self._db.read():
-            found = self._db.rows(newest, (turns,))
-            episodes = self._db.rows(
-                f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest}) t)"
-                " AND started_s IS NOT NULL UNION SELECT id, started_s, ended_s FROM episodes"
-                " WHERE state = 'running' AND holder IS NOT NULL AND started_s IS NOT NULL",
-                (turns,),
-            )
-        return Activity(
-            turns=[(began, ended, n) for _, began, ended, n in found], episodes=[(a, b) for _, a, b in episodes]
-        )
-
-    def episode_times(self, limit: int) -> list[EpisodeTimes]:
-        """The ended episodes of the newest `limit` training groups, by id. An episode that started anew, after its
-        worker died for example, counts from its first claim, with the turns of its last trial."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT e.id, e.group_id, e.started_s, e.ended_s, e.stop_reason, e.outcome, t.started_s, t.ended_s,"
-                " t.n_tokens FROM (SELECT id FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?) g"
-                " JOIN episodes e ON e.group_id = g.id"
-                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns = 1 AND t.n_tokens > 0"
-                " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
-                (TRAIN, limit),
-            )
-        found: list[EpisodeTimes] = []
-        for (_, group_id, began, ended, reason, outcome), turns in groupby(rows, key=lambda row: row[:6]):
-            played = tuple((start, end, n) for *_, start, end, n in turns if n is not None)
-            scores = scored(StopReason(reason), outcome)
-            found.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
-        return found
-
-    def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
-        """Ids of those of the newest `limit` training groups that give no signal, whether or not they were skipped."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT id, record, task FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?", (TRAIN, limit)
-            )
-        closed = ((id, unpack_record(record), unpack_task(task)) for id, record, task in rows if record is not None)
-        return frozenset(id for id, record, task in closed if silent(record, returns.of(task.env)))
-
-    def push_times(self) -> list[float]:
-        """Seconds from the minting of each weight version until the engines served it, oldest first."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
-                " ORDER BY version"
-            )
-        return [seconds for (seconds,) in rows]
-
-
 _QUANTILES = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 
 
@@ -427,53 +513,6 @@ class _Episode(NamedTuple):
     tokens: int
     seconds: float
     trained: bool
-
-
-class Bias(StorePart):
-    """Compare what was played with what was trained."""
-
-    def training_bias(self, returns: Returns) -> TrainingBias:
-        """The comparison; `returns` says what an advantage is made of. Reads every ended episode: call it at the end
-        of a run."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
-                " e.taken_step IS NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
-                " e.late = 1 AND e.dropped IS NULL AND e.taken_step IS NULL"
-                " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.purpose = ? AND e.stop_reason IS NOT NULL"
-                " AND g.state IN ('taken', 'trained', 'expired', 'failed') AND (g.skipped_step IS NULL OR e.late = 1)"
-                " ORDER BY e.group_id, e.member",
-                (TRAIN,),
-            )
-            episodes: list[_Episode] = []
-            late: defaultdict[int, dict[int, MemberRecord]] = defaultdict(dict)
-            for *row, seconds, trained, is_late, stop_reason, outcome, outcomes, open_yet in rows:
-                judged = scored(stop_reason, outcome)
-                if open_yet and judged:
-                    continue  # it may still be trained
-                episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
-                if is_late and judged:
-                    late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
-            advantage = self._advantages({one.group_id for one in episodes}, late, returns)
-        cuts = _quantiles([float(one.tokens) for one in episodes])
-        borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
-        return TrainingBias(
-            admitted=_side(episodes, advantage, borders),
-            trained=_side([one for one in episodes if one.trained], advantage, borders),
-        )
-
-    def _advantages(
-        self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
-    ) -> dict[tuple[int, int], tuple[float, float]]:
-        """The mean advantage and mean |advantage| of each judged member, by group and member."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
-        for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
-            if id in groups:
-                of_env = returns.of(unpack_task(task).env)
-                for member, own in advantages(unpack_record(packed), of_env, late.get(id)).items():
-                    if own:
-                        found[id, member] = fmean(own), fmean(map(abs, own))
-        return found
 
 
 def _side(

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.errors import StoreError
-from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn, turn_id
+from agentrl.errors import NotInStore
+from agentrl.records import NO_TOOLS, Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn, turn_id
 from agentrl.store.codec import (
     unpack_answer,
     unpack_experts,
@@ -23,9 +23,10 @@ from agentrl.store.codec import (
     unpack_task,
     unpack_text,
     unpack_tokens,
+    unpack_tools,
     with_images,
 )
-from agentrl.store.databases.database import Asked, Database, Row, StorePart
+from agentrl.store.databases.database import Asked, Database, Row, StorePart, retried
 from agentrl.tokens.columns import NONE
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
@@ -107,19 +108,20 @@ def load_image(db: Database, digest: str) -> bytes:
     """The data of an image, inside a transaction. Raises StoreError for one that the store lacks."""
     row = db.row("SELECT data FROM images WHERE digest = ?", (digest,))
     if row is None:
-        raise StoreError(f"no image {digest[:80]!r} in {db.path}")
+        raise NotInStore(f"no image {digest[:80]!r} in {db.path}")
     return row[0]
 
 
 class Readers(StorePart):
     """Reads for evaluation, transcripts and the viewer."""
 
+    @retried
     def trajectory(self, episode_id: int) -> Trajectory:
         """One episode as far as it went. Raises StoreError for an unknown id."""
         with self._db.read():
             found = load_trajectories(self._db, "e.id = ?", (episode_id,))
         if not found:
-            raise StoreError(f"no episode {episode_id} in {self._db.path}")
+            raise NotInStore(f"no episode {episode_id} in {self._db.path}")
         return found[0]
 
     def trajectories(self, purpose: str) -> Iterator[Trajectory]:
@@ -131,16 +133,19 @@ class Readers(StorePart):
                 group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
             yield from group
 
+    @retried
     def image(self, digest: str) -> bytes:
         """The data of the image with this SHA-256, 64 hex digits. Raises StoreError for one that the store lacks."""
         with self._db.read():
             return load_image(self._db, digest)
 
+    @retried
     def group(self, group_id: int) -> Group:
         """One group with its members. Raises StoreError for an unknown id."""
         with self._db.read():
             return load_group(self._db, group_id)
 
+    @retried
     def results(self, after: int = 0) -> list[GroupResult]:
         """Training groups with ids above `after` in the order of admission, up to the first that is still open; no
         forks. A reader that goes on from its last id sees the same groups in the same order as one that starts
@@ -156,6 +161,7 @@ class Readers(StorePart):
             )
         return [GroupResult(id=id, task=unpack_task(task), plays=n, success=rate) for id, task, n, rate in rows]
 
+    @retried
     def restarts(self, episode_id: int) -> list[Restart]:
         """The earlier trials of an episode, oldest first."""
         with self._db.read():
@@ -174,6 +180,7 @@ class Readers(StorePart):
                 for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
             ]
 
+    @retried
     def episodes(
         self, purpose: str | None = None, *, group_id: int | None = None, after: int = 0, limit: int = 1000
     ) -> list[EpisodeRow]:
@@ -239,7 +246,7 @@ def load_group(db: Database, group_id: int, only: Collection[int] | None = None)
         (WEIGHTS, ()),
     )
     if not found:
-        raise StoreError(f"no group {group_id} in {db.path}")
+        raise NotInStore(f"no group {group_id} in {db.path}")
     ((task, state, size, started_step, taken_step, record),) = found
     return Group(
         id=group_id,
@@ -261,8 +268,9 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
 
 def _episodes(where: str) -> str:
     return (
-        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success, e.outcomes"
-        f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id"
+        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success, e.outcomes, s.data"
+        " FROM episodes e JOIN groups g ON g.id = e.group_id LEFT JOIN tool_sets s ON s.digest = e.tools"
+        f" WHERE {where} ORDER BY e.id"
     )
 
 
@@ -282,8 +290,9 @@ def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, f
             success=None if success is None else bool(success),
             outcomes=json.loads(outcomes),
             weights=weights,
+            tools=NO_TOOLS if tools is None else unpack_tools(tools),
         )
-        for id, group_id, member, task, start, stop_reason, outcome, success, outcomes in episodes
+        for id, group_id, member, task, start, stop_reason, outcome, success, outcomes, tools in episodes
     ]
 
 

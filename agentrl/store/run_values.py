@@ -142,12 +142,8 @@ NEXT_TASK: Final = Value[int]("next_task", 0, int)
 """The index of the next training task."""
 LEARNER: Final = Value[int]("learner", 0, int)
 """Which of the run's learners leads: the last that said so."""
-RUN_ID: Final = _text("run_id")
-"""The name of the run in files of moved episodes."""
 SUPERVISOR: Final = _text("supervisor")
 """Who supervises a run on a server, or did last, in words."""
-PLACE: Final = _text("shard")
-"""Of a database that an older run had beside others: "2/3" is the last of three."""
 
 ATTEMPT_SQL: Final = "(SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt')"
 """The attempt, in SQL."""

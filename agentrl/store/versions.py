@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
-from agentrl.store.databases.database import Database, StorePart
+from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.run_values import ATTEMPT_SQL
 
@@ -22,13 +22,14 @@ class ServedVersion:
     confirmed_s: float
 
 
-class MintedVersions(StorePart):
+class Versions(StorePart):
     """Mint and confirm weight versions. A version is confirmed when an engine serves it."""
 
     def __init__(self, db: Database) -> None:
         super().__init__(db)
         self._step_of: dict[int, int] = {}  # a version's step never changes, so a copy is never stale
 
+    @retried
     def mint_version(self, step: int, path: str | Path | None = None) -> WeightVersion:
         """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
         the disk: an engine elsewhere may still serve it after a loss of power."""
@@ -40,6 +41,7 @@ class MintedVersions(StorePart):
             )
         return WeightVersion(version=number, step=step)
 
+    @retried
     def confirm_version(self, version: WeightVersion | int) -> None:
         """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
         number = version if isinstance(version, int) else version.version
@@ -52,6 +54,7 @@ class MintedVersions(StorePart):
             if cursor.rowcount == 0:
                 raise StoreError(f"weight version {number} was never minted")
 
+    @retried
     def current_version(self) -> WeightVersion:
         """The latest confirmed version. Raises StoreError while no engine serves any."""
         with self._db.read():
@@ -60,6 +63,7 @@ class MintedVersions(StorePart):
             raise StoreError("no weight version is confirmed yet: no engine serves any")
         return current
 
+    @retried
     def served_versions(self, after: int = 0) -> list[ServedVersion]:
         """The confirmed versions above `after` that no rollback undid, by their number."""
         with self._db.read():
@@ -73,10 +77,12 @@ class MintedVersions(StorePart):
             for version, step, minted_s, confirmed_s in rows
         ]
 
+    @retried
     def knows_version(self, version: int) -> bool:
         """Whether it was ever minted here; the version of an engine that somebody else started was not."""
         return self._made_at(version) is not None
 
+    @retried
     def step_of(self, version: int) -> int:
         """The optimizer step that made a version. Raises StoreError if it was never minted."""
         if (step := self._made_at(version)) is None:
@@ -92,18 +98,21 @@ class MintedVersions(StorePart):
             self._step_of[version] = row[0]
         return self._step_of[version]
 
+    @retried
     def is_undone(self, version: int) -> bool:
         """Whether a rollback undid the step of a version; then its step says nothing about its age."""
         with self._db.read():
             row = self._db.row("SELECT undone_attempt FROM versions WHERE version = ?", (version,))
         return row is not None and row[0] is not None
 
+    @retried
     def version_at(self, step: int) -> WeightVersion | None:
         """The latest version of a step that no rollback undid; None if there is none."""
         with self._db.read():
             row = self._db.row("SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,))
         return None if row is None or row[0] is None else WeightVersion(version=row[0], step=step)
 
+    @retried
     def weights_path(self, version: int) -> Path | None:
         """The file a version was minted with; None if it has none or was never minted."""
         with self._db.read():

@@ -1,1 +1,1 @@
-"""What tests of packages need, ours and yours: fakes, conformance suites, a red team, chaos. Public."""
+"""Parts for the tests of packages, ours and yours: fakes, conformance suites, a red team. Public."""

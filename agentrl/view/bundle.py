@@ -31,12 +31,14 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
         with opened.store() as store:
             rows = [
                 row
-                for purpose in store.purposes()
-                for row in store.find_episodes(EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most)
+                for purpose in store.groups.purposes()
+                for row in store.search.find_episodes(
+                    EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most
+                )
             ]
         details = {one.id: episode_answers.detail(opened, one.id, {}) for one in rows}
         with opened.store() as store:
-            pictures = {digest: store.image(digest) for digest in _digests(details)}
+            pictures = {digest: store.reads.image(digest) for digest in _digests(details)}
         answers: dict[str, Any] = {
             "runs": [run_answers.line(opened)],
             "run": run_answers.summary(opened),

@@ -16,10 +16,10 @@ from typing import Any, Final, cast, get_args
 
 from tokenizers import Tokenizer
 
+from agentrl.algos.judging import advantages
 from agentrl.errors import UsageError
 from agentrl.records import Group, GroupState, Messages, StopReason, Trajectory, Turn
 from agentrl.run.take_orders import returns_of
-from agentrl.store.buffer.no_signal import advantages
 from agentrl.store.episode_search import EpisodeFilter, EpisodeOrder, TurnSize
 from agentrl.store.reads import EpisodeRow
 from agentrl.tokens import images
@@ -48,12 +48,12 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
         back_to = None
         if text := query.get("q", "").strip():
             before = _whole(query, "before")
-            searched = store.search_texts(
+            searched = store.search.search_texts(
                 text, purpose=wanted.purpose, limit=_MOST_FOUND, budget_s=_SEARCH_S, before=before
             )
             wanted, back_to = replace(wanted, ids=searched.ids), searched.back_to
-        outcomes = store.outcomes(replace(wanted, least=None, most=None))
-        rows = store.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)
+        outcomes = store.search.outcomes(replace(wanted, least=None, most=None))
+        rows = store.search.find_episodes(wanted, by=by, descending=descending, offset=offset, limit=limit)
     low, high = wanted.least, wanted.most
     bounded = low is not None or high is not None
     total = sum(
@@ -88,14 +88,18 @@ def histogram(outcomes: Mapping[float | None, int]) -> Json:
 def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """One episode turn by turn, with the members of its group. Raises StoreError for an unknown id."""
     with opened.store() as store:
-        found = store.trajectory(id)
-        rows = store.episodes(group_id=found.group_id)
-        group = store.group(found.group_id)
-        restarts = store.restarts(id)
-        sizes = {size.index: size for size in store.turn_sizes(id)}
-        family = store.family(id)
+        found = store.reads.trajectory(id)
+        rows = store.reads.episodes(group_id=found.group_id)
+        group = store.reads.group(found.group_id)
+        restarts = store.reads.restarts(id)
+        sizes = {size.index: size for size in store.search.turn_sizes(id)}
+        family = store.search.family(id)
         learned = {version for turn in found.turns if turn.learns for version in sizes[turn.index].versions}
-        made_at = {version: store.step_of(version) for version in sorted(learned) if store.knows_version(version)}
+        made_at = {
+            version: store.versions.step_of(version)
+            for version in sorted(learned)
+            if store.versions.knows_version(version)
+        }
     row = next(row for row in rows if row.id == id)
     dumped = {} if row.taken_step is None else _dumped(opened, row.taken_step, id)
     judged = _advantages(opened, group)
@@ -106,7 +110,7 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     return {
         **row_of(row),
         "detail": row.detail[:_CUT],
-        "group_state": row.group_state.value,
+        "group_state": _group_state(row),
         "start": _messages(found.start, cut),
         "turns": [
             _turn(opened.tokenizer, turn, sizes[turn.index], cut)
@@ -136,8 +140,8 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
 def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """The members of a group with their conversations, side by side. Raises StoreError for an unknown id."""
     with opened.store() as store:
-        found = store.group(id)
-        rows = store.episodes(group_id=id)
+        found = store.reads.group(id)
+        rows = store.reads.episodes(group_id=id)
     cut = None if query.get("whole") == "yes" else _CUT // 5
     members = _members(found, _advantages(opened, found), rows)
     for member, trajectory in zip(members, found.trajectories, strict=True):
@@ -162,8 +166,10 @@ def step(opened: OpenedRun, number: int, _query: Mapping[str, str]) -> Json:
     if row is None:
         raise UsageError(f"step {number}: it has not been made yet, or was undone")
     with opened.store() as store:
-        ids = store.lineage(number)
-        episodes = store.find_episodes(EpisodeFilter(purpose=None, ids=tuple(ids)), by="group", limit=len(ids) or 1)
+        ids = store.lineage.episodes_of(number)
+        episodes = store.search.find_episodes(
+            EpisodeFilter(purpose=None, ids=tuple(ids)), by="group", limit=len(ids) or 1
+        )
     return {
         "step": number,
         "time_s": row.time_s,
@@ -199,6 +205,15 @@ def row_of(row: EpisodeRow) -> Json:
         "started_s": row.started_s,
         "ended_s": row.ended_s,
     }
+
+
+def _group_state(row: EpisodeRow) -> str:
+    """The state of an episode's group; of one that left the buffer untrained the reason, which the state hides: a group
+    whose members earned the same has not expired."""
+    left = row.group_state in (GroupState.EXPIRED, GroupState.FAILED)
+    return (
+        f"left out: {(row.group_reason or row.group_state.value).replace('_', ' ')}" if left else row.group_state.value
+    )
 
 
 def _dropped(row: EpisodeRow) -> str | None:
@@ -315,7 +330,7 @@ def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
     if group.record is None:
         return {}
     late = {one.member: one.record for one in group.trajectories if one.member not in group.record and one.scored}
-    return advantages(group.record, returns_of(opened.config).of(group.task.env), late)
+    return advantages(group.record, returns_of(opened.config).for_env(group.task.env), late)
 
 
 def _members(group: Group, judged: Mapping[int, Sequence[float]], rows: Sequence[EpisodeRow]) -> list[Json]:

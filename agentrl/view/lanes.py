@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from agentrl.run import steering
+from agentrl.run.reporting import step_rates
 from agentrl.store.metrics import Metric
 from agentrl.view.opened_runs import OpenedRun
 
@@ -18,6 +20,7 @@ Json = dict[str, Any]
 _MINUTES_S: Final = 600.0
 _BINS: Final = 60
 _MOST_TURNS: Final = 4000
+_QUIET_S: Final = 20.0  # workers report every 5 s: after so long without a report none was there
 
 
 def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | None:
@@ -26,8 +29,9 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
     last sign of life."""
     steps = opened.steps()[-500:]
     with opened.store() as store:
-        turns, episodes = store.activity(_MOST_TURNS)
-        served, saved = store.served_versions(), set(store.checkpoint_steps())
+        turns, episodes = store.metrics.activity(_MOST_TURNS)
+        served, saved = store.versions.served_versions(), set(store.lineage.checkpoint_steps())
+        reports = sorted(row.time_s for row in store.metrics.values("fleet", undone=True, after=_first_step(steps) - 2))
     if not turns:
         return None
     last = max([ended for _, ended, _ in turns] + [row.time_s for row in steps])
@@ -42,7 +46,10 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
         return _spread(spans, since, width)
 
     in_engine = spread((began, ended, 1.0) for began, ended, _ in turns)
-    under_way = spread((began, until if ended is None else ended, 1.0) for began, ended in episodes)
+    # An episode that a resume continues was claimed before the stop: while nobody ran, it was not under way.
+    stops = [(before, after) for before, after in pairwise(reports) if after - before > _QUIET_S]
+    playing = [piece for a, b in episodes for piece in _outside(a, until if b is None else b, stops)]
+    under_way = spread((began, ended, 1.0) for began, ended in playing)
     sampled = spread((began, ended, n / max(ended - began, 1e-9)) for began, ended, n in turns)
     busy, idle, trained = _learner(steps)
     learner_busy, learner_idle = spread(busy), spread(idle)
@@ -58,7 +65,7 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
         "worker": {
             "episodes": under_way,
             "environment": [max(0.0, a - b) for a, b in zip(under_way, in_engine, strict=True)],
-            "idle": _idle([(a, until if b is None else b) for a, b in episodes], since, until),
+            "idle": _idle(playing, since, until),
         },
         "learner": {
             "busy": learner_busy,
@@ -80,6 +87,21 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
     }
 
 
+def _first_step(steps: Sequence[Metric]) -> int:
+    return steps[0].step if steps else 0
+
+
+def _outside(began: float, ended: float, stops: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The parts of a span that lie outside of the stops, which are in order and apart."""
+    parts: list[tuple[float, float]] = []
+    for stop, start in stops:
+        if stop < ended and start > began:
+            if stop > began:
+                parts.append((began, stop))
+            began = start
+    return [*parts, (began, ended)] if ended > began else parts
+
+
 def _learner(steps: Sequence[Metric]) -> tuple[list[tuple[float, float, float]], ...]:
     """The times in which the learner was busy and idle, and the tokens a second that its steps trained. A step is
     recorded at its end; before it worked, it waited."""
@@ -87,10 +109,11 @@ def _learner(steps: Sequence[Metric]) -> tuple[list[tuple[float, float, float]],
     idle: list[tuple[float, float, float]] = []
     trained: list[tuple[float, float, float]] = []
     for row in steps:
-        worked, waited, tokens = (float(row.values.get(name) or 0.0) for name in ("busy_s", "idle_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
+        worked, waited = (float(row.values.get(name) or 0.0) for name in ("busy_s", "idle_s"))  # pyright: ignore[reportArgumentType]
+        whole_s, tokens = max(step_rates.wall_s(row.values), worked + waited), step_rates.trained_tokens(row.values)
         busy.append((row.time_s - worked, row.time_s, 1.0))
         idle.append((row.time_s - worked - waited, row.time_s - worked, 1.0))
-        trained.append((row.time_s - worked - waited, row.time_s, tokens / max(worked + waited, 1e-9)))
+        trained.append((row.time_s - whole_s, row.time_s, tokens / max(whole_s, 1e-9)))
     return busy, idle, trained
 
 

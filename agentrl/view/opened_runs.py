@@ -20,7 +20,6 @@ from agentrl.run.evaluation import held_out
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import Metric, finite
 
 _LIVE_S, _OVER_S = 2.0, 20.0
@@ -35,7 +34,7 @@ class OpenedRun:
     def __init__(self, id: str, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self.id, self.run, self._clock = id, run, clock
         self._lock = threading.RLock()
-        self._handle: ReadStore | None = None
+        self._handle: RunStore | None = None
         self._inode = 0
         self._rows: list[Metric] = []
         self._flat: list[dict[str, float | None]] = []
@@ -45,7 +44,7 @@ class OpenedRun:
         self._seldom: dict[str, tuple[float, Any]] = {}  # until when, and what
 
     @contextmanager
-    def store(self) -> Generator[ReadStore]:
+    def store(self) -> Generator[RunStore]:
         """The run's store, to look at. A handle of a store that failed, or was replaced, is opened anew next time."""
         with self._lock:
             inode = self.run.store_path.stat().st_ino if self.run.store_path.exists() else 0
@@ -63,9 +62,9 @@ class OpenedRun:
             raise
 
     @staticmethod
-    def _answers(handle: ReadStore) -> bool:
+    def _answers(handle: RunStore) -> bool:
         try:
-            handle.progress()
+            handle.metrics.progress()
         except AgentRLError:
             return False
         return True
@@ -121,9 +120,9 @@ class OpenedRun:
     def steps(self) -> list[Metric]:
         """The rows of the optimizer steps that count, by step. Only new ones are read, unless the run went back."""
         with self.store() as store, self._lock:
-            if self._rows and self._rows[-1].attempt != store.attempt:
+            if self._rows and self._rows[-1].attempt != store.lineage.attempt:
                 self._rows, self._flat = [], []
-            new = store.metrics("step", after=self._rows[-1].step if self._rows else -1)
+            new = store.metrics.values("step", after=self._rows[-1].step if self._rows else -1)
             self._rows += new
             self._flat += (dict(_flat(row.values)) for row in new)
             return list(self._rows)
@@ -134,7 +133,7 @@ class OpenedRun:
             self.steps()
             return list(self._flat)
 
-    def seldom(self, name: str, read: Callable[[ReadStore], _T]) -> _T:
+    def seldom(self, name: str, read: Callable[[RunStore], _T]) -> _T:
         """What `read` finds in every episode of a large run; for as long as fifty times what that took, it is taken as
         known under its `name`, so that a page that looks on costs the run little."""
         with self._lock:

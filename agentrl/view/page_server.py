@@ -1,22 +1,28 @@
-"""Serve a page of runs: the socket, the address with the token, an end by Ctrl-C. Knows no route."""
+"""Serve a page of runs, or figures of them: the socket, the bounds of clients, the address. Knows no route."""
 
 from __future__ import annotations
 
 import secrets
 import socket
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
+from agentrl.engine.embedded.bounded_protocol import BoundedProtocol
 from agentrl.errors import UsageError
+from agentrl.http.bounds import Connections, ServerBounds
 from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.web_page import Visitors, loopback_hosts, web_page
 
 PORT = 8642
 _ENDS_S = 5.0  # for answers under way
+_BOUNDS = ServerBounds(connections=256, head_s=10.0, body_bytes=1 << 20, body_s=30.0)
+"""Of a server on the machine of many users: half requests of one of them must not keep the owner out."""
 
 
 @contextmanager
@@ -24,29 +30,40 @@ def served(places: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, st
     """Serve a page of the runs in `places` from a thread while the block goes on; its address, with the token. Port 0
     takes a free one; without `steer` it only looks. Raises UsageError for an address that is not to be had."""
     visitors = Visitors(token=secrets.token_urlsafe(24), hosts=loopback_hosts(host), steer=steer)
-    runs, listener = OpenedRuns(places), _listener(host, port)
+    runs = OpenedRuns(places)
+    try:
+        with in_thread(web_page(runs, visitors), host, port, ends=runs.closing.set) as url:
+            yield f"{url}/#token={visitors.token}"
+    finally:
+        runs.close()
+
+
+@contextmanager
+def in_thread(app: Any, host: str, port: int, *, ends: Callable[[], object] = lambda: None) -> Generator[str]:
+    """Serve an ASGI application from a thread while the block goes on; the URL. `ends` is called when the block ends,
+    before the thread is waited for. Raises UsageError for an address that is not to be had."""
+    listener = _listener(host, port)
     config = uvicorn.Config(
-        web_page(runs, visitors),
+        app,
+        http=partial(BoundedProtocol, connections=Connections(_BOUNDS), bounds=_BOUNDS),  # pyright: ignore[reportArgumentType]
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=3,
-        limit_concurrency=256,
         ws="none",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
     thread.start()
     try:
-        yield f"{_url(host, listener)}/#token={visitors.token}"
+        yield _url(host, listener)
     finally:
-        runs.closing.set()
+        ends()
         server.should_exit = True
         thread.join(_ENDS_S)
         listener.close()
-        runs.close()
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -1,7 +1,8 @@
 """The run that `agentrl view --demo` shows: recorded once (`make view-demo`), shipped compressed beside the page.
 
 `python -m agentrl.view.recorded_run RUN` packs a run's folder: what the page reads of it, without what belongs to the
-machine that trained it.
+machine that trained it. Of its configuration only settings that differ from the defaults are packed, so that the file
+stays readable when a key goes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import zstandard
 
+from agentrl.config import to_json
 from agentrl.host.janitor import OwnedFolder
 from agentrl.models.resolve import model_dir
 from agentrl.run.run_folder import RunDir
@@ -39,7 +41,8 @@ def recorded_run() -> Generator[Path]:
 def pack(run: RunDir, out: Path) -> None:
     """Write what a page shows of a run in a file of SQLite into one file."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store.sqlite"
+        store, config = Path(folder) / "store.sqlite", Path(folder) / "config.json"
+        config.write_text(to_json(run.config(), defaults=False))
         with closing(sqlite3.connect(run.store_path)) as whole, closing(sqlite3.connect(store)) as copy:
             whole.backup(copy)
             copy.execute("UPDATE versions SET path = NULL")
@@ -47,6 +50,7 @@ def pack(run: RunDir, out: Path) -> None:
             copy.execute("DELETE FROM leases")
             copy.execute("DELETE FROM metrics WHERE kind <> 'step'")
             copy.execute(f"DELETE FROM meta WHERE key NOT IN {_KEPT}")
+            copy.execute("UPDATE meta SET value = ? WHERE key = 'config'", (config.read_text(),))
             copy.execute("DELETE FROM experts")
             copy.commit()
             copy.execute("PRAGMA journal_mode = DELETE")
@@ -54,7 +58,7 @@ def pack(run: RunDir, out: Path) -> None:
         packed = io.BytesIO()
         tokenizer = model_dir(run.config().model) / "tokenizer.json"
         with tarfile.open(fileobj=packed, mode="w") as files:
-            for path in (store, run.path / "config.json", run.summary, tokenizer):
+            for path in (store, config, run.summary, tokenizer):
                 entry = tarfile.TarInfo(path.name)
                 content = path.read_bytes()
                 entry.size = len(content)

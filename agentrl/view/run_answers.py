@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, cast
 
-from agentrl import config as configuration
 from agentrl.records import StopReason
 from agentrl.run.evaluation import held_out
 from agentrl.run.health.examine import examine
@@ -72,16 +71,16 @@ def summary(opened: OpenedRun) -> Json:
     """All about a run but its curves."""
     state, config, rows = opened.state(), opened.config, opened.steps()
     with opened.store() as store:
-        purposes, failures, roles = store.purposes(), store.failures(), store.roles()
+        purposes, failures, roles = store.groups.purposes(), store.metrics.failures(), store.search.roles()
         told: Json = {
             "purposes": purposes,
-            "sources": [{"name": source.name, "weight": source.weight} for source in store.sources()],
-            "endings": {reason.value: n for reason, n in store.endings().items()},
+            "sources": [{"name": source.name, "weight": source.weight} for source in store.scores.sources()],
+            "endings": {reason.value: n for reason, n in store.metrics.endings().items()},
             "flow": {
-                "groups": {group.value: n for group, n in store.counts().items()},
-                "dropped": store.drops(),
-                "members_dropped": opened.seldom("members_dropped", lambda store: store.members_dropped()),
-                "late_open": store.late_open(),
+                "groups": {group.value: n for group, n in store.groups.counts().items()},
+                "dropped": store.metrics.drops(),
+                "members_dropped": opened.seldom("members_dropped", lambda store: store.metrics.members_dropped()),
+                "late_open": store.buffer.late_open(),
             },
             "failures": {"failed": failures.failed, "ended": failures.ended, "last": failures.detail},
             "train_started_s": TRAIN_STARTED_S.of(store.meta),
@@ -101,7 +100,7 @@ def summary(opened: OpenedRun) -> Json:
             "roles": roles,
             "stop_reasons": [reason.value for reason in StopReason],
             "summary": _final(opened),
-            "config": cast("Json", json.loads(configuration.to_json(config))),
+            "config": config.model_dump(mode="json"),
         }
     )
 
@@ -149,15 +148,26 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
     steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
         asked = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
-        return [*store.progress(), store.attempt, sorted(store.counts().items()), PHASE.of(store.meta), steps, *asked]
+        return [
+            *store.metrics.progress(),
+            store.lineage.attempt,
+            sorted(store.groups.counts().items()),
+            PHASE.of(store.meta),
+            steps,
+            *asked,
+        ]
 
 
 def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
     """What happened at which step, beside the steps themselves."""
     with opened.store() as store:
-        served, saved, settings = store.served_versions(), store.checkpoint_steps(), CHANGES.of(store.meta)
+        served, saved, settings = (
+            store.versions.served_versions(),
+            store.lineage.checkpoint_steps(),
+            CHANGES.of(store.meta),
+        )
         restarted = RESTARTED.of(store.meta)
-    failed = opened.seldom("failed_tasks", lambda store: store.failed_tasks())
+    failed = opened.seldom("failed_tasks", lambda store: store.metrics.failed_tasks())
     events: list[Json] = []
     for before, after in itertools.pairwise(rows):
         if after.attempt != before.attempt:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.host.installation import install_command
 from agentrl.records import Json
 from agentrl.run.processes.engine_metrics import figures
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns, is_live
+from agentrl.view.page_server import in_thread
 
 PORT: Final = 9464
 _FRESH_S = 60.0  # older figures of an engine are none: the run has ended, or the engine left
@@ -112,10 +114,10 @@ def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, s
     for reason, count in state["dropped"].items():
         yield "agentrl_groups_dropped", {"reason": str(reason)}, float(count)
     with opened.store() as store:
-        for reason, count in store.endings().items():
+        for reason, count in store.metrics.endings().items():
             yield "agentrl_episodes", {"stop_reason": reason.value}, float(count)
-        fleet = store.metrics("fleet", after=state["step"] - 2)
-        served = store.served_versions()[-1:]
+        fleet = store.metrics.values("fleet", after=state["step"] - 2)
+        served = store.versions.served_versions()[-1:]
     for part, count in cast("dict[str, Json]", state["size"].get("present", {})).items():
         if isinstance(count, int | float):
             yield "agentrl_parts", {"part": part}, float(count)
@@ -140,18 +142,11 @@ def exported(places: Iterable[Path], *, host: str = "127.0.0.1", port: int = POR
     try:
         client: Any = import_module("prometheus_client")
     except ImportError as error:
-        raise UsageError(f"prometheus-client is not installed ({error}): pip install 'agentrl[prometheus]'") from None
+        raise UsageError(f"prometheus-client is not installed ({error}): {install_command('prometheus')}") from None
     runs, registry = OpenedRuns(list(places)), client.CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(runs, client))
     try:
-        server, thread = client.start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        runs.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    try:
-        yield f"http://{host}:{server.server_port}/metrics"
+        with in_thread(client.make_asgi_app(registry), host, port) as url:
+            yield f"{url}/metrics"
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
         runs.close()

@@ -30,7 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentrl.errors import AgentRLError, UsageError
+from agentrl.errors import AgentRLError, NotInStore, UsageError
 from agentrl.run.run_folder import RunDir
 from agentrl.tokens import images
 from agentrl.tokens.images import Image
@@ -61,6 +61,7 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 _LOOK_S = 1.0  # between two looks for changes
 _QUIET_LOOKS = 15  # after so many without any, a line keeps the connection
 _MOST_NAMES = 64  # metrics of one answer
+_LONGEST_NUMBER = 18  # digits that the store's numbers of 64 bits can have in any case
 _WRITES: Final[Mapping[str, Callable[[RunDir, Any], Any]]] = {
     "notes": keep_notes,
     "pause": page_steering.pause,
@@ -166,9 +167,9 @@ def web_page(runs: OpenedRuns, visitors: Visitors) -> ASGIApp:
             Route("/api/runs/{run}/lanes", answering(_of_run(lambda run, _: lanes(run)))),
             Route("/api/runs/{run}/health", answering(_of_run(lambda run, _: run_answers.health(run)))),
             Route("/api/runs/{run}/episodes", answering(_of_run(episode_answers.listed))),
-            Route("/api/runs/{run}/episodes/{id:int}", answering(_numbered(episode_answers.detail))),
-            Route("/api/runs/{run}/groups/{id:int}", answering(_numbered(episode_answers.group))),
-            Route("/api/runs/{run}/steps/{id:int}", answering(_numbered(episode_answers.step))),
+            Route("/api/runs/{run}/episodes/{id}", answering(_numbered(episode_answers.detail))),
+            Route("/api/runs/{run}/groups/{id}", answering(_numbered(episode_answers.group))),
+            Route("/api/runs/{run}/steps/{id}", answering(_numbered(episode_answers.step))),
             Route("/api/runs/{run}/images/{digest}", partial(_image, runs)),
             *(
                 Route(f"/api/runs/{{run}}/{name}", partial(_written, runs, shared, name), methods=["POST"])
@@ -266,20 +267,32 @@ async def _answered(
         return response
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
+    except _NoSuchNumber as error:
+        return _problem(404, str(error))
     except UsageError as error:
         return _problem(400, str(error))
+    except NotInStore as error:
+        return _problem(404, str(error))
     except AgentRLError as error:
-        return _problem(404 if "no episode" in str(error) or "no group" in str(error) else 503, str(error))
+        return _problem(503, str(error))
 
 
 def _of_run(answer: Callable[[OpenedRun, Query], Any]) -> Callable[[OpenedRuns, Request], Any]:
     return lambda runs, request: answer(runs[request.path_params["run"]], request.query_params)
 
 
+class _NoSuchNumber(UsageError):
+    """A number in a path that no episode, group or step can have."""
+
+
 def _numbered(answer: Callable[[OpenedRun, int, Query], Any]) -> Callable[[OpenedRuns, Request], Any]:
-    return lambda runs, request: answer(
-        runs[request.path_params["run"]], request.path_params["id"], request.query_params
-    )
+    def numbered(runs: OpenedRuns, request: Request) -> Any:
+        number: str = request.path_params["id"]
+        if not number.isascii() or not number.isdigit() or len(number) > _LONGEST_NUMBER:
+            raise _NoSuchNumber(f"nothing has the number {number[:50]!r}")
+        return answer(runs[request.path_params["run"]], int(number), request.query_params)
+
+    return numbered
 
 
 def _lines(runs: OpenedRuns) -> list[Any]:
@@ -308,7 +321,7 @@ async def _image(runs: OpenedRuns, request: Request) -> Response:
 
     def read() -> Image:
         with runs[request.path_params["run"]].store() as store:
-            return images.read(store.image(digest))
+            return images.read(store.reads.image(digest))
 
     try:
         image = await to_thread.run_sync(read)

@@ -28,12 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
-from agentrl.host.clocks import granted, policy_time
-from agentrl.host.renamed_modules import renamed_names
+from agentrl.errors import HostBusy
+from agentrl.host.clocks import HOST_DEADLINE_S, granted, policy_time
 from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
 from agentrl_environments.remembering import Remembered
 
@@ -45,14 +45,12 @@ _ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 _TAKEN: Final = sys.stdlib_module_names | {"judge", "wire", "tests"}  # no source stands in front of these
 _NO_ANSWER: Final = b"\n"  # what the judge reads in the place of an answer once the suspect has ended
 
-if not TYPE_CHECKING:
-    __getattr__ = renamed_names(__name__, {"Judge": "SourceJudge"})
-
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """The tests that passed; `reasons` of those that did not, as far as they got to say it. `whole` is False where
-    the suspect ended early or the time was up: another run might end otherwise."""
+    the suspect ended early or the time was up: another run might end otherwise. Time in which the host gave the
+    processes no processor is not counted."""
 
     passed: frozenset[str]
     reasons: Mapping[str, str]
@@ -150,14 +148,45 @@ class _Session:
         self._ended = self._suspect_gone = False
 
     async def run(self, deadline_s: float) -> Verdicts:
-        with trio.move_on_after(deadline_s):
-            while not self._ended and (line := await self._questions.next()) is not None:
-                if line.startswith(b">"):
-                    await self._judge.send(await self._answer(line[1:]))
-                elif line.startswith(b"="):
-                    self._note(*json.loads(line[1:]))
+        """Raises HostBusy where this machine gave the two processes no processor for HOST_DEADLINE_S."""
+        failure: Exception | None = None
+        starved_out = False
+
+        async def end_in_time(scope: trio.CancelScope) -> None:
+            """Cancel `scope` once both have had `deadline_s` seconds. One of the two waits for the other, so their
+            times without a processor add up."""
+            nonlocal starved_out
+            left_s, returned_s = deadline_s, 0.0
+            while left_s > 0:
+                await trio.sleep(left_s)
+                starved_s = sum(getattr(process, "starved_s", 0.0) for process in (self._judge, self._suspect))
+                left_s, returned_s = starved_s - returned_s, starved_s
+                if starved_s > HOST_DEADLINE_S:
+                    starved_out = True
+                    break
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            with trio.CancelScope() as scope:
+                nursery.start_soon(end_in_time, scope)
+                try:
+                    await self._relay()
+                except Exception as error:  # raised outside the nursery, so that it is no group
+                    failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if starved_out and not self._ended:
+            raise HostBusy(f"the tests got no processor for {HOST_DEADLINE_S:g} s: this machine has too much to do")
         whole = self._ended and not self._suspect_gone
         return Verdicts(frozenset(self._passed), dict(self._reasons), whole)
+
+    async def _relay(self) -> None:
+        while not self._ended and (line := await self._questions.next()) is not None:
+            if line.startswith(b">"):
+                await self._judge.send(await self._answer(line[1:]))
+            elif line.startswith(b"="):
+                self._note(*json.loads(line[1:]))
 
     async def _answer(self, question: bytes) -> bytes:
         if not self._suspect_gone:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.advantages import STD_FLOOR, centred, spread
 
@@ -29,7 +30,7 @@ def test_without_a_baseline_returns_stay() -> None:
     torch.testing.assert_close(centred(RETURNS, ALL, "none"), RETURNS)
 
 
-@pytest.mark.parametrize("kind", ["leave_one_out", "group_mean", "none"])
+@each_case("kind", ["leave_one_out", "group_mean", "none"])
 def test_members_that_are_not_scored_neither_judge_nor_are_judged(kind: str) -> None:
     scored = torch.tensor([True, False, True, True])
     with_failure = torch.tensor([1.0, 1e9, 0.0, 3.0], dtype=torch.float64)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import config
 from agentrl.algos.algorithm import Loss, Outputs
@@ -126,8 +127,8 @@ def loss_of(algo: Clipped, tokens: dict[str, torch.Tensor]) -> tuple[Loss, list[
     return loss, torch.autograd.grad(loss.total, now)[0].tolist()
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@each_case("mode", ["truncate", "mask"])
+@each_case("level", ["token", "sequence", "geometric"])
 def test_the_weights_of_each_level_and_mode_are_their_definition(level: str, mode: str) -> None:
     bounds = {"importance_floor": 0.8, "importance_cap": 1.45}
     tokens = columns()
@@ -150,7 +151,7 @@ def test_a_masked_token_stays_in_the_mean() -> None:
     assert gradient[:6] == free[:6]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("level", "below", "above", "rejected"),
     [
         ("token", 0.5, 2.0, {3}),
@@ -179,7 +180,7 @@ def test_a_rejected_sequence_has_no_part_in_the_loss_and_stays_in_the_mean(
     assert all((one == 0) == left for one, left in zip(gradient, out, strict=True))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "wrong"),
     [
         ({"importance_floor": 2.0}, "importance_floor = 2 must be below importance_cap = 2"),
@@ -194,7 +195,7 @@ def test_impossible_corrections_are_refused(settings: dict[str, object], wrong: 
         config.parse({"model": "m", "env": {"id": "e"}, "algo": settings})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "sapo", "reinforce++", "ppo"])
+@each_case("kind", ["grpo", "gspo", "cispo", "sapo", "reinforce++", "ppo"])
 def test_every_clipped_kind_takes_the_corrections(kind: str) -> None:
     algo = config.algorithm(kind).model_validate({"reject": "geometric", "reject_above": 1.5, "reject_below": 0.0})
     assert algo.ahead

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -99,12 +100,12 @@ def made(kind: str, **settings: Any) -> Algorithm:
     return of.model_validate({"baseline": "none", **settings} if "baseline" in of.model_fields else settings)
 
 
-REFERENCE = {"kl_weight": 0.7, "kl_in": "reward"}
+REFERENCE = {"kl_weight": 0.7, "kl_form": "reward"}
 TEACHER = {"distil_weight": 0.7, "distil_level": "episode", "teacher": "t"}
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "gspo", "cispo", "distil"])
-@pytest.mark.parametrize(("name", "settings"), [("reference", REFERENCE), ("teacher", TEACHER)])
+@each_case("kind", ["grpo", "ppo", "gspo", "cispo", "distil"])
+@each_case(("name", "settings"), [("reference", REFERENCE), ("teacher", TEACHER)])
 def test_a_charged_episode_follows_the_exact_gradient_of_reward_less_divergence(
     kind: str, name: str, settings: dict[str, Any]
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_charged_episode_follows_the_exact_gradient_of_reward_less_divergence(
     assert exact_of_episodes().norm() > 0.3
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "gspo", "cispo", "distil"])
+@each_case("kind", ["grpo", "ppo", "gspo", "cispo", "distil"])
 def test_a_charged_token_follows_the_divergence_at_each_state(kind: str) -> None:
     found = expected(made(kind, distil_weight=0.7, teacher="t"), "teacher")
     exact = (0.0 if kind == "distil" else 1.0) * EXACT_RETURN - 0.7 * exact_of_states()
@@ -160,8 +161,8 @@ def test_the_baseline_of_an_episodes_charge_leaves_its_gradient_exact() -> None:
     assert (scored(algo, [0, 12], "teacher") - alone)[[0, 12]].abs().max() > 0.1  # there is one
 
 
-@pytest.mark.parametrize("kind", ids("algorithms"))
-@pytest.mark.parametrize(("name", "settings"), [("reference", REFERENCE), ("teacher", TEACHER)])
+@each_case("kind", ids("algorithms"))
+@each_case(("name", "settings"), [("reference", REFERENCE), ("teacher", TEACHER)])
 def test_every_kind_charges(kind: str, name: str, settings: dict[str, Any]) -> None:
     """With half of the weight, half of the difference that the whole makes."""
     nothing: dict[str, Any] = {"reward_weight": 1.0, "distil_weight": 0.0}
@@ -214,7 +215,7 @@ def test_k1_keeps_the_gradient_of_the_divergence_after_the_policy_left_the_proxi
     torch.testing.assert_close(values[1], values[2])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "wrong"),
     [
         ({"reference_decay": 0.9}, "give reference_every"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import config
 from agentrl.algos.advantages import SLACK, STD_FLOOR
@@ -47,11 +48,9 @@ def to_go(of_episode: float, process: list[float], t: int, discount: float) -> f
 # --- the formula ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [frozenset[int](), frozenset({3})])
-@pytest.mark.parametrize(
-    ("baseline", "scale"), [("group_mean", "std"), ("leave_one_out", "none"), ("group_mean", "none")]
-)
-@pytest.mark.parametrize("seed", range(4))
+@each_case("late", [frozenset[int](), frozenset({3})])
+@each_case(("baseline", "scale"), [("group_mean", "std"), ("leave_one_out", "none"), ("group_mean", "none")])
+@each_case("seed", range(4))
 def test_the_advantage_among_turns_in_a_state_is_the_papers(
     seed: int, baseline: str, scale: str, late: frozenset[int]
 ) -> None:
@@ -159,7 +158,7 @@ def test_without_the_advantage_of_turns_it_is_grpo() -> None:
     assert got.tolist() == GRPO().prepare(group)["advantage"].tolist()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("more", "said"),
     [
         ({"algo": {"kind": "gigpo", "baseline": "none"}}, "kind = 'gigpo' takes baseline = 'leave_one_out'"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl import config
@@ -48,7 +49,7 @@ def of(columns: dict[str, Tensor]) -> dict[str, list[float]]:
     return {name: column.tolist() for name, column in columns.items()}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_case("seed", range(4))
 def test_gspo_is_its_formula(seed: int) -> None:
     algo = GSPO(clip_low=0.1, clip_high=0.2, importance_cap=1.5)
     columns, now = drawn(seed, spread=0.5)
@@ -75,7 +76,7 @@ def test_gspo_clips_whole_turns() -> None:
     assert 0 < sum(clipped) < len(clipped)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_case("seed", range(4))
 def test_cispo_is_its_formula(seed: int) -> None:
     """Every token has a gradient: its weight is cut, it is not."""
     algo = CISPO(clip_low=0.3, clip_high=0.5)
@@ -95,7 +96,7 @@ def test_cispo_is_its_formula(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_case("seed", range(4))
 def test_sapo_is_its_formula(seed: int) -> None:
     algo = SAPO(tau_positive=0.8, tau_negative=3.0, importance_cap=1.5)
     columns, now = drawn(seed, spread=0.8)
@@ -113,8 +114,8 @@ def test_sapo_is_its_formula(seed: int) -> None:
     assert not any(got[2])
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
-@pytest.mark.parametrize("seed", range(4))
+@each_case("kind", ["grpo", "gspo"])
+@each_case("seed", range(4))
 def test_the_dual_clip_bounds_the_loss_of_a_token_that_became_likelier(kind: str, seed: int) -> None:
     algo = config.algorithm(kind)(clip_low=0.1, clip_high=0.2, dual_clip=1.4)
     columns, now = drawn(seed, spread=0.8)
@@ -139,8 +140,8 @@ def test_the_dual_clip_cuts_what_the_clip_alone_does_not() -> None:
     assert cut[0] < cut[1]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
-@pytest.mark.parametrize("spread", [0.0, 0.3])
+@each_case("kind", ["grpo", "reinforce++"])
+@each_case("spread", [0.0, 0.3])
 def test_a_stale_token_that_has_moved_far_enough_says_nothing_where_the_clip_is_from_behaviour(
     kind: str, spread: float
 ) -> None:
@@ -161,7 +162,7 @@ def test_a_stale_token_that_has_moved_far_enough_says_nothing_where_the_clip_is_
     assert 0 < cut < 4 * len(TURNS)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "cispo", "gspo", "sapo"])
+@each_case("kind", ["grpo", "ppo", "cispo", "gspo", "sapo"])
 def test_without_a_choice_the_clip_is_from_behaviour_for_old_tokens_alone(kind: str) -> None:
     """Of the kinds that have such a clip; a token is old at three steps."""
     algorithm = config.algorithm(kind)
@@ -183,7 +184,7 @@ def test_without_a_choice_the_clip_is_from_behaviour_for_old_tokens_alone(kind: 
     assert (slopes(lag_K) != plain) == has
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("algo", "said"),
     [
         ({"kind": "gspo", "clip_from": "behaviour"}, "kind = 'gspo' does not use clip_from: leave it out"),
@@ -223,7 +224,7 @@ def test_names_of_papers_are_settings_of_grpo() -> None:
         assert of_kind.model_dump() == GRPO().model_dump() | changed | {"kind": kind}
 
 
-@pytest.mark.parametrize("algo", [GSPO(), CISPO(clip_high=1.0), SAPO()], ids=["gspo", "cispo", "sapo"])
+@each_case("algo", [GSPO(), CISPO(clip_high=1.0), SAPO()])
 def test_at_one_update_a_step_they_are_grpo(algo: GRPO) -> None:
     columns, _ = drawn(1, spread=0.0)
     now = columns["proximal"].clone().requires_grad_()

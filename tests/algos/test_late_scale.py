@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from each_case import each_case
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -65,7 +66,7 @@ def advantages(algo: GRPO, group: Siblings) -> Tensor:
 _DEVIATIONS = ["dapo", "leave_one_out", "sources", "siblings' sources"]
 
 
-@pytest.mark.parametrize(("kind", "others"), [*product(_DEVIATIONS, (0.0, 0.1)), ("maxrl", 0.0)])  # a mean is a scale
+@each_case(("kind", "others"), [*product(_DEVIATIONS, (0.0, 0.1)), ("maxrl", 0.0)])  # a mean is a scale
 def test_equal_judges_say_nothing_of_the_scale_of_a_late_member(kind: str, others: float) -> None:
     found = advantages(SCALED[kind], siblings(outcomes(*[others] * 7, 1.0), late=1))
     assert found.flatten().tolist() == [0.0] * 8
@@ -91,7 +92,7 @@ def test_a_late_member_is_divided_by_half_the_deviation_with_itself_where_that_i
     assert nearly[2, 0].item() == pytest.approx(2 / (1 / 3**0.5), rel=1e-3)  # 0, 0, 1: variance 1/3
 
 
-@pytest.mark.parametrize("n", range(2, 9))
+@each_case("n", range(2, 9))
 def test_the_divisor_of_a_late_member_does_not_see_it_if_outcomes_are_0_or_1(n: int) -> None:
     for successes in range(1, n):
         judges = [1.0] * successes + [0.0] * (n - successes)
@@ -125,8 +126,8 @@ def groups(draw: st.DrawFn) -> list[Episode]:
     return [episode() for _ in range(draw(st.integers(2, 6)))]
 
 
-@pytest.mark.parametrize("kind", list(SCALED))
-@settings(max_examples=60, deadline=None)
+@each_case("kind", list(SCALED))
+@settings(max_examples=25, deadline=None)
 @given(episodes=groups())
 @example(episodes=outcomes(0.5, 0.5 + 1e-6, 1.0))
 @example(episodes=outcomes(0.0, 1e-8, 1.0))
@@ -151,10 +152,8 @@ def test_a_late_member_earns_at_most_what_it_would_in_time(kind: str, episodes: 
     assert (late[-1].abs() <= in_time[-1].abs() * 2 * (n + 1) / n + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in SCALED if kind not in ("no baseline", "siblings' sources", "maxrl, process")]
-)
-@settings(max_examples=60, deadline=None)
+@each_case("kind", [kind for kind in SCALED if kind not in ("no baseline", "siblings' sources", "maxrl, process")])
+@settings(max_examples=25, deadline=None)
 @given(episodes=groups(), late=st.integers(0, 1))
 @example(episodes=outcomes(0.5, 0.5 + 1e-6, 1.0), late=1)
 @example(episodes=[(0.0, [0.0], [0]), (0.1, [0.0], [0]), (-1.0, [1.0, 0.0], [0, 1])], late=1)

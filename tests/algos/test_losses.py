@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss, token_weights
@@ -16,7 +17,7 @@ from .test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome
 LOW, HIGH = 0.2, 0.28
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ratio", "advantage", "loss", "clipped"),
     [
         (1.0, 2.0, -2.0, False),

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl.algos.algorithm import Siblings
@@ -66,7 +67,7 @@ def truncated(terms: int) -> tuple[Tensor, Tensor]:
     return of_sum, torch.autograd.grad(p.log(), theta)[0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("baseline", "members", "terms", "times"),
     [("group_mean", 3, 2, 1.0), ("none", 3, 3, 1.0), ("leave_one_out", 3, 2, 3 / 2), ("group_mean", 2, 1, 1.0)],
 )

@@ -13,8 +13,8 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl import config, registry
@@ -150,13 +150,13 @@ def stated(kind: str) -> list[str]:
     return [f"{fresh.scale:.3f}", *(f"{enumerated(kind, lag).bias:.3f}" for lag in (0, 4, 8)), of_late]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_the_page_says_how_far_off_each_algorithm_is(kind: str) -> None:
     row = f"| `{kind}`, as it is | {' | '.join(stated(kind))} |"
     assert row in PAGE.splitlines(), f"docs/explanation/algorithms.md lacks: {row}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_a_million_samples_agree_with_the_enumeration(kind: str) -> None:
     """Of groups sampled by the present policy: within three standard errors of a multiple of the exact gradient if the
     page says that there is no bias, and beyond them if it says that there is."""

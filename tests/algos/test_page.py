@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 from agentrl import config, registry
 
@@ -45,9 +48,17 @@ def test_the_levels_of_distillation_are_computed() -> None:
 
 
 def test_an_algorithm_is_one_short_file() -> None:
+    """Lines of code: explanations may be as long as a reader needs."""
     for kind in registry.ids("algorithms"):
-        lines = inspect.getsource(inspect.getmodule(config.algorithm(kind))).splitlines()
-        assert len(lines) <= 150, kind
+        source = inspect.getsource(cast("ModuleType", inspect.getmodule(config.algorithm(kind))))
+        explained = {
+            line
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            for line in range(node.lineno, cast("int", node.end_lineno) + 1)
+        }
+        code = [line for number, line in enumerate(source.splitlines(), 1) if line.strip() and number not in explained]
+        assert len(code) <= 112, kind
 
 
 def test_settings_are_read_without_torch() -> None:

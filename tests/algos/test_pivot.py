@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl import config
@@ -133,7 +134,7 @@ def off(rule: Rule, forks: float, whole: float) -> float:
 RULES: list[tuple[str, Rule]] = [("uniform", uniform), ("entropy", least_expected), ("low_reward", first_low)]
 
 
-@pytest.mark.parametrize(("name", "rule"), RULES)
+@each_case(("name", "rule"), RULES)
 def test_the_page_says_how_far_off_each_rule_is(name: str, rule: Rule) -> None:
     row = f"| `{name}` | {off(rule, 1.0, 0.0):.3f} | {off(rule, SHARE, 1.0):.3f} |"
     assert row in PAGE.splitlines(), f"docs/explanation/partial-rollouts.md lacks: {row}"

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 
 from agentrl.algos.algorithm import Outputs
@@ -82,7 +82,7 @@ def error(lag: int, **settings: Any) -> tuple[float, float]:
     return float((mean_M - exact_M).norm() / exact_M.norm()), float(noise / exact_M.norm())
 
 
-@pytest.mark.parametrize("lag", [0, 4, 8])
+@each_case("lag", [0, 4, 8])
 def test_weighing_whole_episodes_uncut_is_exact(lag: int) -> None:
     assert error(lag, importance="sequence", importance_cap=UNCUT)[0] < 1e-9
 

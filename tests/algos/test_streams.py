@@ -189,3 +189,20 @@ def test_centring_alone_is_the_same_for_streams_as_for_their_sum(baseline: str) 
         torch.zeros(3), STREAMS.sum(0), TURNS, ALL, baseline=baseline, scale="none", process_weight=1.0  # type: ignore[arg-type]
     )  # fmt: skip
     torch.testing.assert_close(apart[0] + apart[1], whole)
+
+
+@pytest.mark.parametrize("scale", ["std", "leave_one_out"])
+def test_a_role_that_nobody_scored_has_played_has_no_advantages(scale: StreamScale) -> None:
+    """Of a role that only a failed member reached: no member has a turn, so there is nothing to divide by."""
+    nobody = torch.zeros(3, dtype=torch.long)
+    found = stream_advantages(
+        torch.tensor([1.0, 0.0, 1.0]),
+        torch.zeros(2, 3, 0),
+        torch.ones(2),
+        nobody,
+        torch.ones(3, dtype=torch.bool),
+        baseline="leave_one_out",
+        scale=scale,
+        process_weight=1.0,
+    )
+    assert found.shape == (3, 0)

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.gae import Sequences, centred, lambda_of_length, traces
 
@@ -55,8 +56,8 @@ def padded(columns: list[list[float]]) -> torch.Tensor:
     return torch.tensor([[*column, *[9.0] * (width - len(column))] for column in columns], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("discount", "lam", "cap"), [(1.0, 1.0, 1e9), (0.9, 0.8, 1.3), (1.0, 0.0, 1.0), (0.5, 1, 2)])
-@pytest.mark.parametrize("ratios", [False, True], ids=["on-policy", "off-policy"])
+@each_case(("discount", "lam", "cap"), [(1.0, 1.0, 1e9), (0.9, 0.8, 1.3), (1.0, 0.0, 1.0), (0.5, 1, 2)])
+@each_case("ratios", [False, True])
 def test_traces_are_their_definitions(discount: float, lam: float, cap: float, ratios: bool) -> None:
     made = random_sequences(5, ratios)
     length_B = torch.tensor([len(rewards) for rewards, _, _ in made])

@@ -148,20 +148,3 @@ def test_a_served_engine_answers_nobody_without_its_key(other_user: OtherUser) -
         assert f"{door.host}:{door.port}" == place
         assert not any("a key of ours" in line for line in said)
         assert not any(b"a key of ours" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(process.pid))
-
-
-def test_a_fleet_answers_nobody_without_a_tenants_key(other_user: OtherUser, tmp_path: Path) -> None:
-    file = tmp_path / "fleet.toml"
-    engine = "engine = { max_batch = 4, kv_cache_mb = 64 }"
-    file.write_text(
-        f'model = "agentrl/tiny-coder"\nport = 0\nmax_context = 256\n{engine}\ntenants = [{{ name = "alice" }}]'
-    )
-    with started("fleet", str(file)) as process:
-        line = answered(process, "alice: ")[-1]
-        assert line.startswith("alice: export AGENTRL_KEY_ALICE=") and "api_key_env=AGENTRL_KEY_ALICE" in line
-        place = line.partition("http://")[2].partition("/")[0]
-        found = listening(family(process.pid))
-        assert [f"{one.host}:{one.port}" for one in found if one.kind == "tcp"] == [place]
-        for path in (one.path for one in found if one.kind == "unix"):
-            assert path is not None and set(answers(other_user, path)) == {"PermissionError"}
-        assert set(answers(other_user, place)) <= {401, 404}

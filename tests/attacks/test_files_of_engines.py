@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Generator
-from functools import partial
 from pathlib import Path
 
 import pytest
-import trio
 from engine.conftest import Server, make_model
 from safetensors.numpy import save_file
 
-from agentrl.config.shared_engines import Tenant
-from agentrl.engine.router.gateway import Gateway, SharedEngine
-from agentrl.http.http_server import listen
 from attacks.other_user import OtherUser
 
 pytestmark = pytest.mark.other_user
@@ -91,31 +86,6 @@ def test_an_engine_does_not_remove_what_somebody_names(server: Server, other_use
     other = adapter(shared / "more" / "agentrl-inbox-0" / "final")  # what an owner might have named so
     attack(other_user, server.url, [], load("b", other))
     assert (other / "adapter_config.json").exists()
-
-
-def test_nor_through_the_gateway_of_a_fleet(server: Server, other_user: OtherUser, shared: Path) -> None:
-    mine = adapter(shared / "home2" / "final")
-    inbox = shared / "evil2" / "agentrl-inbox-0"
-
-    async def main() -> list[str]:
-        tenants = [Tenant(name="alice", open=True)]
-        gateway = Gateway(tenants, [SharedEngine(tenants, places=2, url=server.url)])
-        async with trio.open_nursery() as nursery:
-            await nursery.start(gateway.run)
-            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-            nursery.start_soon(listen, gateway, [listener])
-            url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}/alice/0"
-            write = {"method": "agentrl_receive", "args": [json.dumps({"folder": "x", "drop": True})]}
-            posts = (load("a", inbox / "final"), ("/collective_rpc", write))
-            said = await trio.to_thread.run_sync(
-                partial(attack, other_user, url, [("link", inbox, mine.parent)], *posts)
-            )
-            nursery.cancel_scope.cancel()
-        return said
-
-    said = trio.run(main)
-    assert (mine / "adapter_config.json").exists(), said
-    assert "cannot load the adapter" in said[0] and "this engine is shared" in said[1]
 
 
 def test_an_engine_does_not_write_through_a_link(server: Server, other_user: OtherUser, shared: Path) -> None:

@@ -9,13 +9,6 @@ import episodes
 import pytest
 
 
-def test_growth_is_from_the_second_quarter_to_the_last() -> None:
-    flat = [(at, 900 if at < 3 else 1000) for at in range(12)]  # the first quarter warms up
-    assert episodes.growth(flat) == 0
-    assert episodes.growth([(at, 10 * at) for at in range(12)]) == 60  # means 40 and 100
-    assert episodes.growth([(1, 5), (2, 9)]) == 0
-
-
 @pytest.mark.bubblewrap
 async def test_nothing_is_left_of_a_few_episodes() -> None:
     found = await episodes.measure("bubblewrap", {}, 12, 4)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from _gpu_shapes import config_of, save_random, shared_prompt
 from _launch_count import DEVICE, Counter, launches
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
@@ -46,7 +47,7 @@ def test_a_number_that_is_read_in_a_pass_is_seen(model: Path) -> None:
     assert found["pass", "item"] == passes == 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sizes", "lists", "expected"),
     [
         ([], 1, 0),

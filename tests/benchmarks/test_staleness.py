@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import staleness
+from each_case import each_case
 
 from agentrl import config
 from agentrl.learner.learner import Learner
@@ -32,38 +33,12 @@ def test_every_token_is_as_old_as_the_sweep_says(lag: int, monkeypatch: pytest.M
     assert ((reports[-1].ess or 0) > 1 - 1e-6) == (lag == 0)  # who sampled is who learns, or is another
 
 
-def test_siblings_are_shown_the_same_letters_and_may_stop(tmp_path: Any) -> None:
-    player = staleness.Player(staleness.new_model(tmp_path, 1), 1)
-    first, second = player.play(2, 8, first=3, version=7)
-    assert (first.id, second.id, first.size) == (3, 4, 8)
-    shown = {tuple(turn.prompt_ids[0] for turn in member.turns) for member in first.trajectories}
-    assert len({letters[0] for letters in shown}) == 1 and len({len(letters) for letters in shown}) > 1
-    for member in (*first.trajectories, *second.trajectories):
-        said = [turn.token_ids[0] for turn in member.turns]
-        assert staleness.STOP not in said[:-1] and len(said) <= staleness.TURNS
-        right = sum(token + staleness.LETTERS == turn.prompt_ids[0] for token, turn in zip(said, member.turns))  # noqa: B905
-        assert member.outcome == right / staleness.TURNS
-
-
-@pytest.mark.parametrize("name", staleness.CORRECTIONS)
+@each_case("name", staleness.CORRECTIONS)
 def test_each_correction_is_a_run_that_can_begin(name: str) -> None:
     document: dict[str, Any] = {"model": "m", "env": {"id": "letters"}}
     for setting in (*staleness.COMMON, *staleness.CORRECTIONS[name]):
         config.apply_override(document, setting)
     assert config.parse(document).train.steps == staleness.STEPS
-
-
-def test_the_tables_have_medians_and_ranges_and_say_what_was_not_run() -> None:
-    settings = [*staleness.COMMON, *staleness.CORRECTIONS["grpo, token"]]
-    rows = [
-        {"settings": settings, "lag": 4, "seed": seed, "after": after, "mean": 0.5}
-        for seed, after in enumerate((0.9, 0.2, 0.6))
-    ]
-    lines = list(staleness.table([*rows, {**rows[0], "settings": ["train.lr=1"], "after": 0.0}]))
-    (of_end, of_all) = [line.split(" | ") for line in lines if line.startswith("| grpo, token |")]
-    at = 1 + staleness.LAGS.index(4)
-    assert (of_end[at], of_all[at], of_end[at - 1]) == ("0.60 (0.20 to 0.90)", "0.50 (0.50 to 0.50)", "not run")
-    assert lines[-1] == "Seeds: 0 to 3; the rest was not run."
 
 
 def test_the_page_is_that_of_the_rows() -> None:

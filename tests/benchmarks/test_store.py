@@ -6,6 +6,7 @@ from pathlib import Path
 
 import _store_run as bench
 import pytest
+from each_case import each_case
 
 from agentrl.store import RunStore
 
@@ -71,7 +72,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_a_call_does_the_same_work_with_ten_times_the_episodes(work: dict[str, tuple[int, int]], name: str) -> None:
     small, large = work[name]
     assert large <= small + 40, f"{name}: {small} steps over {SMALL} episodes, {large} over {LARGE}"

@@ -1,4 +1,4 @@
-"""SGLang's own message types, for `test_sglang_contract.py`: run by the interpreter of `.venv-sglang`, which has the
+"""SGLang's own message types, for `test_sglang_contract.py`: run with `build/wheels/sglang`, which has the
 wheel of sglang and not the hundred packages that it depends on. Those are stubs here.
 
 Reads {"built": [[module, type, arguments], …], "parsed": [[type, document], …]} from standard input. Each is given to

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission
@@ -94,7 +95,7 @@ def groups(case: Case, *, turns: int, rng: random.Random) -> None:
             live[id] = case.requests[f"{id}/{turn}"].tokens + prompt(rng.randrange(999), rng.randrange(1, 9))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings",
     [
         {},
@@ -300,7 +301,7 @@ def test_temperature_and_cuts_shape_the_reported_logprobs(model_dir: Path) -> No
         assert logprob == pytest.approx(float(kept.values.log_softmax(-1)[at]), abs=1e-4)
 
 
-@pytest.mark.parametrize(("start", "end"), [(3, 4), (2, 5), (0, 3)])
+@each_case(("start", "end"), [(3, 4), (2, 5), (0, 3)])
 def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(model_dir: Path, start: int, end: int) -> None:
     case = Case(model_dir, decode=letters)
     whole = case.submit("whole", prompt(3, 30), temperature=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import save_file
 
 from agentrl.config import EngineSettings
@@ -31,8 +32,8 @@ PROBE = list(probe_tokens(VOCAB))
 NOISE = 0.04  # nats of one token; measured for these models: 0.013
 
 
-@pytest.mark.parametrize("unpacked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_case("unpacked", [False, True])
+@each_case("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_that_of_rounded_numbers(
     dtype: torch.dtype, unpacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +77,7 @@ def scores(folder: Path, dtype: torch.dtype, wrong: dict[str, torch.Tensor] | No
     return Batcher(model, KVStore(architecture, 1, 200, dtype), max_batch=1).score(PROBE)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("family", "given"),
     [
         ("qwen3", {"tie_word_embeddings": True}),
@@ -124,7 +125,7 @@ def test_new_weights_in_flight_are_rounded_and_every_token_is_of_its_version(tmp
             assert request.logprobs[span.start : span.end] == pytest.approx(expected[span.start : span.end], abs=NOISE)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("flags", "large", "dtype"),
     [
         ("fma avx512_bf16", 0, "bfloat16"),

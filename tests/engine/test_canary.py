@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import save_file
 
 from agentrl.config import parse
@@ -20,7 +21,7 @@ from agentrl.engine.weight_sync.canary import Canary, CanaryResult, probe_tokens
 from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 TOKENS = probe_tokens(500)
 STEP = 5e-4  # nats by which one step at a learning rate of 1e-6 moves a token's log-prob, at most
@@ -65,7 +66,7 @@ async def follow(drift: Drift, versions: int, stuck_at: int | None = None, **fac
     return versions
 
 
-@pytest.mark.parametrize("stuck_at", [1, 7, 60])
+@each_case("stuck_at", [1, 7, 60])
 async def test_a_bfloat16_engine_that_takes_no_step_any_more_is_found_long_before_the_tolerance(stuck_at: int) -> None:
     drift = Drift()
     says = r"says it serves version \d+, but it computes with the weights of version \d+: .* went -?\d+% of the way"
@@ -76,7 +77,7 @@ async def test_a_bfloat16_engine_that_takes_no_step_any_more_is_found_long_befor
     assert max(abs(a - b) for a, b in zip(drift.at(found), drift.at(stuck_at), strict=True)) < 0.3 * 0.2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each_case("seed", range(3))
 async def test_an_engine_that_follows_is_never_suspected(seed: int) -> None:
     assert await follow(Drift(seed), 250) == 250
 
@@ -127,7 +128,7 @@ class Scene:
             return await canary.check([client], proof, update_info=info)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "named"),
     [
         ({}, []),
@@ -165,7 +166,7 @@ async def test_an_engine_that_cannot_say_or_computes_in_another_dtype_is_judged_
     assert await Scene(held=other, dtype="float16").check() < 1e-9
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "named"),
     [
         ({"model.layers.1.up_proj.weight": None}, "model.layers.1.up_proj.weight (not in the file)"),
@@ -226,7 +227,7 @@ async def told(apart: float, **given: Any) -> float:
         return (await publisher._prove(client, Parcel(version=1, path=Path("weights"), canary=proof)))["canary_error"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "most"),
     [
         ({}, 1e-3),
@@ -234,17 +235,17 @@ async def told(apart: float, **given: Any) -> float:
         ({"vllm": {"kv-cache-dtype": "bfloat16"}}, 0.2),
         ({"dtype": "bfloat16", "vllm": {"quantization": "fp8"}}, 2.0),
         ({"dtype": "bfloat16", "vllm": {"kv_cache_dtype": "fp8_e5m2"}}, 2.0),
-        ({"dtype": "bfloat16", "vllm": {"quantization": "fp8"}, "canary_tolerance": 0.5}, 0.5),
-        ({"canary_tolerance": 3.0}, 3.0),
+        ({"dtype": "bfloat16", "vllm": {"quantization": "fp8"}, "canary": 0.5}, 0.5),
+        ({"canary": 3.0}, 3.0),
     ],
 )
 async def test_the_tolerance_follows_what_the_engine_computes_in_or_the_setting(given: Any, most: float) -> None:
     assert await told(0.9 * most, **given) == pytest.approx(0.9 * most, rel=1e-3)
-    with pytest.raises(CanaryMismatch, match=rf"rounding explains {most:g}, see engine\.canary_tolerance"):
+    with pytest.raises(CanaryMismatch, match=rf"rounding explains {most:g}, see engine\.canary"):
         await told(1.1 * most, **given)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("dtype", "tolerance", "most"),
     [("bfloat16", None, 1.0), ("bfloat16", 0.3, 1.5), ("float32", None, 1e-3), ("float32", 0.2, 0.2)],
 )

@@ -92,18 +92,21 @@ async def test_a_chat_is_the_same_tokens_with_the_same_log_probs(chat: httpx.Asy
         ({"messages": []}, "messages"),
         ({"messages": ASKED, "temperature": -1}, "temperature"),
         ({"messages": ASKED, "model": "gpt-9"}, "does not exist"),
+        ({"messages": ASKED, "n": 2}, "n: "),
+        ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions"),
         ({"messages": [{"role": "user", "content": "x" * 4000}]}, "leave no room to generate"),
     ):
         refused = await chat.post("/v1/chat/completions", json=wrong)
-        assert refused.status_code == 400 and why in refused.json()["error"]["message"]
+        status = 404 if "model" in wrong else 400  # as vLLM's server
+        assert refused.status_code == status and why in refused.json()["error"]["message"]
 
 
-def answered(text: str, **asked: Any) -> dict[str, Any]:
+def answered(text: str, finish: str = "stop", **asked: Any) -> dict[str, Any]:
     """The answer to a chat in which the model wrote `text`."""
     found = Chat(FOLDER, parser_at(PARSER))
     ids = list(Renderer(FOLDER).tokens(text))
     given = found.parse({"messages": ASKED, "tools": [TOOL], **asked}, name="tiny", length=256)
-    return found.answer(given, Emission(ids, [-1.0] * len(ids), [], "stop", []), 3)["choices"][0]
+    return found.answer(given, Emission(ids, [-1.0] * len(ids), [], finish, []), 3)["choices"][0]
 
 
 def test_calls_of_tools_are_read() -> None:
@@ -113,6 +116,8 @@ def test_calls_of_tools_are_read() -> None:
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I add."
     assert (call["type"], call["function"]["name"]) == ("function", "add") and call["id"].startswith("call_")
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "é"}
+    cut = answered(text + " and now I", "length")
+    assert cut["finish_reason"] == "length" and len(cut["message"]["tool_calls"]) == 1
     broken = text.replace('"arguments"', "arguments")
     assert answered(broken)["message"] == {"role": "assistant", "content": broken}
     assert answered(text, tool_choice="none")["message"] == {"role": "assistant", "content": text}

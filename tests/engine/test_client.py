@@ -11,9 +11,10 @@ import httpx
 import numpy as np
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.router.turn_request import Stitcher
+from agentrl.engine.generation import Stitcher
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import RoutedExperts, SamplingParams, VersionSpan, spans_of
@@ -134,7 +135,7 @@ async def test_the_experts_of_a_request_come_with_its_last_token() -> None:
     assert (wide.experts.width, np.frombuffer(wide.experts.data, "<u2").tolist()) == (2, list(range(300, 316)))
 
 
-@pytest.mark.parametrize("array", [np.zeros((3, 2, 2), np.uint8), np.zeros((4, 2)), np.full((4, 2, 2), -1)])
+@each_case("array", [np.zeros((3, 2, 2), np.uint8), np.zeros((4, 2)), np.full((4, 2, 2), -1)])
 async def test_experts_that_are_not_those_asked_for_are_refused(array: np.ndarray) -> None:
     with pytest.raises(EngineError, match=r"the engine's experts are .* not those of tokens 1 to 4"):
         await client_of(Body(event([3, 4]), with_experts(array))).generate(ask(experts_from=1))
@@ -160,7 +161,7 @@ async def test_what_is_sent() -> None:
     assert seen == [{"request_id": "r", "token_ids": [5, 6], "sampling_params": params, "stream": True}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "status", "error", "words"),
     [
         (Body(event([3])), 200, EngineBroke, "before its end"),
@@ -188,6 +189,8 @@ async def test_failures_have_one_name_and_one_line(
     with pytest.raises(EngineError, match=words) as caught:
         await client_of(body, status).generate(ask())
     assert type(caught.value) is error
+    if status != 200:
+        assert (caught.value.url, caught.value.status) == ("http://engine", status) and caught.value.reason in words
     assert "\n" not in str(caught.value)
     assert body.closed
 
@@ -231,7 +234,7 @@ async def test_leaving_a_stream_closes_it() -> None:
     assert body.closed
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "field"),
     [
         ({"max_tokens": 0}, "max_tokens"),

@@ -237,5 +237,6 @@ async def test_an_adapter_is_one_model_more(
     expected = logits_TV.log_softmax(-1).gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
     assert list(generation.logprobs) == pytest.approx(cast("list[float]", expected.tolist()), abs=1e-4)
     await client.dialect.unload_adapter(client, "policy-7", deadline_s=60)
-    with pytest.raises(EngineRefusal if kind == "sglang" else EngineError, match="does not exist"):
+    with pytest.raises(EngineError, match="does not exist") as gone:
         await client.generate(replace(ask("gone"), model="policy-7"))
+    assert gone.value.status == 404

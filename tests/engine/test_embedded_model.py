@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, PassRows, read_weights
@@ -39,7 +40,7 @@ def load(folder: Path, slots: int = 3, length: int = 200) -> tuple[EmbeddedModel
     return EmbeddedModel(architecture, read_weights(folder), length=length), KVStore(architecture, slots, length)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_case("variant", VARIANTS)
 def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     folder = make_model(tmp_path / "model", family, **overrides)
@@ -47,7 +48,7 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     tokens = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = reference_logits(folder, tokens)
     whole = model.forward(PassRows.of_run(tokens, 0, 1), kv)
-    torch.testing.assert_close(whole, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-5)
+    torch.testing.assert_close(whole, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-5)
 
 
 def test_chunks_and_single_rows_continue_what_is_cached(model_dir: Path) -> None:
@@ -78,7 +79,7 @@ def edit_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "words"),
     [
         ({"model_type": "qwen3_moe"}, 'engine.kind = "vllm"'),

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.router.router import Fleet, ReplicaState
@@ -18,7 +19,7 @@ from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
-from agentrl.testing.vllm_server import FakeVLLM, Kind, made_up_logprob, spell
+from tests.parts.vllm_server import FakeVLLM, Kind, made_up_logprob, spell
 
 FAILURES = [kind for kind in get_args(Kind) if kind not in ("hang", "hang_before_head", "status", "abort")]
 
@@ -46,8 +47,8 @@ def assert_whole(generation: Generation, length: int = 12) -> None:
 # --- an engine that fails after it has answered 200 ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 3, 6])
-@pytest.mark.parametrize("kind", FAILURES)
+@each_case("after", [0, 3, 6])
+@each_case("kind", FAILURES)
 async def test_law_1_whatever_fails_after_a_200_the_turn_goes_on_elsewhere(kind: Kind, after: int) -> None:
     first, second = servers(stream_tokens=3)
     first.fail(kind, after=after)
@@ -101,8 +102,8 @@ async def test_a_refused_request_is_refused_and_asked_once_of_each_of_two() -> N
     assert [len(fake.requests) for fake in fakes] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("finish", ["stop", "length"])
-@pytest.mark.parametrize("after", [0, 6])
+@each_case("finish", ["stop", "length"])
+@each_case("after", [0, 6])
 async def test_an_end_without_a_token_is_no_answer_unless_the_turn_has_tokens(finish: str, after: int) -> None:
     first, second = servers(stream_tokens=3)
     first.fail("cut", after=after)
@@ -154,8 +155,8 @@ async def test_a_replica_that_failed_gets_one_request_until_it_brings_a_token(
 # --- a stop text over the seam ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
-@pytest.mark.parametrize("stream_tokens", [1, 4])
+@each_case("after", [1, 2, 3, 4])
+@each_case("stream_tokens", [1, 4])
 async def test_law_1_a_stop_text_that_straddles_an_engines_break_ends_the_turn(after: int, stream_tokens: int) -> None:
     """ "efg" are the tokens 4, 5 and 6: the turn is 3 4 5 6."""
     whole = await fleet_of(servers(1)).generate(ask(stop=("xyz", "efg")))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import save_file
 
 from agentrl.engine.weight_sync import fingerprints, weight_file
@@ -23,8 +23,8 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("engine", DTYPES)
-@pytest.mark.parametrize("file", DTYPES)
+@each_case("engine", DTYPES)
+@each_case("file", DTYPES)
 def test_a_file_has_those_of_its_tensors_in_the_engines_dtype(engine: str, file: str, tmp_path: Path) -> None:
     kept = {name: tensor.to(DTYPES[file]) for name, tensor in tensors().items()}
     save_file(kept, tmp_path / "w.safetensors")

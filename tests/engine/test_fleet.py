@@ -11,13 +11,13 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engine.client import collect
+from agentrl.engine.generation import collect
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.errors import EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, VersionSpan
-from agentrl.testing.engine import Failure, FakeEngine
+from tests.parts.fake_engine import Failure, FakeEngine
 
 GONE = EngineUnavailable("gone")
 

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
+from each_case import each_case
 
-from agentrl.config.shared_engines import Tenant
 from agentrl.engine.client import EngineClient
-from agentrl.engine.router.gateway import SharedEngine
 from agentrl.engine.vllm.capabilities import Need, probe
 from agentrl.engine.weight_sync import adapters, canary, file_transport, gpu_transport
 from agentrl.engine.weight_sync.canary import Canary
 from agentrl.errors import CanaryMismatch, EngineError, UsageError
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 PROBE = Canary(version=3, token_ids=(1, 2, 3), logprobs=(-1.0, -1.0), fingerprints={"a": "1"})
 Call = Callable[[EngineClient, Path], Awaitable[object]]
@@ -52,8 +50,8 @@ async def send(client: EngineClient, folder: Path) -> object:
     return await adapters.load([client], folder, 4)
 
 
-@pytest.mark.parametrize("call", [check, untaken, stage, send])
-@pytest.mark.parametrize("results", [{}, {"results": None}, {"results": []}, {"results": [7]}, {"results": [{}]}])
+@each_case("call", [check, untaken, stage, send])
+@each_case("results", [{}, {"results": None}, {"results": []}, {"results": [7]}, {"results": [{}]}])
 async def test_what_workers_say_may_be_anything(
     call: Call, results: dict[str, Any], server: FakeVLLM, client: EngineClient, tmp_path: Path
 ) -> None:
@@ -89,7 +87,7 @@ async def test_metrics_may_be_anything(line: bytes, server: FakeVLLM, client: En
         await adapters.retire([client], keep=())
 
 
-@pytest.mark.parametrize("version", ["9" * 5000, 10**20, -1, True, None])
+@each_case("version", ["9" * 5000, 10**20, -1, True, None])
 async def test_a_version_may_be_any_number(version: object, server: FakeVLLM, client: EngineClient) -> None:
     """The store has no room for more than 63 bits, and Python reads no more than 4,300 digits."""
     server.answers["/version"] = (200, json.dumps({"weight_version": version}).encode())
@@ -102,7 +100,7 @@ async def test_an_adapter_may_have_any_number(server: FakeVLLM, client: EngineCl
     assert await adapters.loaded(client) == {7}
 
 
-@pytest.mark.parametrize("scored", [7, True, {"0": 1}, [None, {"2": {"logprob": "x"}}, {}]])
+@each_case("scored", [7, True, {"0": 1}, [None, {"2": {"logprob": "x"}}, {}]])
 async def test_scores_may_be_anything(scored: object, server: FakeVLLM, client: EngineClient) -> None:
     server.answers["/inference/v1/generate"] = (200, json.dumps({"prompt_logprobs": scored}).encode())
     with pytest.raises(EngineError, match="prompt"):
@@ -119,21 +117,21 @@ async def test_a_score_that_is_nan_is_beyond_every_tolerance_wherever_it_stands(
         await check(client, Path())
 
 
-@pytest.mark.parametrize("size", [{}, {"world_size": None}, {"world_size": "2"}, {"world_size": 0}])
+@each_case("size", [{}, {"world_size": None}, {"world_size": "2"}, {"world_size": 0}])
 async def test_a_world_may_have_any_size(size: dict[str, Any], server: FakeVLLM, client: EngineClient) -> None:
     server.answers["/get_world_size"] = (200, json.dumps(size).encode())
     with pytest.raises(EngineError, match="world_size"):
         await gpu_transport._workers(client, 1.0)
 
 
-@pytest.mark.parametrize("models", [None, [], [7], [{"id": "m"}], {}])
+@each_case("models", [None, [], [7], [{"id": "m"}], {}])
 async def test_a_server_that_names_no_model_is_no_vllm(models: object, server: FakeVLLM, client: EngineClient) -> None:
     server.answers["/v1/models"] = (200, json.dumps({"data": models}).encode())
     with pytest.raises(UsageError, match="http://elsewhere is no vLLM server"):
         await probe(client)
 
 
-@pytest.mark.parametrize("choices", [None, [], [7], [{"logprobs": {"content": []}}]])
+@each_case("choices", [None, [], [7], [{"logprobs": {"content": []}}]])
 async def test_a_server_that_samples_nothing_readable_is_no_vllm(
     choices: object, server: FakeVLLM, client: EngineClient
 ) -> None:
@@ -145,17 +143,3 @@ async def test_a_server_that_samples_nothing_readable_is_no_vllm(
 async def test_workers_that_say_no_facts_have_no_plugin(server: FakeVLLM, client: EngineClient) -> None:
     server.answers["/collective_rpc"] = (200, b'{"results": [{}]}')
     assert Need.PLUGIN not in (await probe(client)).has
-
-
-@pytest.mark.parametrize("models", [7, [7], {"a": 1}])
-async def test_a_gateway_outlives_what_its_engine_names_models(
-    models: object, server: FakeVLLM, autojump_clock: trio.testing.MockClock
-) -> None:
-    server.answers["/v1/models"] = (200, json.dumps({"data": models}).encode())
-    engine = SharedEngine([Tenant(name="alice", open=True)], places=1, url=server.url, lease_s=4.0, transport=server)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(engine.run)
-        await trio.sleep(10)  # it ends the lease of a tenant that asks for nothing
-        with pytest.raises(EngineError, match="models"):
-            await engine.answer("alice", "GET", "/v1/models", b"")
-        nursery.cancel_scope.cancel()

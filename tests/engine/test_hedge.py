@@ -14,7 +14,7 @@ from agentrl.engine.router.router import Fleet, ReplicaState
 from agentrl.errors import ConfigError, EngineBroke, EngineRefusal, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 
 def ask(id: str = "r", **changes: object) -> GenerateRequest:

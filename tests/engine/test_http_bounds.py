@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 from agentrl.http.bounds import ConnectionPlace, Connections, Reader, RequestRefused, ServerBounds
 from agentrl.http.http_server import Answer, listen
@@ -20,7 +21,7 @@ SMALL = ServerBounds(
 CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("start", "piece", "status"),
     [
         (b"GET /", b"x" * 100, 414),
@@ -146,7 +147,7 @@ async def test_idle_and_half_connections_do_not_starve_a_server() -> None:
         assert await ask(port, HEALTH) == b"HTTP/1.1 200 Answer\r\ncontent-length: 1\r\n\r\n0"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("request_", "status"),
     [
         (b"GET / HTTP/1.1\r\nx: " + b"x" * 5_000_000, 431),

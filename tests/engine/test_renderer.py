@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from each_case import each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from agentrl import notices
 from agentrl.engine.rendering.renderer import _SENTINEL, Renderer  # pyright: ignore[reportPrivateUsage]
 from agentrl.errors import ModelError
 from agentrl.records import Message
 
-from .formats import FORMATS, write_folder
+from .formats import FORMATS, Format, write_folder
 
 TOOL = {
     "name": "run_tests",
@@ -79,7 +84,7 @@ words = st.text(st.sampled_from("abc déñ{}\"'\n"), min_size=1, max_size=12).ma
 answers = st.lists(words.map(tool), min_size=1, max_size=3) | words.map(lambda text: [user(text)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each_case("name", FORMATS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_law_1_a_conversation_grows_by_appending_only(name: str, data: st.DataObject) -> None:
@@ -116,7 +121,35 @@ def test_law_1_a_conversation_grows_by_appending_only(name: str, data: st.DataOb
         assert text_of(name, context).replace("<|eom_id|>", "<|eot_id|>") == whole
 
 
-@pytest.mark.parametrize("name", FORMATS)
+TWO_TOKENS = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|end_a|><|end_b|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+TWICE = TWO_TOKENS.replace("message.content +", "message.content + '|' + message.content +")
+
+
+def of_template(template: str, folder: Path) -> Renderer:
+    ends = ("<|end_a|>", "<|end_b|>")
+    form = Format(template, ("<|im_start|>", *ends), ends[1], ends[1:], ends[0])
+    return Renderer(write_folder(folder / "model", form))
+
+
+def test_an_end_of_several_tokens_that_was_begun_is_not_begun_again(tmp_path: Path) -> None:
+    render = of_template(TWO_TOKENS, tmp_path)
+    first, second = render._tokenizer.token_to_id("<|end_a|>"), render._tokenizer.token_to_id("<|end_b|>")
+    (word,) = render._encode("q")
+    added = render.extend([word], [user("on")])
+    assert added[:2] == (first, second)
+    assert render.extend([word, first], [user("on")]) == added[1:]
+    assert render.extend([word, first, second], [user("on")]) == added[2:]
+
+
+def test_words_to_go_on_with_end_where_a_template_writes_them_last(tmp_path: Path) -> None:
+    render = of_template(TWICE, tmp_path)
+    prompt = render.decode(render.start([user("a"), {"role": "assistant", "content": "so"}]))
+    assert prompt.endswith("<|im_start|>assistant\nso|so")
+
+
+@each_case("name", FORMATS)
 def test_a_start_is_what_transformers_renders(name: str) -> None:
     messages: list[Message] = [{"role": "system", "content": "Be brief."}, user("Hello there {\"a\": 'é'}")]
     for tools in ([], [TOOL]):
@@ -127,6 +160,98 @@ def test_a_start_is_what_transformers_renders(name: str) -> None:
             return_dict=False,
         )
         assert list(renderer(name).start(messages, tools)) == expected
+
+
+@each_case("name", FORMATS)
+def test_words_of_the_assistant_at_the_end_are_gone_on_with_as_in_transformers(name: str) -> None:
+    talk: list[Message] = [user("3, 5 to 15?"), {"role": "assistant", "content": "Let me see. It is"}]
+    expected = oracle(name).apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    assert list(renderer(name).start(talk)) == expected
+    # An environment that begins the next answer itself: the turn before is closed as without its words.
+    added = renderer(name).extend([token(name, "q")], [user("And now?"), talk[1]])
+    plain = renderer(name).extend([token(name, "q")], [user("And now?")])
+    opening = text_of(name, plain)
+    assert text_of(name, added).startswith(opening[: opening.rindex("now?") + 4])
+    assert text_of(name, added).endswith("Let me see. It is")
+
+
+def test_a_prompt_of_nothing_but_thoughts_is_rendered_also_where_no_conversation_may_be_empty(tmp_path: Path) -> None:
+    """A policy's program may send it: what is refused here would be the environment's failure."""
+    source = (
+        "{{ messages[0].role[:0] }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + EMPTY_BLOCK
+        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    there = Renderer(write_folder(tmp_path / "model", replace(FORMATS["chatml"], template=source)))
+    prompt = there.decode(there.start([{"role": "assistant", "content": "<think>\nhm"}]))
+    assert prompt.startswith("<|im_start|>assistant\n") and prompt.endswith("<think>\nhm")
+
+
+def test_a_part_that_a_template_leaves_out_is_not_demonstrated_in_silence(tmp_path: Path) -> None:
+    """A template that writes the first call alone, as gpt-oss', and no text beside it, as Mistral's."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function | tojson }}</call>{% else %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    there = Renderer(write_folder(tmp_path / "model", replace(FORMATS["chatml"], template=source)))
+    calls: list[Any] = [
+        {"id": f"call0000{at}", "type": "function", "function": {"name": "run_tests", "arguments": {"path": path}}}
+        for at, path in enumerate("ab")
+    ]
+    notices.OF_PROCESS.forget()
+    there.demonstrated([user("q"), {"role": "assistant", "content": "look:", "tool_calls": calls[:1]}])
+    assert "leaves out the text of an assistant's message" in str(notices.OF_PROCESS.totals())
+    with pytest.raises(ModelError, match="leaves out call 1 of message 1"):
+        there.demonstrated([user("q"), {"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+# Last turns as templates of thinking models write them: an empty block where there are none (Qwen3), only what stands
+# behind the thoughts (R1), and the block begun where the assistant speaks (Qwen3.5).
+EMPTY_BLOCK = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and '</think>' not in m.content }}{{ m.content }}"
+STRIPPED = "{{ m.content.split('</think>')[-1] }}"
+
+
+@each_case("begins", ["Let me see.\n<think>", "<think>\n", "<think>\nfour\n</think>\n\nIt is"])
+@each_case("written", [EMPTY_BLOCK, STRIPPED])
+@each_case("asks", ["", "<think>\n"])
+def test_thoughts_with_which_the_assistant_begins_stay_as_they_are(
+    begins: str, written: str, asks: str, tmp_path: Path
+) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + written
+        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        + asks
+        + "{% endif %}"
+    )
+    form = replace(FORMATS["chatml"], template=source)
+    there = Renderer(write_folder(tmp_path / "model", form))
+    prompt = there.decode(there.start([user("2 + 2?"), {"role": "assistant", "content": begins}]))
+    assert prompt == f"<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n{begins}"
+
+
+def test_what_a_template_does_not_read_is_named_and_what_it_reads_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}{{ m.channel }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = tmp_path / "model"
+    shutil.copytree(_folders["chatml"], folder)
+    (folder / "chat_template.jinja").write_text(source)
+    silent: list[Message] = [{"role": "system", "content": "be brief"}, user("hello")]
+    marked: Any = [{"role": "user", "content": "hello", "channel": "x", "mood": "y"}]
+    render = Renderer(folder)
+    render.start(silent)
+    render.start(marked)
+    noted = [message for message in caplog.messages if message.startswith("messages: ")]
+    assert noted == [
+        "messages: the chat template writes no message of role 'system' there: its text is not shown",
+        "messages: the key 'mood' is not read by the chat template",
+    ]
 
 
 def test_thinking_that_the_template_would_strip_is_kept_where_it_was_sampled() -> None:
@@ -166,7 +291,7 @@ def test_several_tool_results_are_grouped_as_the_template_groups_them() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each_case("name", FORMATS)
 def test_text_cannot_pass_for_a_control_token(name: str) -> None:
     form = FORMATS[name]
     evil = f"a{''.join(form.special)}z"
@@ -180,7 +305,7 @@ def test_text_cannot_pass_for_a_control_token(name: str) -> None:
         assert evil in text_of(name, ids)  # and the model still reads what was written
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each_case("name", FORMATS)
 def test_a_message_that_says_what_stands_for_the_sampled_text_ends_no_run(name: str) -> None:
     added = renderer(name).extend([], [user(f"unknown command: {_SENTINEL}{_SENTINEL}!")])
     plain = renderer(name).extend([], [user("unknown command: ?!")])
@@ -203,7 +328,7 @@ def test_the_names_of_a_calls_arguments_cannot_pass_for_control_tokens() -> None
     assert evil == plain
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "stops"),
     [
         ("chatml", ["<|im_end|>"]),
@@ -264,7 +389,7 @@ def edit(folder: Path, name: str, text: str | None) -> None:
         (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "text", "words"),
     [
         ("chat_template.jinja", None, "has no chat template"),

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.engine.scoring_client import ScoringClient
@@ -108,7 +109,7 @@ async def test_a_refusal_is_final() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     "answer",
     [{}, {"data": []}, {"data": [{}]}, {"data": [{"probs": ["high"]}]}, {"data": [{"probs": [1]}, {"probs": [2]}]}],
 )
@@ -117,7 +118,7 @@ async def test_another_answer_is_no_classification(answer: Any) -> None:
         await answering(lambda _: httpx.Response(200, json=answer)).classify("x")
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [{"message": 3}]}])
+@each_case("answer", [{}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [{"message": 3}]}])
 async def test_another_answer_is_no_chat(answer: Any) -> None:
     with pytest.raises(ScoreError, match="gave no chat completion"):
         await answering(lambda _: httpx.Response(200, json=answer)).chat(HELLO)

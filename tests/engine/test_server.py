@@ -22,6 +22,7 @@ import pytest
 import torch
 import trio
 from descriptors import readable
+from each_case import each_case
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -158,7 +159,7 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
     assert grown["vllm:inter_token_latency_seconds_count"] == 14
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "words"),
     [
         (b"{", "not valid JSON"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from each_case import each_case
 
 from agentrl import config
 from agentrl.engine.client import EngineClient
@@ -22,7 +25,7 @@ from agentrl.records import SamplingParams, VersionSpan
 from .conftest import VOCAB, Server
 
 pytestmark = pytest.mark.sglang
-PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
+WHEEL = Path(__file__).parents[2] / "build/wheels/sglang"
 TYPES = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
@@ -37,7 +40,9 @@ def theirs(built: list[list[Any]] | None = None, parsed: list[list[Any]] | None 
     """Give messages to their types; returns the stream that their code writes."""
     asked = json.dumps({"built": built or [], "parsed": parsed or []})
     script = Path(__file__).with_name("sglang_types.py")
-    done = subprocess.run([PYTHON, script], input=asked, capture_output=True, text=True, timeout=120, check=True)
+    env = {**os.environ, "PYTHONPATH": str(WHEEL)}
+    words = [sys.executable, script]
+    done = subprocess.run(words, env=env, input=asked, capture_output=True, text=True, timeout=120, check=True)
     answer = json.loads(done.stdout)
     assert answer["errors"] == []
     return answer["stream"]
@@ -138,7 +143,7 @@ async def test_an_abort_that_repeats_the_last_token_adds_none() -> None:
     assert generation.spans == (VersionSpan(4, 0, 3),)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("event", "kind", "words"),
     [
         ({"error": {"message": "too long", "code": 400}}, EngineRefusal, "too long"),
@@ -194,13 +199,12 @@ async def test_a_server_that_lacks_something_is_refused_with_the_command_that_me
 URLS = ["http://127.0.0.1:30000"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine", "field"),
     [
         ({"urls": URLS, "sync": "nccl"}, "engine.sync"),
         ({"urls": URLS, "sync": "adapter"}, "engine.sync"),
         ({"urls": URLS, "colocated": True}, "engine.colocated"),
-        ({"urls": URLS, "shared": True}, "engine.shared"),
         ({"urls": URLS, "weights_url": "s3://bucket/x"}, "engine.weights_url"),
     ],
 )

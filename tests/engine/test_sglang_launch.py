@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl import config as configuration
 from agentrl.config import sglang_arguments
@@ -116,8 +117,7 @@ class Declared:
     """The arguments that SGLang declares, read in its source: `flags` by every spelling, with the type as written."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[2] / ".venv-sglang/lib"
-        (package,) = root.glob("python*/site-packages/sglang/srt")
+        package = Path(__file__).parents[2] / "build/wheels/sglang/sglang/srt"
         self.flags: dict[str, str] = {"config": "str", "help": "bool"}
         for path in sorted((package / "arg_groups/fields").glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -151,7 +151,7 @@ def test_sglang_declares_every_argument_that_we_give_or_refuse() -> None:
     assert {name for name in given if "bool" in declared[name]} == bare
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine", "field", "mend"),
     [
         ({"sglang": {"port": 3}}, "engine.sglang.port", "leave it out"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +112,7 @@ def test_a_family_has_the_same_bits(architecture: Architecture, seed: int) -> No
                     assert torch.equal(slots.kv.values[:, a, :, :end], slots.kv.values[:, b, :, :end])
 
 
-@pytest.mark.parametrize("settings", [{}, {"pass_tokens": 7}, {"max_batch": 5}, {"slots": 6, "max_batch": 6}])
+@each_case("settings", [{}, {"pass_tokens": 7}, {"max_batch": 5}, {"slots": 6, "max_batch": 6}])
 def test_shared_or_not_logprobs_are_exact(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
 ) -> None:

@@ -19,7 +19,7 @@ from agentrl.engine.weight_sync.file_transport import push
 from agentrl.engine.weight_sync.weight_lock import hold
 from agentrl.errors import EngineError, EngineTimeout, WeightSyncError
 from agentrl.records import Generation
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 from .conftest import Server
 from .oracle import reference_logprobs
@@ -150,7 +150,7 @@ async def test_an_engine_that_does_not_sleep_is_said_to(autojump_clock: MockCloc
         with pytest.raises(EngineError, match="Sleep mode is not enabled"):
             await asleep(client)
         fake.answers["/sleep"] = 200, b"{}"
-        with pytest.raises(EngineError, match="was told to sleep and does not"):
+        with pytest.raises(EngineError, match="was asked to sleep and does not"):
             await asleep(client)
         fake.silent.add("/sleep")
         with pytest.raises(EngineTimeout):

@@ -25,7 +25,7 @@ from agentrl.engine.vllm.plugin import swap_weights as publish
 from agentrl.engine.vllm.plugin.file_transfer import Base, Stage, Superseded, Update
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import WeightSyncError
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 PATIENCE_S = 60.0  # reached only when broken
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.engine.http_client import TrioTransport, _Connection, _Door, socket_of
 
@@ -171,7 +172,7 @@ async def test_a_body_streams_while_it_is_sent_and_leaving_it_closes_the_connect
         assert len(connections) == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "error"),
     [
         (b"", httpx.RemoteProtocolError),
@@ -193,7 +194,7 @@ async def test_a_broken_answer_raises_httpx_errors(answer: bytes, error: type[Ex
             await client.get("/")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "kept"),
     [
         (b"HTTP/1.1 200 OK\r\n\r\nok", False),  # its end is the connection's
@@ -237,7 +238,7 @@ async def test_an_answer_reads_the_same_however_it_is_cut() -> None:
             assert body == b"one two" and connection.reusable()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "given"),
     [
         ("POST", {"headers": {"x": "a\r\nhost: elsewhere"}}),

@@ -22,7 +22,7 @@ from agentrl.engine.weight_sync import publisher as module
 from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import ConfigError, WeightSyncError
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN = {"model": "unused", "env": {"id": "test/none"}}

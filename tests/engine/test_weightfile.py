@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_case import each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -72,7 +73,7 @@ def test_the_width_of_a_file_is_that_of_most_of_its_elements(folder: Path) -> No
     assert weight_file.width(weight_file.open_bytes(path)) == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [
         b"",

@@ -33,8 +33,8 @@ from agentrl.host.janitor import OwnedFolder
 from agentrl.host.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.run.processes.engine_process import ServedWeights, attach
-from agentrl.testing.http import listening
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.served_vllm import listening
+from tests.parts.vllm_server import FakeVLLM
 
 from .policy import Policy, make_model
 

@@ -16,8 +16,8 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
+from agentrl.engine.generation import Stitcher
 from agentrl.engine.router.router import Fleet, Replica, ReplicaState
-from agentrl.engine.router.turn_request import Stitcher
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams

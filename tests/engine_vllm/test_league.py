@@ -27,8 +27,8 @@ from agentrl.run.league import League, folders, game
 from agentrl.run.processes.engine_process import ServedWeights, fit
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.audit import audit
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import LEAGUE
 from tests.rollout.test_roles import game as game_of
 
@@ -86,7 +86,7 @@ class Scene:
         """A step of the learner: a new adapter, which the engine serves and which joins the league. Its version."""
         wanted, self.adapter = self.policy.adapter()
         self.steps += 1
-        while (version := self.store.mint_version(self.steps)).version < wanted:
+        while (version := self.store.versions.mint_version(self.steps)).version < wanted:
             pass
         self.current = version
         checkpoint = self.run.checkpoints / f"step-{self.steps:08d}"
@@ -96,7 +96,7 @@ class Scene:
             await adapters.load([client], self.adapter, version.version, deadline_s=ADMIN_S)
         self.league.join(version, checkpoint)
         await self.league.announce([self.url])
-        self.store.confirm_version(version)
+        self.store.versions.confirm_version(version)
         return version.version
 
     async def refit(self) -> None:
@@ -123,15 +123,15 @@ class Scene:
     async def play(self, groups: int) -> set[int]:
         """Games, two of each group, all at once: each turn is of whom it should be, and the first of each with its
         log-probs. Returns who was met."""
-        first = self.store.tasks_started()
+        first = self.store.groups.tasks_started()
         tasks = [Task(index=first + at, env="test/any", seed=at) for at in range(groups)]
-        self.store.add_groups(tasks, size=2, purpose="train")
-        claims = self.store.claim("w", 2 * groups, lease_s=600)
+        self.store.groups.add_groups(tasks, size=2, purpose="train")
+        claims = self.store.leases.claim("w", 2 * groups, lease_s=600)
         async with aclosing(self.client()) as client:
             place = {
                 "engine": client,
                 "renderer": self.renderer,
-                "store": AsyncStore(self.store, inline=True, disk_wait_s=60.0),
+                "store": JournalWriter(self.store, inline=True, disk_wait_s=60.0),
                 "settings": self.config.rollout,
                 "opponents": InTurn(settings=self.config.league, plays=self.config.league_roles),
             }
@@ -140,9 +140,9 @@ class Scene:
                     nursery.start_soon(play, claim, RolloutContext(make_env=lambda _: game_of(), **place))
         met, proved = set[int](), set[int]()
         for claim in claims:
-            episode = self.store.trajectory(claim.episode_id)
-            found = game(episode, self.config.league_roles)
-            assert found is not None and episode.scored, episode.stop_reason
+            episode = self.store.reads.trajectory(claim.episode_id)
+            found = game(episode, self.config.league_roles, version=-1)
+            assert found[0] != -1 and episode.scored, episode.stop_reason
             met.add(found[0])
             for turn in episode.turns:
                 wanted = self.current.version if turn.role == "ann" else found[0]

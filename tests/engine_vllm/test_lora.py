@@ -11,7 +11,8 @@ import trio
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import adapters
-from agentrl.engine.weight_sync.adapters import AdapterClient, adapter_name, always
+from agentrl.engine.weight_sync.adapter_names import adapter_name
+from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.canary import probe_tokens
 from agentrl.errors import EngineUnavailable, WeightSyncError
 from agentrl.records import Generation

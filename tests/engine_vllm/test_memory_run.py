@@ -62,7 +62,7 @@ def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_wei
     assert status == 0, said
     with RunStore.open(run.store_path) as store:
         assert not audit(store).violations
-        assert store.weights_path(store.current_version().version) is None
+        assert store.versions.weights_path(store.versions.current_version().version) is None
     steps = steps_of(run)
     assert [row["step"] for row in steps] == list(range(1, 7))
     assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]

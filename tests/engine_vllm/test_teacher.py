@@ -46,10 +46,10 @@ async def test_what_a_real_teacher_says_of_each_token_is_journaled(
     play_all(store, turns=2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Scorer(settings, desk(store), teacher_of(config, nobody, settings)).serve)
-        await eventually(lambda: store.ready_count() == 1)
+        await eventually(lambda: store.buffer.ready_count() == 1)
         nursery.cancel_scope.cancel()
     seen = 0
-    for trajectory in store.trajectories("train"):
+    for trajectory in store.reads.trajectories("train"):
         for turn in trajectory.turns:
             before = context_ids(trajectory.turns, turn.index)
             expected = policy.logprobs(before, turn.token_ids, max(policy.files, default=1))

@@ -58,7 +58,7 @@ async def turn(
     client: EngineClient, prompt: list[int], max_tokens: int, progress: Progress, *, stops: tuple[int, ...] = ()
 ) -> Generation:
     """One turn, token counts reported as they come."""
-    from agentrl.engine.router.turn_request import Stitcher
+    from agentrl.engine.generation import Stitcher
 
     request = GenerateRequest(
         request_id=uuid4().hex,

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_case import each_case
 
 from agentrl.env import step_results
 from agentrl.errors import EnvError
@@ -85,7 +86,7 @@ async def test_the_last_word_of_an_environment_goes_over_its_last_step() -> None
 FORM = "return (messages, reward, terminated, truncated, info)"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "said"),
     [
         (None, f"step returned a NoneType: {FORM}"),

@@ -2,6 +2,7 @@
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.env import EpisodeLimits, ToolEnv, tool
 from agentrl.env.tools.calls import ToolCall
@@ -70,7 +71,7 @@ def test_an_init_that_forgets_its_base_is_named():
     env.close()
 
 
-@pytest.mark.parametrize("given", [8, {"turn": 8}, "8"])
+@each_case("given", [8, {"turn": 8}, "8"])
 def test_limits_that_are_none_name_what_there_is(given):
     with pytest.raises(ConfigError, match=r"give fields of EpisodeLimits \(turns, tokens, seconds, tool_seconds\)"):
         Bench(limits=given)

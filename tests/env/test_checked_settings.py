@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl.env import EpisodeLimits, ToolEnv
 from agentrl.env.dataset_env import RowsEnv
@@ -30,7 +31,7 @@ def good(prompt: Any, completion: str, row: Any) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value", "mend"),
     [
         ("structural_retries", "2", "whole number from 0"),
@@ -59,14 +60,14 @@ def test_a_parse_policy_names_what_is_wrong_with_it(field: str, value: Any, mend
     Env(parse_policy={"structural_retries": 0, "content_penalty": 1, "mask_content": True})
 
 
-@pytest.mark.parametrize("value", [True, math.nan, 0, -1, "8"])
+@each_case("value", [True, math.nan, 0, -1, "8"])
 def test_limits_are_numbers_above_0(value: Any) -> None:
     for name in ("turns", "tokens", "seconds", "tool_seconds"):
         with pytest.raises(ConfigError, match=rf"^limits\.{name} = "):
             EpisodeLimits(**{name: value})
 
 
-@pytest.mark.parametrize("seconds", [-1, 0, math.nan, math.inf, "60", True, None])
+@each_case("seconds", [-1, 0, math.nan, math.inf, "60", True, None])
 def test_a_deadline_is_a_number_of_seconds_above_0(seconds: Any) -> None:
     box = FakeSandbox(SandboxSpec())
     makers: list[tuple[str, Any]] = [
@@ -84,13 +85,13 @@ def test_a_deadline_is_a_number_of_seconds_above_0(seconds: Any) -> None:
             make()
 
 
-@pytest.mark.parametrize("entry", ["https://docs.python.org", "docs.python.org/3", "me@docs.python.org", "", "a b", 5])
+@each_case("entry", ["https://docs.python.org", "docs.python.org/3", "me@docs.python.org", "", "a b", 5])
 def test_an_allowed_host_is_a_host_alone(entry: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^allow\[1\] = {re.escape(repr(entry))}: give a host alone"):
         HttpFetch(["*.example.org", entry])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "why"),
     [
         ({"rewards": GOOD}, rf"^rewards = '{GOOD}': give a list of functions"),
@@ -134,7 +135,7 @@ def test_a_library_of_ones_own_is_checked_when_it_is_read(tmp_path: Path) -> Non
             Retrieval(results=results)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "why"),
     [
         ({"wall_s": -1}, r"^wall_s = -1: give a finite number above 0$"),

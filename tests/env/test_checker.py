@@ -12,6 +12,7 @@ import time
 import gymnasium
 import pytest
 import trio
+from each_case import each_case
 
 import agentrl
 from agentrl.env import Env
@@ -45,12 +46,6 @@ class Good(Env):
         self.count = int(snapshot)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Fewer examples: what is found here is found at once."""
-    monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 20)
-
-
 def report(cls, **kwargs) -> EnvReport:
     return agentrl.check_env(cls, raises=False, **{"deadline_s": 20, **kwargs})
 
@@ -61,7 +56,7 @@ def test_what_keeps_the_contract_passes_and_says_what_was_checked():
     assert len(result.checks) == 12 and str(result) == "Good: 12 checks, 0 findings"
 
 
-@pytest.mark.parametrize("what", ["agentrl/Calculator-v0", "instance", "made", "wrapped"])
+@each_case("what", ["agentrl/Calculator-v0", "instance", "made", "wrapped"])
 def test_ids_instances_and_wrapped_environments_are_taken(what):
     if what == "instance":
         what = Good()
@@ -245,7 +240,7 @@ BROKEN = [
 _reports: dict[type, EnvReport] = {}
 
 
-@pytest.mark.parametrize(("cls", "check", "problem", "line"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+@each_case(("cls", "check", "problem", "line"), BROKEN)
 def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeypatch):
     if check != "answers_any_text":
         monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 1)
@@ -331,7 +326,7 @@ class NoDocstring(GradesBadly):
     def look(self, at: int): ...
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("cls", "check", "problem", "line"),
     [
         (FewParts, "can_start", "step returned 4 values: return (messages, reward, term", "def step"),

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import trio
+from each_case import each_case
 
 import agentrl
 from agentrl.env import Env, ToolEnv, as_async, spaces
@@ -68,7 +69,7 @@ class AsyncCounter(Env):
 CLASSES = [SyncCounter, InPlaceCounter, AsyncCounter]
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@each_case("cls", CLASSES)
 async def test_every_env_has_an_async_side(cls):
     expected = int(np.random.Generator(np.random.PCG64(np.random.SeedSequence(5))).integers(0, 1000))
     env = cls()
@@ -84,7 +85,7 @@ async def test_every_env_has_an_async_side(cls):
     assert env.closed == 1
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@each_case("cls", CLASSES)
 def test_every_env_has_a_blocking_side(cls):
     threads = set(threading.enumerate())
     with cls() as env:
@@ -340,7 +341,7 @@ async def test_calls_that_were_abandoned_and_never_end_are_not_charged_to_who_co
     assert len(ended) == MAX_THREADS and await call(lambda: 1) == 1
 
 
-@pytest.mark.parametrize("name", ["reset", "step", "close"])
+@each_case("name", ["reset", "step", "close"])
 def test_an_async_method_under_a_blocking_name_is_refused(name):
     async def method(self, *args, **kwargs): ...
 

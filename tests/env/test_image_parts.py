@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_case import each_case
 from PIL import Image as Pillow
 
 import agentrl
@@ -39,7 +40,7 @@ def test_pixels_come_back_from_a_decoder_of_others() -> None:
         image_part(np.zeros((2, 2)))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "kind"),
     [
         (file("PNG"), "image/png"),
@@ -66,7 +67,7 @@ SVG = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode()
 HUGE = png(np.zeros((1, 1, 3), dtype=np.uint8)).replace(b"\0\0\0\1\0\0\0\1", b"\0\0\x20\0\0\0\x20\0", 1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "reason"),
     [
         ("https://example.org/cat.png", "give the image itself.*nothing is fetched"),
@@ -89,7 +90,7 @@ def test_what_is_no_image_is_refused_with_the_reason(url: str, reason: str) -> N
     assert (spaces.Messages(max_images=9).why_not((message,)) or "").startswith("message 0: content[1]: ")
 
 
-@pytest.mark.parametrize("part", [{"type": "audio"}, {"type": "text"}, {"type": "image_url"}, "text", None])
+@each_case("part", [{"type": "audio"}, {"type": "text"}, {"type": "image_url"}, "text", None])
 def test_other_parts_are_refused(part: Any) -> None:
     with pytest.raises(ValueError, match=r"content\[0\] = .*: give \{'type': 'text'"):
         with_images({"role": "user", "content": [part]})

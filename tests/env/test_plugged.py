@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 
 import agentrl
 from agentrl import registry
@@ -160,7 +161,7 @@ async def test_a_server_that_fails_costs_the_episode_and_is_closed(servers: list
     assert servers[0].said == ["open", "closed"] and backend.boxes[0].closed
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tools", "box", "kind", "said"),
     [
         (["calculater"], {}, UnknownIdError, "calculator"),
@@ -187,7 +188,6 @@ async def test_a_server_that_fails_costs_the_episode_and_is_closed(servers: list
         (["shell"], {"memory": 1}, ConfigError, "fields of Limits"),
         (["calculator", "calculator"], {}, UsageError, "two tools named"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused_when_the_environment_is_made(tools: Any, box: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):

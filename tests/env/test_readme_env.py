@@ -68,4 +68,4 @@ def test_run_as_a_script_it_is_checked_and_trained_on_for_ten_steps(tmp_path):
     assert "trained 10 steps on 160 episodes" in done.stdout
     with RunStore.open(tmp_path / "runs" / "my_first_env" / "store.sqlite") as store:
         assert audit(store).violations == []
-        assert any(row.values["updated"] for row in store.metrics("step")), "there was something to learn from"
+        assert any(row.values["updated"] for row in store.metrics.values("step")), "there was something to learn from"

@@ -6,6 +6,7 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+from each_case import each_case
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import agentrl
@@ -61,7 +62,7 @@ def test_both_makes_know_installed_ids():
         env.close()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("id", "given", "told"),
     [
         (CALCULATOR, {"terms": 2.5}, "terms = 2.5: give a whole number"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl.env.tool_env import ToolEnv
@@ -227,7 +228,7 @@ async def test_an_episode_without_a_beginning_has_no_snapshot() -> None:
         await Boxed().snapshot()
 
 
-@pytest.mark.parametrize("data", [b"", b"agentrle" + b"x" * 50, b"PK", os.urandom(300)])
+@each_case("data", [b"", b"agentrle" + b"x" * 50, b"PK", os.urandom(300)])
 async def test_hostile_bytes_are_no_snapshot(data: bytes) -> None:
     with pytest.raises((EnvError, SandboxError)):
         await Boxed().restore(data)

@@ -178,3 +178,13 @@ def test_nobody_may_be_missing():
 def test_both_pass_the_checker():
     assert agentrl.check_env(Count, actions=["2", "3", "4", "x"]).findings == ()
     assert agentrl.check_env(lambda: OneRole(Count(), role="seed", others=count_on)).findings == ()
+
+
+@pytest.mark.parametrize(("cut_off", "ended"), [(True, (False, True, "truncated")), (False, (True, False, "done"))])
+async def test_a_limit_of_the_game_itself_truncates(cut_off, ended):
+    async with Count() as env:
+        await env.areset(seed=0, options={"from": 1, "to": 2})
+        env.cut_off = cut_off
+        *_, terminated, truncated, info = await env.astep("2")
+        assert (terminated, truncated, info["stop_reason"]) == ended
+        assert info["outcomes"] == {"ann": 1.0, "bob": 1.0, "cem": 1.0}

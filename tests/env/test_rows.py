@@ -8,14 +8,20 @@ import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import trio
+import trio.testing
+from each_case import each_case
 
+from agentrl import notices
 from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import EnvError, UsageError
+from agentrl.host.clocks import HostClock, watch
 
 HERE = __name__
 
@@ -130,6 +136,19 @@ def test_a_column_of_messages_is_asked_as_it_is() -> None:
     assert env("length").reset(options={"prompt": talk})[0] == tuple(talk)
 
 
+def test_cells_that_are_no_text_are_written_as_json_and_a_null_as_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Not as Python writes them: `None`, `True` and single quotes are in nobody's data."""
+    row = {"question": "q", "hint": None, "options": ["a", {"b": True}], "exact": False, "n": 3, "rate": 0.5}
+    asked, _ = env("length", prompt="{question}|{hint}|{options}|{exact}|{n}|{rate:.2f}").reset(options=row)
+    assert [message["content"] for message in asked] == ['q||["a", {"b": true}]|false|3|0.50']
+    assert [text for text in caplog.messages if "null" in text]
+    for nothing in (None, "", []):
+        with pytest.raises(UsageError, match="there is nothing to ask"):
+            env("length").reset(options={"prompt": nothing})
+    env("length").reset(options={"prompt": '[{"role": "user", "content": "q"}]'})
+    assert [text for text in caplog.messages if "chat messages as JSON text" in text]
+
+
 def test_held_out_rows_are_asked_by_seed(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q{at}"}) + "\n" for at in range(3)))
@@ -159,23 +178,13 @@ def outcome(one: RowsEnv, action: str, **row: Any) -> float:
 
 
 @ANYWHERE
-@pytest.mark.parametrize(
-    ("name", "action", "row", "expected"),
-    [
-        ("numpy_bool", "yes", {}, 1.0),
-        ("numpy_bool", "no", {}, 0.0),
-        ("numpy_number", "", {}, 0.5),
-        ("one_element", "", {}, 0.25),
-        ("later", "", {}, 0.125),
-        ("from_trl", "4", {"answer": "4"}, 1.0),
-        ("from_trl", "5", {"answer": "4"}, 0.0),
-        ("async_trl", "four", {}, 8.0),
-    ],
-)
-def test_scores_of_every_kind_by_functions_of_every_form(
-    name: str, action: str, row: dict[str, Any], expected: float, processes: int
-) -> None:
-    assert outcome(env(name, processes=processes), action, **row) == expected
+def test_scores_of_every_kind_by_functions_of_every_form(processes: int) -> None:
+    forms = ("numpy_bool", "numpy_number", "one_element", "later", "from_trl", "async_trl")
+    one = env(*forms, processes=processes)
+    for action, expected in (("yes", [1.0, 0.5, 0.25, 0.125, 0.0, 6.0]), ("4", [0.0, 0.5, 0.25, 0.125, 1.0, 2.0])):
+        one.reset(options={"prompt": "a", "answer": "4"})
+        scores = one.step(action)[4]["scores"]
+        assert [scores[f"{HERE}:{name}"] for name in forms] == expected
 
 
 def test_a_tensor_without_dimensions_is_a_score() -> None:
@@ -190,24 +199,23 @@ def test_a_prompt_of_messages_is_answered_with_one_as_in_trl(processes: int) -> 
     assert outcome(one, "no", prompt=talk) == 0.0, "None: not for this row"
 
 
-@ANYWHERE
-@pytest.mark.parametrize(
-    ("name", "said"),
+@each_case(
+    ("name", "processes", "message"),
     [
-        ("raises", r"raised KeyError: 'missing' \(.*test_rows\.py:\d+\)"),
-        ("two_values", r"returned \[1\.0, 2\.0\]: return one number per completion"),
-        ("nothing", r"returned nan: return a finite number"),
+        ("raises", 0, r"raised KeyError: 'missing' \(.*test_rows\.py:\d+\)"),
+        ("raises", 1, r"raised KeyError: 'missing' \(.*test_rows\.py:\d+\)"),
+        ("two_values", 0, r"returned \[1\.0, 2\.0\]: return one number per completion"),
+        ("nothing", 0, r"returned nan: return a finite number"),
     ],
 )
-def test_a_function_that_fails_is_named_wherever_it_runs(name: str, said: str, processes: int) -> None:
-    with pytest.raises(EnvError, match=said):
+def test_a_function_that_fails_is_named_wherever_it_runs(name: str, processes: int, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
         outcome(env(name, processes=processes), "b")
 
 
-@ANYWHERE
-def test_a_column_that_trl_would_give_and_no_row_has_is_named(processes: int) -> None:
+def test_a_column_that_trl_would_give_and_no_row_has_is_named() -> None:
     with pytest.raises(UsageError, match=r"needs_more' asks for solution; a row has answer, prompt"):
-        outcome(env("needs_more", processes=processes), "b", answer="4")
+        outcome(env("needs_more", processes=0), "b", answer="4")
 
 
 def test_a_signature_that_cannot_be_called_is_refused_when_it_is_made() -> None:
@@ -232,10 +240,67 @@ def test_functions_that_need_a_main_thread_have_one() -> None:
     assert not thread.is_alive() and not failures, failures
 
 
+def busy(prompt: Any, completion: str, row: Any) -> float:
+    started = time.monotonic()
+    while time.monotonic() < started + 0.4:
+        pass
+    return 1.0
+
+
+def test_waiting_for_a_process_is_the_hosts_time(tmp_path: Path) -> None:
+    """Ten answers at once, two functions, one process that takes 2 s to start: the last answer waits for some 5 s, and
+    neither its step (1.5 s) nor a function (1.5 s) has run out of time. An answer that nobody waits for is not judged.
+    """
+    log, module = tmp_path / "judged", tmp_path / "slow_to_import.py"
+    module.write_text(
+        "import time\ntime.sleep(2)\n"
+        f"def note(prompt, completion, row):\n    open({str(log)!r}, 'a').write(completion)\n    return 1.0\n"
+    )
+    results: list[tuple[Any, Any]] = []
+
+    async def play(action: str, own_s: float = 1.5) -> None:
+        one = RowsEnv(rewards=[f"{HERE}:busy", f"{module}:note"], reward_s=1.5, processes=1)
+        await one.areset(seed=0, options={"prompt": "q"})
+        with watch(own_s=own_s) as watching:
+            info = (await one.astep(action))[4]
+            results.append((watching.over, info["outcome"]))
+
+    async def burst() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(play, "a")
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(0.5):
+                await play("left")
+
+    trio.run(burst, clock=HostClock())
+    assert results == [(None, 2.0)] * 10
+    assert log.read_text() == "a" * 10
+
+
+def sparse(completions: list[str], n: list[int], **kwargs: Any) -> list[float | None]:
+    return [None if number % 2 else 1.0 for number in n]
+
+
+@ANYWHERE
+def test_a_function_that_abstains_has_no_score(processes: int) -> None:
+    """TRL's rule: None adds nothing to the reward, and is no part of the function's mean."""
+    one = env("sparse", "same", processes=processes)
+    infos = []
+    for n in (0, 1):
+        one.reset(seed=0, options={"prompt": "q", "n": n, "answer": "b"})
+        infos.append(one.step("b")[4])
+    assert [info["outcome"] for info in infos] == [2.0, 1.0]
+    assert [[name.rpartition(":")[2] for name in info["scores"]] for info in infos] == [["sparse", "same"], ["same"]]
+
+
 def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pytest.LogCaptureFixture) -> None:
     one = env("same", "hangs", reward_s=2.0, processes=1)
     assert outcome(one, "hang", answer="hang") == 1.0, "what has answered counts"
     assert "hangs' had not judged an answer within reward_s = 2" in caplog.text
+    one.reset(seed=0, options={"prompt": "q", "answer": "hang"})
+    info = one.step("hang")[4]
+    assert [list(info["scores"]), info["scores_late"]] == [[one._names[0]], [one._names[1]]]
     patient = env("same", "hangs", reward_s=100.0, processes=1)
     assert outcome(patient, "no", answer="hang") == 1.0
 
@@ -251,6 +316,44 @@ def test_what_a_function_prints_is_no_answer_and_the_process_is_kept() -> None:
     first = outcome(one, "b")
     assert first == outcome(one, "c") == outcome(env("prints", processes=1), "d")
     assert first not in (7.0, os.getpid())
+
+
+def abstains(completions: list[str], **kwargs: Any) -> list[None]:
+    return [None for _ in completions]
+
+
+def noted(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "agentrl.notices"]
+
+
+def test_columns_that_the_model_or_a_function_does_not_see_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    notices.OF_PROCESS.forget()
+    row = {"prompt": "q", "answer": "a", "prompts": "p", "completions": "c", "tools": [{"name": "f"}], "images": None}
+    env("abstains").reset(options=row)
+    assert noted(caplog) == [
+        "data rows: the column 'tools' is not shown to the model",
+        "data rows: the column 'completions' is hidden: reward functions get the run's own completions by this name",
+        "data rows: the column 'prompts' is hidden: reward functions get the run's own prompts by this name",
+    ]
+
+
+def test_an_answer_that_no_function_judges_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    notices.OF_PROCESS.forget()
+    assert outcome(env("abstains"), "yes") == 0.0
+    assert noted(caplog) == ["rewards: no reward function judges an answer (each returned None): its outcome is 0"]
+
+
+@each_case(
+    ("prompt", "reason"),
+    [
+        ({"role": "user", "content": "q"}, "a single message"),
+        ([{"role": "user", "content": None}], "messages without content"),
+        ([], "nothing to ask"),
+    ],
+)
+def test_a_row_that_asks_nothing_is_refused(prompt: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        env("abstains").reset(options={"prompt": prompt})
 
 
 def equal(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:

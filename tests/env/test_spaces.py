@@ -5,6 +5,7 @@ import pickle
 
 import gymnasium
 import pytest
+from each_case import each_case
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def test_samples_cover_the_empty_string_and_the_upper_planes():
 MESSAGE = {"role": "user", "content": "hi"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "reason"),
     [
         ([MESSAGE], "not a tuple"),

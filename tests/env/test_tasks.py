@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import pytest
+from each_case import each_case
 
 from agentrl.env.datasets import digest, read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, task_key
@@ -86,7 +87,7 @@ def test_a_mixture_of_finite_sources_ends_with_the_last():
         source.task(14)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "said"),
     [
         (lambda: Rows("e", []), "rows = '\\[\\]'"),
@@ -173,7 +174,7 @@ def test_json_lines(tmp_path):
     assert list(read_rows(str(path))) == [{"q": "é", "n": 1}, {"q": "2"}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "content", "said"),
     [
         ("rows.jsonl", b'{"q": 1}\n{"q": \n', "line 2 is not JSON"),
@@ -182,6 +183,10 @@ def test_json_lines(tmp_path):
         ("rows.jsonl", b'{"q": 1}\n{"q": NaN}\n', "line 2 is not JSON: NaN is no number that JSON has"),
         ("rows.jsonl", b'{"q": [{"r": -Infinity}]}\n', "line 1 is not JSON: -Infinity is no number"),
         ("rows.jsonl", b'{"q": 1}\n\n{"q": 1e999}\n', "line 3 is not JSON: 1e999 is no number"),
+        ("rows.jsonl", b'{"q": 1, "q": 2}\n', "line 1 is not JSON: the key 'q' stands twice"),
+        ("rows.json", b'[{"q": 1, "q": 2}]', "line 1 is not JSON: the key 'q' stands twice"),
+        ("rows.jsonl", b"[" * 100_000, "line 1 is not JSON: it is nested too deeply"),
+        ("rows.json", b"[" * 100_000, "line 1 is not JSON"),
         ("rows.json", b'[\n {"q": 1},\n {"q": NaN}\n]', "rows.json, line 3 is not JSON: NaN is no number"),
         ("rows.json", b'[\n {"q": 1},\n 2\n]', "rows.json, line 3: entry 1 is not a JSON object"),
         ("rows.json", b'[\n {"q": 1}\n {"q": 2}\n]', "rows.json, line 3 is not JSON: expected ',' or ']'"),
@@ -202,9 +207,9 @@ def test_bad_lines_are_named(tmp_path, name, content, said):
         read_rows(str(path))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
-@pytest.mark.parametrize(
+@each_case("packed", [False, True])
+@each_case("mark", [b"", b"\xef\xbb\xbf"])
+@each_case(
     ("name", "content"),
     [
         ("rows.jsonl", '{"q": "é", "a": "1"}\n\n{"q": "x\u2028y,\\n", "a": "2"}\n'),
@@ -295,7 +300,7 @@ def test_a_hugging_face_data_set_with_configurations(tmp_path):
         read_rows(f"hf:{tmp_path}:main:dev")
 
 
-@pytest.mark.parametrize("where", ["hf:", "hf:a/b:c:d:e", "hf:a/b:", "hf:a/b::train"])
+@each_case("where", ["hf:", "hf:a/b:c:d:e", "hf:a/b:", "hf:a/b::train"])
 def test_a_name_of_another_form_is_refused(where):
     with pytest.raises(UsageError, match="give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"):
         read_rows(where)

@@ -1,9 +1,11 @@
 """Parsers of tool calls: total on any text, exact on what `write` wrote, in order, nothing dropped."""
 
 import json
+import re
 import time
 
 import pytest
+from each_case import each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +82,6 @@ TAGS = [
         "</tool_calls>",
     ),
 ]
-ENDS_OF_STRINGS = ('<|"|>',)
 PIECES = [
     *("{", "}", '"', "\\", "\n", " ", ":", ",", "[", "]", ";", '{"name": "f", "arguments": {}}', '"name": "f"'),
     *('"arguments"', '{"name": "g", "parameters": {}}', "NaN", "1e999", "\\ud800", "é", "f", "null"),
@@ -131,8 +132,8 @@ def test_an_unknown_format_names_the_known_ones():
         get_format("hremes")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40)
+@each_case("name", FORMATS)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_format_reads_what_it_writes(name, data):
     written = data.draw(st.lists(calls_of(name), min_size=1, max_size=4).filter(lambda made: is_readable(name, made)))
@@ -140,27 +141,55 @@ def test_every_format_reads_what_it_writes(name, data):
     assert form.parse(form.write(*written), schemas_of(name, written)).calls == tuple(written)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_a_tag_within_a_string_is_content(name, data):
-    call, tag = data.draw(calls_of(name)), data.draw(st.sampled_from(TAGS))
-    call = ToolCall(call.name, {**call.arguments, "text": f"a{tag}b\n{tag}"})
+@each_case("name", FORMATS)
+def test_a_tag_within_a_string_is_content(name):
     form = get_format(name)
-    parsed = form.parse(form.write(call) + ("" if name in WHOLE_TURN else "\nthen"), schemas_of(name, [call]))
-    assert parsed.calls == (call,)
+    for tag in TAGS:
+        call = ToolCall("f", {"a": 1, "text": f"a{tag}b\n{tag}"})
+        parsed = form.parse(form.write(call) + ("" if name in WHOLE_TURN else "\nthen"), schemas_of(name, [call]))
+        assert parsed.calls == (call,), tag
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "piece", [*TAGS, "{", "[", '{"name": "f", "arguments": {"a": "', ";{", "\n{", "Action: f\n", " "]
-)
-def test_a_long_text_is_read_in_time(name, piece):
-    """An action is some thousand tokens; catastrophic backtracking in it would take minutes."""
-    text = piece * (30_000 // len(piece))
-    started = time.process_time()
-    get_format(name).parse(text)
-    assert time.process_time() - started < 20
+@each_case("name", FORMATS)
+def test_a_text_comes_back_with_its_edges(name):
+    values = ["", "\n", "\n\nx\n\n", " x ", "5", "true", "null", '"5"', "[1]", "{", "\\", "é\u2028"]
+    call = ToolCall("f", {f"a{at}": value for at, value in enumerate(values)})
+    assert get_format(name).parse(get_format(name).write(call), schemas_of(name, [call])).calls == (call,)
+
+
+def test_a_value_that_is_marked_as_no_text_stays_one_where_it_holds_a_quoted_one():
+    form = get_format("deepseek_v32")
+    text = form.write(ToolCall("f", {"a": 5})).replace(">5<", '>"5"<')
+    assert form.parse(text).calls == (ToolCall("f", {"a": '"5"'}),)
+
+
+NO_SCHEMAS = [
+    *(5, "x", [1], None),
+    *({"properties": value} for value in (5, [1], "x", {"a": 5}, {"a": None})),
+    *({"properties": {"a": {key: value}}} for key in ("type", "enum", "anyOf") for value in (5, [{}], {"x": 1}, [5])),
+]
+
+
+@each_case("name", FORMATS)
+def test_law_3_a_schema_that_is_none_breaks_no_reader(name):
+    """An agent program offers what it likes, and a policy may speak for it."""
+    form = get_format(name)
+    text = form.write(ToolCall("f", {"a": "x"}))
+    for parameters in NO_SCHEMAS:
+        parsed = form.parse(text, [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        assert parsed.calls == (ToolCall("f", {"a": "x"}),), parameters
+
+
+@each_case("name", FORMATS)
+def test_a_long_text_is_read_in_time(name):
+    """An action is some thousand tokens; catastrophic backtracking in it would take minutes. The pieces are what a call
+    of this dialect begins with, cut behind each of its marks, and what any of them may stumble over."""
+    call = get_format(name).write(ToolCall("f", {"a": "x"}))
+    ends = {match.end() for match in re.finditer(r"[^\w\s]+|\s+", call)}
+    for piece in [*(call[:end] for end in sorted(ends)), "{", "[", ";{", "\n{", " "]:
+        started = time.process_time()
+        get_format(name).parse(piece * (30_000 // len(piece)))
+        assert time.process_time() - started < 20, piece
 
 
 class Counting(json.JSONDecoder):
@@ -183,8 +212,8 @@ class Counting(json.JSONDecoder):
             self.read += end - idx
 
 
-@pytest.mark.parametrize(
-    ("name", "piece"),
+@each_case(
+    "name, piece",
     [
         *(("json", piece) for piece in ("[\n", "{\n", "[[],\n", '[{"name": 1,\n', "[[[[[[[[[[]]]]]]]]]],[\n")),
         *(("hermes", piece) for piece in ("<tool_call>{", "<tool_call>[", '<tool_call>["')),
@@ -232,9 +261,9 @@ def test_the_texts_of_broken_calls_take_no_more_than_the_text():
     assert sum(len(call.raw) for call in get_format("harmony").parse(text).calls) <= len(text)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each_case("name", FORMATS)
 @given(text=st.text() | tag_soup)
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_no_text_breaks_a_parser(name, text):
     parsed = get_format(name).parse(text)
     for call in parsed.calls:
@@ -278,8 +307,8 @@ def test_arguments_may_be_missing_or_their_own_json_text():
     assert one('<tool_call>{"name": "w", "arguments": {}}</tool_call>') == ToolCall("w", {})
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "said"),
+@each_case(
+    "text, kind, said",
     [
         (wrap('{"name": "w", "arguments": {}'), StructuralParseError, "not valid JSON"),
         (wrap('{"name": "w", "arguments": {}}}'), StructuralParseError, "more than one"),
@@ -319,8 +348,8 @@ def test_a_text_without_calls_is_text():
 DRAFT, MEANT = wrap('{"name": "draft"}'), ToolCall("meant", {"t": "</think>"})
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
+@each_case(
+    "text, expected",
     [
         (f"<think>{DRAFT}</think>{HERMES.write(MEANT)}", [MEANT]),
         (f"{DRAFT} maybe</think>{HERMES.write(MEANT)}", [MEANT]),  # the template opened the thought
@@ -348,8 +377,8 @@ STRUCTURAL, CONTENT = "StructuralParseError", "ContentParseError"
 LONDON = {"city": "London"}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
+@each_case(
+    "name, text, expected",
     [
         # Llama: the message is the call
         ("llama", '{"name": "f", "parameters": {"city": "London"}}', [("f", LONDON)]),
@@ -427,6 +456,8 @@ def test_what_stands_around_calls_is_text():
     assert get_format("mistral").parse("Let me see.[TOOL_CALLS]f{} bye").text == "Let me see. bye"
     assert get_format("json").parse('a\n{"name": "f"}\nb').text == "a\n\nb"
     assert get_format("llama").parse("only text").text == "only text"
+    broken = '<invoke name="f">\n<parameter name="a">1\n</invoke> bye'
+    assert (get_format("minimax_m2").parse(broken).text, parsed("minimax_m2", broken)) == (" bye", [("f", STRUCTURAL)])
 
 
 def test_dialects_without_a_template_teach_and_answer_in_plain_roles():
@@ -443,8 +474,8 @@ def test_dialects_without_a_template_teach_and_answer_in_plain_roles():
 # --- thoughts, types, dialects of others
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "thoughts", "words"),
+@each_case(
+    "name, text, thoughts, words",
     [
         ("hermes", "<think>\nhm\n</think>\n\nIt is 4.", "hm", "\n\nIt is 4."),
         ("hermes", "hm\n</think>It is 4.", "hm", "It is 4."),  # the template opened the block

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import trio
+from each_case import each_case
 from gymnasium.error import ResetNeeded
 
 from agentrl.env import EpisodeLimits, Grade, ParsePolicy, ToolEnv, tool
@@ -208,7 +209,7 @@ async def test_finish_ends_the_turn_and_later_calls_are_not_run():
         await env.astep(said("say", text="a"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("grade", "expected"),
     [
         (None, {}),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
@@ -128,7 +129,7 @@ async def test_arguments_are_checked_converted_and_defaults_kept():
     assert result.content == '{"at": {"x": 1, "y": 2}, "sum": 3, "schema": 0.5}'
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "said"),
     [
         ({}, "'word' is a required property"),
@@ -196,7 +197,7 @@ def make_bad_tools():
     ]
 
 
-@pytest.mark.parametrize(("function", "hint"), make_bad_tools())
+@each_case(("function", "hint"), make_bad_tools())
 def test_a_function_without_a_schema_is_refused_by_name(function, hint):
     with pytest.raises(UsageError, match=f"{function.__name__}.*({hint})"):
         FunctionTool(function)
@@ -213,7 +214,7 @@ class Model(BaseModel):
     a: int
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "content"),
     [
         (None, "ok"),
@@ -342,9 +343,7 @@ def test_unique_items_are_found_in_linear_time():
     assert compared <= 600
 
 
-@pytest.mark.parametrize(
-    ("unit", "value", "fits"), [(0.5, 10**400, True), (0.75, 10**400, False), (2, 10**400, True)], ids=str
-)
+@each_case(("unit", "value", "fits"), [(0.5, 10**400, True), (0.75, 10**400, False), (2, 10**400, True)])
 def test_an_integer_that_no_float_can_be_is_judged(unit, value, fits):
     check = ArgumentCheck({"parameters": {"properties": {"x": {"multipleOf": unit}}}})
     if fits:

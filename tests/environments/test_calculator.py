@@ -4,6 +4,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_written_values_read_back(value):
     assert evaluate(written(value)) == value
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "value"),
     [
         ("7 / 2", "3.5"),
@@ -62,7 +63,7 @@ def test_operators_and_their_text(text, value):
     assert written(evaluate(text)) == value
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         *("", "1 +", "x", "__import__('os')", "(1).real", "[1]", "'a'", "True", "1j", "1 if 1 else 2", "lambda: 1"),

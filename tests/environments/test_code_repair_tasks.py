@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 
-import pytest
+from each_case import each_case
 
 from agentrl_environments.code_repair.demonstrations import demonstrate
 from agentrl_environments.code_repair.mutation import mutations, normal
@@ -51,7 +51,7 @@ def test_a_seed_is_the_same_task_in_another_process() -> None:
         assert printed.splitlines() == [str(make_task(seed, "train")) for seed in range(5)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@each_case("split", SPLITS)
 def test_one_line_repairs_the_module_and_the_hidden_tests_know(split: Split) -> None:
     for task in tasks(split):
         assert with_line(task.source, task.fix_line, task.fix_text) == task.repaired
@@ -103,7 +103,7 @@ def test_shuffled_tests_keep_module_and_hidden_tests_and_call_its_functions() ->
     assert misled == N  # the visible tests never accept the repair
 
 
-@pytest.mark.parametrize(
+@each_case(
     "source, edits",
     [
         (

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,7 +213,7 @@ class T(unittest.TestCase):
     assert (await judged(judge, source, tests)).passed == {"test_shop.T.test_secret_name"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "line",
     [
         '{"value": {"object": "x"}}',
@@ -313,7 +314,7 @@ class T(unittest.TestCase):
     assert set((await judged(judge, SOURCE, tests)).reasons) == {"test_shop.T.test_wrong"}
 
 
-@pytest.mark.parametrize("name", ["helper.py", "helper/__init__.py", "math.py", "unittest/__init__.py", "wire.py"])
+@each_case("name", ["helper.py", "helper/__init__.py", "math.py", "unittest/__init__.py", "wire.py"])
 async def test_a_new_module_does_not_stand_in_front_of_a_helper_of_the_tests(judge: SourceJudge, name: str) -> None:
     """Nor of Python's own, nor of the judge's."""
     tests = """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl.env.agent_programs import ProgramEnv
@@ -38,7 +39,7 @@ SETS: dict[str, dict[str, Any]] = {
 RIGHT = ("<answer>7</answer>", "<answer>[[1, 2], [3, 4]]</answer>", "action: 1", "0", "[5]")
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@each_case("name", PLAIN)
 async def test_no_action_is_dropped(name: str) -> None:
     await check_nothing_dropped(
         lambda: agentrl.make(f"agentrl/{name}-v0", **PLAIN[name]), seeds=range(6), actions=RIGHT
@@ -100,7 +101,7 @@ class Fragile(agentrl.ToolEnv):
         return self.earned
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, SandboxError, ValueError])
+@each_case("kind", [ZeroDivisionError, SandboxError, ValueError])
 async def test_the_check_finds_an_action_that_fails_an_environment(kind: type[Exception]) -> None:
     class Failing(Fragile):
         failure = kind

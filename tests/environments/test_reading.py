@@ -1,6 +1,7 @@
 """The book: each fact stands on its page, only the right digit counts, and the last pages go on without notes."""
 
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl.errors import UsageError
@@ -27,7 +28,7 @@ async def test_each_page_says_its_fact_and_the_last_digit_is_right():
     assert (info["outcome"], info["success"]) == (1.0, True)
 
 
-@pytest.mark.parametrize("answer", ["4", "", "9 9", "C9"])
+@each_case("answer", ["4", "", "9 9", "C9"])
 async def test_any_other_answer_is_wrong(answer):
     _, info = await read(answer)
     assert (info["outcome"], info["success"]) == (0.0, False)

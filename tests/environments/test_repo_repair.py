@@ -278,11 +278,11 @@ async def test_whoever_ends_an_episode_to_solve_and_submit_earns_as_much_as_to_s
     """At a run's default turns, and where the run has fewer than the environment."""
 
     async def earned(*turns: str, seed: int, **settings: Any) -> float:
-        store.add_groups([Task(index=seed, env="test/Env", seed=3)], size=1, purpose="train")
-        (claim,) = store.claim("w", 1, lease_s=1e6)
+        store.groups.add_groups([Task(index=seed, env="test/Env", seed=3)], size=1, purpose="train")
+        (claim,) = store.leases.claim("w", 1, lease_s=1e6)
         room = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, **settings}
         await play(claim, context(RepoRepair(), saying(renderer, *turns), **room))
-        trajectory = store.trajectory(claim.episode_id)
+        trajectory = store.reads.trajectory(claim.episode_id)
         assert trajectory.outcome is not None
         return trajectory.outcome + sum(trajectory.rewards)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from each_case import each_case
 
 from agentrl_environments.repo_repair.repository import FOLDER, REPOSITORIES, load, without_tests
 
@@ -26,7 +26,7 @@ def test_every_folder_belongs_to_one_split() -> None:
     assert len(NAMES) >= 10 and not set(REPOSITORIES["train"]) & set(REPOSITORIES["held_out"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_a_repository_is_sound(name: str, tmp_path: Path) -> None:
     """As a user would run it, outside of any judge."""
     shutil.copytree(FOLDER / name, tmp_path / name)
@@ -37,7 +37,7 @@ def test_a_repository_is_sound(name: str, tmp_path: Path) -> None:
     assert 3 <= len(repository.sources) <= 8 and 20 <= len(repository.test_ids) <= 60
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_its_tests_can_be_judged_from_another_box(name: str) -> None:
     for file, text in load(name).tests.items():
         for node in ast.walk(ast.parse(text)):
@@ -95,7 +95,7 @@ class B(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("gone", "left"),
     [
         ("1", '    @unittest.skip("x")\n    def test_2(self):\n        pass\n\n    def test_3(self):\n        pass\n'),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl.env.datasets import read_rows
@@ -62,7 +63,7 @@ def test_words_and_excerpts() -> None:
     assert excerpt(Document("x", "T", ""), "bell") == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "source", "outcome"),
     [
         ("Ilva Brandt", "harbour-light", 1.0),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from each_case import each_case
 from reward_hacks import HACKS, MODULE_HACKS, Hack
 
 from agentrl.protocols import Sandbox
@@ -48,7 +49,7 @@ async def test_the_honest_policy_gets_its_reward() -> None:
         assert info["outcome"] == 1.0
 
 
-@pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
+@each_case("hack", HACKS)
 async def test_a_hack_scores_nothing(hack: Hack) -> None:
     async with mending() as (env, task):
         total = 0.0
@@ -63,7 +64,7 @@ async def test_a_hack_scores_nothing(hack: Hack) -> None:
         assert fooled == hack.fools_naive
 
 
-@pytest.mark.parametrize("code", MODULE_HACKS.values(), ids=list(MODULE_HACKS))
+@each_case("code", MODULE_HACKS.values())
 async def test_a_hack_of_a_module_scores_nothing(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the small modules of `CodeRepair`, whose expected values never enter a box either."""
     monkeypatch.setattr(running, "DEADLINE_S", 3.0)  # a flood lasts as long

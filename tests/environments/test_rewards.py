@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxSpec
@@ -114,7 +115,7 @@ async def test_lint_potential_in_a_real_box() -> None:
     await boxes.aclose()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "count"),
     [
         ("import os, sys\nprint(sys.path)\n", 1),

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 import pytest
+from each_case import each_case
 from gymnasium.utils.env_checker import check_env
 
 import agentrl
@@ -72,7 +73,7 @@ def test_gymnasiums_checker_passes_without_a_warning(name: str) -> None:
         env.close()
 
 
-@pytest.mark.parametrize(("id", "kwargs"), CASES, ids=str)
+@each_case(("id", "kwargs"), CASES)
 async def test_oracles_get_what_they_must(id: str, kwargs: dict[str, Any]) -> None:
     for seed in range(10):
         verdicts = await judge(lambda: agentrl.make(id, **kwargs), seed)

@@ -73,10 +73,10 @@ async def played(
     nursery.start_soon(hurry, fast_clock)
 
     async def play_one(env: ToolEnv, seed: int, *turns: str, **options: Any) -> Played:
-        store.add_groups([Task(index=0, env="test/Env", seed=seed, options=options)], size=1, purpose="train")
-        (claim,) = store.claim("w", 1, lease_s=1e6)
+        store.groups.add_groups([Task(index=0, env="test/Env", seed=seed, options=options)], size=1, purpose="train")
+        (claim,) = store.leases.claim("w", 1, lease_s=1e6)
         ending = await play(claim, context(env, saying(renderer, *turns), **ROOM))
-        return ending, store.trajectory(claim.episode_id)
+        return ending, store.reads.trajectory(claim.episode_id)
 
     return play_one
 
@@ -190,8 +190,8 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
         async def grade(self) -> bool:
             return "test" in (await judge.run({"a.py": b""}, {"test_a.py": self.work})).passed
 
-    store.add_groups([Task(index=0, env="test/Env", seed=0)], size=8, purpose="train")
-    claims = store.claim("w", 8, lease_s=1e6)
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=0)], size=8, purpose="train")
+    claims = store.leases.claim("w", 8, lease_s=1e6)
     endings: dict[int, StopCause] = {}
 
     async def member(claim: Any, work: str) -> None:
@@ -203,6 +203,6 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
     async with trio.open_nursery() as nursery:
         for at, claim in enumerate(claims):
             nursery.start_soon(member, claim, f"sleep {at}" if at < 7 else "honest")
-    outcomes = [store.trajectory(claim.episode_id).outcome for claim in claims]
+    outcomes = [store.reads.trajectory(claim.episode_id).outcome for claim in claims]
     assert outcomes == [0.0] * 7 + [1.0], endings
     assert {ending.stop_reason for ending in endings.values()} == {StopReason.DONE}

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 from sandbox import rootfs
-from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
+from sandbox.conftest import IMAGE, busybox_image, docker_engine, env  # noqa: F401  (fixtures)
 
 import agentrl
 import agentrl_environments.swe
@@ -142,7 +143,7 @@ def forgery() -> str:
 
 
 @boxed
-@pytest.mark.parametrize("cheat", CHEATS)
+@each_case("cheat", CHEATS)
 async def test_a_cheat_gets_nothing(cheat: str) -> None:
     env = SWE(apart=False)
     _, info = await played(
@@ -297,6 +298,56 @@ async def test_oracles_hold_on_docker(
         made = {**kwargs, "sandbox": "docker", "box": {"disk_bytes": 64 << 20, "memory_bytes": 256 << 20}}
         verdicts = await judge(lambda name=name, made=made: agentrl.make(f"agentrl/{name}-v0", **made), seed)
         assert len(verdicts) >= 3 and all(verdict.holds for verdict in verdicts), (name, seed, verdicts)
+
+
+BUSYBOX_ROW = {
+    "instance_id": "sums-1",
+    "repo": "sums",
+    "problem_statement": "The sum is wrong.",
+    "patch": "--- a/sum.sh\n+++ b/sum.sh\n@@ -1 +1 @@\n-echo $(($1 - $2))\n+echo $(($1 + $2))\n",
+    "test_patch": "--- /dev/null\n+++ b/tests.sh\n@@ -0,0 +1 @@\n"
+    "+[ $(sh sum.sh 1 2) = 3 ] && [ ! -e old.sh ] && echo PASSED t.sh::sum || echo FAILED t.sh::sum\n",
+    "test_command": "sh tests.sh",
+    "FAIL_TO_PASS": ["t.sh::sum"],
+    "PASS_TO_PASS": [],
+    "sources": ["*"],
+}
+
+
+@pytest.mark.docker
+async def test_work_is_handed_in_from_an_image_with_busybox_alone(
+    docker_engine: str,  # noqa: F811
+    busybox_image: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both formats: files that were written, changed and removed, some with odd names, get to the grading box."""
+    monkeypatch.setenv("DOCKER_HOST", docker_engine)
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums/sum.sh").write_text("echo $(($1 - $2))\n")
+    (tmp_path / "sums/old.sh").write_text("")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(BUSYBOX_ROW))
+    made: dict[str, Any] = {"image": busybox_image, "sandbox": "docker", "box": {"disk_bytes": 64 << 20}}
+    swe = SWE(tasks=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), **made)
+    right = shell(swe, "rm old.sh; echo 'echo $(($1 + $2))' > sum.sh; mkdir locked; chmod 0 locked")
+    _, info = await played(swe, "sums-1", right)
+    assert (info["outcome"], info["absent"]) == (1.0, 0), info
+    _, info = await played(SWE(tasks=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), **made), "sums-1")
+    assert (info["outcome"], info["absent"]) == (0.0, 0), info
+
+    task = tmp_path / "harbor/odd-names"
+    for folder in ("tests", "environment"):
+        (task / folder).mkdir(parents=True)
+    (task / "task.toml").write_text('artifacts = ["/app/out"]\n[verifier]\nenvironment_mode = "separate"\n')
+    (task / "instruction.md").write_text("Write.")
+    (task / "environment/Dockerfile").write_text("FROM scratch\nWORKDIR /app\n")
+    (task / "tests/test.sh").write_text(
+        '#!/bin/sh\ncat /app/out/* > /tmp/all; [ "$(cat /tmp/all)" = 123 ] && echo 1 > /logs/verifier/reward.txt\n'
+    )
+    harbor = Harbor(tasks=str(tmp_path / "harbor"), **made)
+    write = "mkdir out; printf 1 > 'out/a b'; printf 2 > 'out/b\\\\c'; printf 3 > out/é"
+    _, info = await played(harbor, "odd-names", shell(harbor, write))
+    assert info["outcome"] == 1.0, info
 
 
 @boxed

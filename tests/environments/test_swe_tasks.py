@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 import agentrl_environments.swe.environment as shipped
+from agentrl import notices
 from agentrl.env.datasets import read_rows
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxUnavailable
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
 from agentrl_environments.swe.dockerfile import recipe
 from agentrl_environments.swe.harbor import moved
+from agentrl_environments.swe.reward_files import rewards_of
 from agentrl_environments.swe.submitted_files import is_artifact, is_source, matching
 from agentrl_environments.swe.trees import reversed_patch
 from agentrl_tools.patching import apply_hunks, parse_patch
@@ -46,6 +49,15 @@ def of_row(**changed: Any) -> Any:
     return jsonl.task_of({**ROW, **changed}, jsonl.RowDefaults())
 
 
+@contextmanager
+def noted(match: str) -> Generator[None]:
+    """The block makes one notice, whose line matches."""
+    notices.OF_PROCESS.take_new()
+    yield
+    ((boundary, words, _, place),) = notices.OF_PROCESS.take_new()
+    assert re.search(match, notices.line(boundary, words, 1, place))
+
+
 def test_a_row_is_a_task() -> None:
     task = of_row()
     assert (task.id, task.image, task.tree.in_image) == ("owner__name-1", "swe:1", "/testbed")
@@ -54,7 +66,7 @@ def test_a_row_is_a_task() -> None:
     assert task.grade.command == "python3 -m pytest -rA -p no:cacheprovider tests/test_m.py"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changed", "field", "hint"),
     [
         ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS", "at least one test"),
@@ -96,7 +108,7 @@ def test_a_broken_file_names_its_line(tmp_path: Path) -> None:
         ),
     ):
         file.write_bytes(json.dumps(ROW).encode() + b"\n\n" + data)
-        with pytest.warns(UserWarning, match="1 of 2 tasks cannot be played and are left out: rows.jsonl:3"):
+        with noted("1 of 2 tasks cannot be played and are left out: rows.jsonl:3"):
             env = SWE(tasks=str(file))
         assert env.task_count == 1 and re.search(bad, env.bad_tasks[0].reason)
         file.write_bytes(data)
@@ -116,7 +128,7 @@ def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path)
     assert read_rows(str(file)) == [{**ROW, "problem_statement": said}]
 
 
-@pytest.mark.parametrize("repo", ["../secret", "/", "", ".", "a/../../secret"])
+@each_case("repo", ["../secret", "/", "", ".", "a/../../secret"])
 def test_a_row_reaches_no_folder_beside_the_repositories(tmp_path: Path, repo: str) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "repositories" / "a").mkdir(parents=True)
@@ -144,7 +156,7 @@ def test_a_reversed_patch_takes_a_patch_back() -> None:
     assert (made.old, made.new) == ("tests/test_m.py", None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "source"),
     [
         ("pkg/core.py", True),
@@ -224,6 +236,110 @@ def test_copies_go_where_docker_puts_them(tmp_path: Path) -> None:
         file.write_text(f"FROM x\nWORKDIR /w\n{line}\n")
         with pytest.raises(ConfigError):
             recipe(file)
+
+
+def test_a_relative_workdir_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    file = tmp_path / "Dockerfile"
+    file.write_text("FROM x\nWORKDIR /app\nWORKDIR src\nCOPY a.txt .\nCOPY a.txt deep/\n")
+    plan = recipe(file)
+    assert (plan.workdir, sorted(plan.files)) == ("/app/src", ["a.txt", "deep/a.txt"])
+    file.write_text("FROM x\nWORKDIR /app\nCOPY a.txt .\nWORKDIR src\n")
+    with pytest.raises(ConfigError, match=r"COPY a\.txt /app/\.': copies into /app/src only"):
+        recipe(file)
+    file.write_text("FROM x\nWORKDIR $HOME\n")
+    with pytest.raises(ConfigError, match="a path without variables"):
+        recipe(file)
+
+
+def test_what_dockerignore_leaves_out_is_not_laid(tmp_path: Path) -> None:
+    """The examples of Docker's documentation of build contexts, and an exception."""
+    names = [
+        "secret.txt",
+        "README.md",
+        "notes.md",
+        "a/temp1",
+        "a/b/temp1",
+        "tempa",
+        "temp",
+        "deep/x/key.pem",
+        "keys/one",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    file = tmp_path / "Dockerfile"
+    file.write_text("FROM x\nWORKDIR /app\nCOPY . /app/\n")
+    rules = "# comment\nsecret.txt\n*/temp*\n*/*/temp*\ntemp?\n**/*.pem\n/keys/\n*.md\n!README.md\nDockerfile\n"
+    (tmp_path / ".dockerignore").write_text(rules)
+    assert sorted(recipe(file).files) == [".dockerignore", "README.md", "temp"]
+    file.write_text("FROM x\nWORKDIR /app\nCOPY secret.txt .\n")
+    with pytest.raises(ConfigError, match=r"\.dockerignore leaves this file out"):
+        recipe(file)
+
+
+@pytest.mark.parametrize("place", ["environment/docker-compose.yaml", "tests/compose.yml"])
+def test_a_task_of_several_services_is_refused_by_name(folder: Path, place: str) -> None:
+    (folder / "merge-logs" / place).write_text("services: {main: {build: .}, db: {image: postgres}}")
+    (bad,) = harbor.load(folder, SHARED).bad
+    assert f"{place}': a task has one box, main" in bad.reason
+
+
+@each_case(
+    ("in_json", "in_text", "parts", "fault"),
+    [
+        (
+            b'{"reward": 1, "why": "fine", "log": [1], "x": null}',
+            None,
+            {"reward": 1.0},
+            "'why' of reward.json is 'fine'",
+        ),
+        (b'{"reward": null, "correct": 1}', None, {}, "a part that decides is no number"),
+        (b'{"correct": 1, "style": null}', None, {}, "a part that decides is no number"),
+        (b'{"correct": 1, "style": [1]}', None, {}, "'style' of reward.json is '[1]' and no finite number"),
+        (b'"85%"', None, {"reward": 0.85}, "is the text '85%': it counts as 0.85"),
+        (b'{"reward": "0.5"}', None, {"reward": 0.5}, "is the text '0.5': it counts as 0.5"),
+        (None, b" 85 %\n", {"reward": 0.85}, "it counts as 0.85"),
+        (None, b"0.5\n", {"reward": 0.5}, None),
+        (None, b"passed\n", {}, "reward.txt is 'passed' and no finite number"),
+        (b'{"reward": 1}', b"0\n", {"reward": 1.0}, "reward.json says 1 and reward.txt 0: reward.json counts"),
+        (b'{"reward": 1}', b"1.0\n", {"reward": 1.0}, None),
+        (b"{broken", b"1\n", {"reward": 1.0}, "reward.json is not JSON"),
+        (b"[1]", b"1\n", {}, "reward.json is '[1]' and no finite number"),
+        (None, None, {}, "the verifier left no reward file"),
+        (b"1" * 5_000, None, {}, "reward.json is not JSON"),
+    ],
+)
+def test_reward_files_that_hold_more_or_other_than_a_number(
+    in_json: bytes | None, in_text: bytes | None, parts: dict[str, float], fault: str | None
+) -> None:
+    rewards = rewards_of(in_json, in_text)
+    assert rewards.parts == parts
+    assert fault is None if not rewards.faults else fault is not None and any(fault in each for each in rewards.faults)
+
+
+async def test_what_a_reward_file_means_is_named(folder: Path) -> None:
+    """A reward of 85 within [0, 1] counts as 1: the info says so, and what to do."""
+    (task,) = harbor.load(folder, SHARED).tasks
+
+    def leave(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        files[".harbor/logs/verifier/reward.txt"] = b"85"
+        return ExecResult(exit_code=0, stdout=b"", stderr=b"")
+
+    grade = await task.grade(FakeSandbox(SandboxSpec(), leave), FakeBackend())
+    said = "reward = 85 is outside of [0, 1]: it counts as 1 ([agentrl] reward_range)"
+    assert grade.outcome == 1.0 and grade.info["reward_faults"] == [said]
+
+
+async def test_a_verifier_that_cannot_start_is_no_zero(folder: Path) -> None:
+    (folder / "merge-logs/tests/test.sh").write_text("#!/bin/bash\ntrue\n")
+    (task,) = harbor.load(folder, SHARED).tasks
+
+    def no_bash(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        return ExecResult(exit_code=127 if "bash" in argv else 0, stdout=b"", stderr=b"")
+
+    with pytest.raises(SandboxUnavailable, match=r"the box of the verifier has no bash, and its test\.sh needs it"):
+        await task.grade(FakeSandbox(SandboxSpec(), no_bash), FakeBackend())
 
 
 def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:
@@ -368,7 +484,7 @@ async def test_a_task_may_declare_another_range(folder: Path) -> None:
         assert "reward_range" in harbor.load(folder, harbor.HarborDefaults()).bad[0].reason
 
 
-@pytest.mark.parametrize("name", ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"])
+@each_case("name", ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"])
 def test_settings_of_pytest_are_no_artifacts(name: str) -> None:
     for path in (name, f"deep/{name}", "tox.ini", "setup.cfg", "pyproject.toml"):
         assert not is_artifact(path, {path})
@@ -383,7 +499,7 @@ def test_a_set_is_read_from_parquet_and_by_the_name_of_a_data_set(
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist([ROW, {**ROW, "instance_id": "two", "patch": "none"}])
     parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.warns(UserWarning, match=r"1 of 2 tasks cannot be played .*rows\.parquet, row 2"):
+    with noted(r"1 of 2 tasks cannot be played .*rows\.parquet, row 2"):
         env = SWE(tasks=str(tmp_path / "rows.parquet"))
     assert env.task_count == 1 and "(two).patch" in env.bad_tasks[0].reason
     asked: list[str] = []
@@ -411,17 +527,17 @@ def test_a_row_of_swe_bench_without_an_image_has_the_official_one() -> None:
 def test_ids_that_are_no_names_are_counted_at_load(tmp_path: Path) -> None:
     file = tmp_path / "odd.jsonl"
     file.write_text(json.dumps({**ROW, "FAIL_TO_PASS": ["It says so.", "a.py::t[1"], "PASS_TO_PASS": ["a.py::u[1 2]"]}))
-    with pytest.warns(UserWarning, match=r"odd\.jsonl: 2 of 3 test ids are no names .* 'owner__name-1: It says so\.'"):
+    with noted(r"2 of 3 test ids are no names .*odd\.jsonl, as 'owner__name-1: It says so\.'"):
         SWE(tasks=str(file))
 
 
-def test_tasks_of_a_list_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_tasks_of_a_list_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, skip = tmp_path / "rows.jsonl", tmp_path / "skip.jsonl"
     file.write_text("".join(json.dumps({**ROW, "instance_id": id}) + "\n" for id in ("one", "two", "three")))
     skip.write_text('{"task": "two", "reason": "gold", "absent": 3, "tests": 5}\nthree\nelsewhere\n')
     lacks = r"2 of 3 tasks are left out by .*skip\.jsonl: logs of their gold patches lack 3 of 5 test ids"
-    with pytest.warns(UserWarning, match=lacks):
-        env = SWE(tasks=str(file), skip=str(skip))
+    env = SWE(tasks=str(file), skip=str(skip))
+    assert re.search(lacks, caplog.text)
     assert env.task_count == 1 and env.make_task({"task": "one"}) == {"task": "one"}
     skip.write_text("one\ntwo\nthree\n")
     with pytest.raises(ConfigError, match="leaves out all 3 tasks"):
@@ -435,19 +551,16 @@ async def test_a_set_whose_ids_match_nothing_says_so_once() -> None:
     def prints(log: bytes) -> FakeSandbox:
         return FakeSandbox(SandboxSpec(), lambda argv, files: ExecResult(exit_code=0, stdout=log, stderr=b""))
 
+    notices.OF_PROCESS.take_new()
     matches = jsonl.Matches("set.jsonl")
     task = jsonl.task_of(ROW, jsonl.RowDefaults(), "row", matches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(7):
-            await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
-    with pytest.warns(
-        UserWarning, match=r"set\.jsonl: none of .* first 8 test runs.*test_x' is listed.*'b\.py::other'"
-    ):
+    for _ in range(7):
         await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    assert not notices.OF_PROCESS.take_new()
+    with noted(r"set\.jsonl: none of .* first 8 test runs.*test_x' is listed.*'b\.py::other'"):
         await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
+    await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
+    assert not notices.OF_PROCESS.take_new()
     fine = jsonl.Matches("fine.jsonl")
     task = jsonl.task_of(ROW, jsonl.RowDefaults(), "row", fine)
     for log in (b"test_x (test_m.Case) ... FAIL\n", *[b""] * 20):
@@ -540,9 +653,11 @@ def test_what_a_task_asks_for_and_does_not_get_is_said(folder: Path) -> None:
     )
     toml = folder / "other/task.toml"
     toml.write_text(toml.read_text() + "storage_mb = 5\nallow_internet = false\n")
-    with pytest.warns(UserWarning, match="not honoured in") as said:
-        harbor.load(folder, harbor.HarborDefaults())
-    assert str(said[0].message).partition(": ")[2] == (
+    notices.OF_PROCESS.take_new()
+    harbor.load(folder, harbor.HarborDefaults())
+    ((_, words, _, place),) = notices.OF_PROCESS.take_new()
+    assert place == str(folder)
+    assert words == (
         "not honoured in task.toml: agent.user (merge-logs); verifier.environment.storage_mb (merge-logs); "
         "environment.storage_mb (merge-logs and 1 more); environment.allow_internet (merge-logs); "
         "environment.healthcheck (merge-logs); environment.shine (merge-logs)"

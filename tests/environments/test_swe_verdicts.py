@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
+from each_case import each_case
 
 from agentrl.testing.printing import check_linear
 from agentrl_environments.swe.verdicts import canonical, graded, passed, read_log
@@ -58,7 +58,7 @@ def test_unittests_lines() -> None:
     assert passed(UNITTEST) == {f"test_a.ATest.{name}" for name in names}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "log",
     [
         "PASSED tests/a.py::test_x\nFAILED tests/a.py::test_x - no\n",
@@ -101,7 +101,7 @@ def test_a_name_that_is_too_long_or_parted_too_often_has_not_passed() -> None:
         assert passed(f"PASSED {name}\n{name} PASSED\n") == frozenset()
 
 
-@pytest.mark.parametrize("name", ["a.py::t[x] - y", ":: ::", "a::b c", "x::y [ 5%]", "a::b PASSED"])
+@each_case("name", ["a.py::t[x] - y", ":: ::", "a::b c", "x::y [ 5%]", "a::b PASSED"])
 def test_lines_of_v_read_as_the_pattern_that_they_once_were(name: str) -> None:
     pattern = re.compile(r"^(\S.*?::.+) (PASSED|FAILED)(?:\s+\[ *\d+%\])?$")
     for line in (
@@ -136,7 +136,7 @@ PASSED tests/test_v.py::test_v[1.5-a/b]
 """
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("id", "names"),
     [
         ("An integer is rejected.", {"app.tests.ATest.test_one"}),

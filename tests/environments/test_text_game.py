@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl.errors import UsageError
@@ -44,7 +45,7 @@ def test_the_house_drawn_by_hand_is_solved_as_by_hand() -> None:
     assert not won(HOUSE, after(*SOLUTION[:-1])[0])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("commands", "said"),
     [
         (["look"], "You are in the hall. Ways: south, east (red door, locked). You see spoon."),
@@ -91,7 +92,7 @@ def shortest_by_trying(world: World) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_case("seed", range(12))
 def test_the_solver_is_as_short_as_trying_everything(seed: int) -> None:
     world = draw(np.random.default_rng(seed), rooms=3, locks=seed % 3)
     solution = solve(world, begin(world))
@@ -132,7 +133,7 @@ def test_the_last_line_is_the_command_and_turns_run_out() -> None:
     assert info == {"stop_reason": "turn_limit", "outcome": 0.0, "success": False}
 
 
-@pytest.mark.parametrize("wrong", [{"rooms": 1}, {"rooms": 99}, {"locks": 4}, {"rooms": 2, "locks": 2}, {"turns": 0}])
+@each_case("wrong", [{"rooms": 1}, {"rooms": 99}, {"locks": 4}, {"rooms": 2, "locks": 2}, {"turns": 0}])
 def test_impossible_houses_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(reversed(wrong)))):
         TextGame(**wrong)

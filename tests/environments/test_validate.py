@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
+import commands
 import pytest
+from commands import Finished
 
 import agentrl_environments
 from agentrl.env.checks.validate import validate
@@ -54,16 +55,8 @@ def parity(tmp_path: Path) -> str:
     return f"{tmp_path / 'parity.py'}:Parity"
 
 
-def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from agentrl.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"COLUMNS": "120", "PATH": "/usr/bin:/bin"},
-    )
+def agentrl(*arguments: str) -> Finished:
+    return commands.agentrl(*arguments, env={"COLUMNS": "120"})
 
 
 def test_all_oracles_hold(parity: str) -> None:
@@ -100,12 +93,12 @@ def test_an_environment_that_raises_is_named_with_its_seed(parity: str) -> None:
 
 def test_the_command(parity: str) -> None:
     good = agentrl("validate", parity, "--n", "3")
-    assert good.returncode == 0, good.stderr
-    assert [line.split("│")[4].strip() for line in good.stdout.splitlines() if "│" in line] == ["3", "3", "3"]
+    assert good.code == 0, good.err
+    assert [line.split("│")[4].strip() for line in good.out.splitlines() if "│" in line] == ["3", "3", "3"]
     bad = agentrl("validate", parity, "--n", "3", "--seed", "6", "--set", "wrong_for=7")
-    assert bad.returncode == 1 and "7 (got 0.0)" in bad.stdout
+    assert bad.code == 1 and "7 (got 0.0)" in bad.out
     none = agentrl("validate", "agentrl/FrozenLake-v0", "--n", "1")
-    assert none.returncode == 2 and "offers no oracles" in none.stderr
+    assert none.code == 2 and "offers no oracles" in none.err
 
 
 SET = """
@@ -158,8 +151,8 @@ def test_a_task_that_fails_hinders_no_other_and_is_dropped_into_a_list(tmp_path:
     assert (found.tasks, found.played, found.absent, found.tests) == (3, 3, 2, 9)
     assert [(fault.task, fault.absent) for fault in found.faults] == [("rows:4", 0), ("no-image", 0), ("odd-ids", 2)]
     done = agentrl("validate", env, "--all", "--drop", str(drop))
-    assert done.returncode == 1, done.stderr
-    said = " ".join(done.stdout.split())
+    assert done.code == 1, done.err
+    said = " ".join(done.out.split())
     for words in (
         "test ids: 2 of 9 are not in the log of the gold patch",
         "no task: rows:4 = 'x': no JSON",
@@ -189,6 +182,40 @@ def test_an_environment_that_is_no_set_has_no_all(parity: str) -> None:
         validate(parity, seeds=None, kwargs={})
 
 
+ROW: dict[str, Any] = {
+    "repo": "one",
+    "problem_statement": "x",
+    "patch": "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n",
+    "test_patch": "--- /dev/null\n+++ b/tests/t.py\n@@ -0,0 +1 @@\n+x\n",
+    "FAIL_TO_PASS": ["t.py::a"],
+    "test_command": "echo PASSED t.py::a",
+}
+
+
+@pytest.mark.bubblewrap
+def test_the_reason_of_a_missed_outcome_is_shown(tmp_path: Path) -> None:
+    """A patch that does not fit, a deadline, a runner that is not there, a contradiction: none is just "got 0"."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/m.py").write_text("x = 1\n")
+    changes: dict[str, dict[str, Any]] = {
+        "misfit": {"patch": "--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-y = 1\n+y = 2\n", "test_command": "cat m.py"},
+        "late": {"test_command": "sleep 100"},
+        "no-runner": {"test_command": "python3 -S -m no_such_pytest {tests}"},
+        "contradiction": {"test_command": "echo PASSED t.py::a; exit 3"},
+    }
+    rows = [json.dumps({**ROW, "instance_id": id, **change}) for id, change in changes.items()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    kwargs: dict[str, Any] = {"tasks": str(tmp_path / "rows.jsonl"), "repositories": str(tmp_path), "tests_s": 2.0}
+    reasons = {fault.task: fault.reason for fault in validate("agentrl/SWE-v0", seeds=None, kwargs=kwargs).missed}
+    for id, words in (
+        ("misfit", "hunk 1 does not fit m.py"),
+        ("late", "the test run was ended at its deadline of 2 s"),
+        ("no-runner", "No module named no_such_pytest"),
+        ("contradiction", "exit code 3, and no test of the log has failed"),
+    ):
+        assert words in reasons[id], reasons
+
+
 SHIPPED = {
     "Calculator": "calculator",
     "CodeRepair": "code_repair",
@@ -210,7 +237,7 @@ def test_a_shipped_environment_is_validated_as_its_readme_says(name: str) -> Non
     readme = Path(agentrl_environments.__path__[0], SHIPPED[name], "README.md").read_text("utf-8")
     assert f"    agentrl {' '.join(command)} " in readme
     done = agentrl(*command, "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert done.code == 0, done.out + done.err
+    told = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if "│" in line]
     assert len(told) >= 2 and all(row[2:4] == ["2", "2"] for row in told)
     assert all(f"| {oracle} | {outcome} |" in readme for oracle, outcome, *_ in told)

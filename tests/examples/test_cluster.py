@@ -18,7 +18,7 @@ import yaml
 from test_docs import wrong_agentrl
 
 from agentrl import config
-from agentrl.config.cluster import Cluster
+from agentrl.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "cluster"
@@ -147,22 +147,23 @@ def test_what_pods_take_is_there() -> None:
 def test_the_nodes_have_room_for_the_run_and_its_ray() -> None:
     job, (head, *workers) = named("RayJob"), groups(named("RayJob"))
     assert head["rayStartParams"]["num-cpus"] == "0"
-    cluster = run_file().cluster
+    config = run_file()
     room = [int(group["rayStartParams"]["num-cpus"]) for group in workers for _ in range(group["minReplicas"])]
     for group in workers:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["requests"]["cpu"] == group["rayStartParams"]["num-cpus"]
-    assert fits(cluster, room) and not fits(cluster, room[:1]), "the smallest number of nodes that is asked for"
+    assert fits(config, room) and not fits(config, room[:1]), "the smallest number of nodes that is asked for"
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "requirements" / "dev.txt").read_text(), re.M)
     assert pinned and job["spec"]["rayClusterSpec"]["rayVersion"] == pinned[1]
     assert f"ray[default]=={pinned[1]}" in (FOLDER / "Dockerfile").read_text()
 
 
-def fits(cluster: Cluster, room: list[int]) -> bool:
+def fits(config: RunConfig, room: list[int]) -> bool:
     """Whether each process finds a node, the largest first."""
-    needs = [cluster.learner.cpus * (cluster.learner.ranks or 1)]
-    needs += [cluster.engine.cpus] * (cluster.engine.replicas or 1)
-    needs += [cluster.workers.cpus] * (cluster.workers.replicas or 1)
+    cluster = config.cluster
+    needs = [cluster.learner.cpus * config.train.parallel.ranks]
+    needs += [cluster.engine.cpus] * config.engine.replicas
+    needs += [cluster.workers.cpus] * config.rollout.workers
     left = list(map(float, room))
     for need in sorted(needs, reverse=True):
         at = next((at for at, free in enumerate(left) if free >= need), None)
@@ -221,7 +222,7 @@ def test_slurm_s_directives_are_known_and_its_script_starts_the_run(programs: Pa
     assert len(directives) == script.read_text().count("\n#SBATCH"), "a directive that is not understood"
     assert directives.keys() <= SBATCH and directives["ntasks-per-node"] == "1" and "exclusive" in directives
     room = [int(directives["cpus-per-task"])] * int(directives["nodes"])
-    assert fits(run_file().cluster, room)
+    assert fits(run_file(), room)
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     store, folder = "postgresql://u@h/d", str(tmp_path / "run")
     srun, ray, agentrl = calls(programs, "bash", str(script), **SLURM, STORE=store, FOLDER=folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl import config as configuration
@@ -21,7 +22,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 RECIPES = {"gsm8k": {"rows": "examples/recipes/gsm8k/held_out.jsonl"}, "solver_verifier": {}, "tool_use": {}}
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *EXAMPLES])
+@each_case("name", [*RECIPES, *EXAMPLES])
 async def test_no_answer_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     kwargs = EXAMPLES.get(name, {})

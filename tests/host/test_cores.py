@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl.host.cores import cores
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("quota", "expected"),
     [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("", 8), (None, 8)],
 )

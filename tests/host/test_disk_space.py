@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.errors import DiskFull, RunFailed, StoreError
@@ -48,7 +49,7 @@ def test_postgresqls_error_is_known() -> None:
     assert not is_full(errors.OperationalError("FATAL: No space left on device"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "full"),
     [
         (OSError(errno.ENOSPC, "in words of any language"), True),

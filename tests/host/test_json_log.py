@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
+from each_case import each_case
 
 from agentrl.host import json_log
 
@@ -94,7 +94,7 @@ def test_a_command_speaks_json_on_both_of_its_streams() -> None:
     assert (err["message"], err["level"]) == ("wrong", "error")
 
 
-@pytest.mark.parametrize("line", ["plain text", '{"no": "message"}', "[1]", "7"])
+@each_case("line", ["plain text", '{"no": "message"}', "[1]", "7"])
 def test_the_message_of_a_line_that_is_no_object_of_ours_is_the_line(line: str) -> None:
     assert json_log.message(line) == line
     assert json_log.message(json_log.line_of("learner", "info", line).decode()) == line

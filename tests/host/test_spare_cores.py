@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl.host.spare_cores import SpareCores, idle_time_s
 
@@ -26,7 +27,7 @@ class Machine:
         self.idle_s += idle
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("used", "idle", "threads"),
     [
         pytest.param(1.0, 1.0, 2, id="nobody else computes"),

@@ -23,18 +23,6 @@ def same(one: Learner, other: Learner, tmp: Path) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def assert_moved_alike(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, lr: float, steps: int
-) -> None:
-    """Weights after some steps of AdamW, which differ by the order of sums. It makes a step of about `lr` of each
-    gradient, also of one that is nothing but rounding: a single weight may be off by that, all together by a ten
-    thousandth of the way that they can have gone."""
-    assert found.keys() == expected.keys()
-    apart = torch.cat([(found[name] - tensor).flatten().double() for name, tensor in expected.items()])
-    assert float(apart.abs().max()) <= 2 * lr * steps
-    assert float(apart.norm()) <= 1e-4 * lr * steps * len(apart) ** 0.5
-
-
 def moments(folder: Path) -> dict[str, torch.Tensor]:
     """What the optimizers of a checkpoint remember, put together from the files of all ranks."""
     states = torch.load(folder / "optimizer.pt")["optimizers"].items()

@@ -14,8 +14,10 @@ from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, Train
 from agentrl.learner import memory_budget
-from agentrl.learner.data.batch import Row, group_rows, weigh
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.rows import Row
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.learner.memory_budget import Kernel, MemoryBudget, Tracker, held
 from agentrl.learner.model.models import Models
@@ -90,7 +92,13 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("float32", "checkpointing", "lora, bfloat16", "critic", "masters, offloaded")
+"""The other cases combine the same settings, or are in `test_what_an_optimizer_remembers_is_planned_by_its_kind`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Path) -> None:
     algo, settings = CASES[name]
     predicted(algo, {"tokens_per_batch": PROMPT + MEMBERS * SAMPLED, **settings}, folder)
@@ -195,7 +203,7 @@ def of_pass(prompt: int, sampled: int, members: int) -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: Path) -> None:
     """The rank's own layers over its own nodes, with the ranks beside it made up. Of two passes, since it has gathered
     the same weights for either. Logits are not kept: ranks divide them without a rest."""

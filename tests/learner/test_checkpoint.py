@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config import Train
 from agentrl.errors import LeaseLost, ModelError, RunFailed
-from agentrl.learner.checkpoints import checkpoint
+from agentrl.learner.checkpoints import checkpoint, folders
 from agentrl.learner.checkpoints.folders import complete, newest
 from agentrl.learner.learner import Learner
 
@@ -134,7 +134,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "victim",
-    ["copyfile", "write_weights", "save", "dumps", "_sync", "rename"],
+    ["copyfile", "write_weights", "save", "write_state", "_sync", "rename"],
 )
 def test_a_torn_checkpoint_is_never_read(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ def test_a_torn_checkpoint_is_never_read(
         "copyfile": shutil,
         "write_weights": checkpoint,
         "save": torch,
-        "dumps": checkpoint.json,
+        "write_state": folders,
         "_sync": checkpoint,
         "rename": Path,
     }[victim]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 from transformers import AutoModelForCausalLM
 
 from agentrl.algos.algorithm import Trunk
@@ -107,7 +107,7 @@ def test_ppo_learns_from_groups_of_one(qwen3_dir: Path, level: str) -> None:
     assert reports[-1].advantage_std is not None and reports[-1].groups_without_signal == 0
 
 
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+@each_case("normalise", ["token", "sequence", "constant"])
 def test_what_is_told_of_values_and_targets_is_a_mean_however_the_loss_is_normalised(
     qwen3_dir: Path, normalise: str
 ) -> None:
@@ -151,7 +151,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("algo", "of_train"), CASES)
+@each_case(("algo", "of_train"), CASES)
 def test_a_kill_between_step_and_checkpoint_loses_nothing_and_resumes_bit_for_bit(
     qwen3_dir: Path, tmp_path: Path, algo: dict[str, object], of_train: dict[str, object]
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_kill_between_step_and_checkpoint_loses_nothing_and_resumes_bit_for_bi
     assert same(whole(straight), whole(again))
 
 
-@pytest.mark.parametrize("victim", ["critic", "optimizers", "rename"])
+@each_case("victim", ["critic", "optimizers", "rename"])
 def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,17 +223,3 @@ def test_a_checkpoint_without_a_fitting_critic_is_refused(qwen3_dir: Path, tmp_p
         fresh.load(tmp_path / "grpo" / "step-00000001")
     with pytest.raises(ModelError, match=r"is another one: trunk\..* \(algo\.critic, train\.lora_rank\)"):
         fresh.load(tmp_path / "shared" / "step-00000001")
-
-
-def test_a_checkpoint_of_an_older_agentrl_is_loaded(qwen3_dir: Path, tmp_path: Path) -> None:
-    """It had one optimizer, under the name of its kind."""
-    learner = Learner(run_config().learner, qwen3_dir)
-    train(learner, 0)
-    folder = learner.save(tmp_path / "new")
-    older = tmp_path / "older"
-    shutil.copytree(folder, older)
-    blob = torch.load(older / "optimizer.pt", weights_only=True)
-    torch.save({"optimizer": blob["optimizers"]["policy"], "rng": blob["rng"]}, older / "optimizer.pt")
-    again = Learner(run_config().learner, qwen3_dir)
-    again.load(older)
-    assert same(whole(learner), whole(again))

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.rows import Row
 from agentrl.learner.model.policy import PolicyModel
 
 from .making import VOCAB
@@ -145,7 +146,7 @@ def difference(folder: Path, policy: PolicyModel, *lengths: int) -> tuple[float,
     return float((found.detach() - torch.cat(expected)).abs().max()), float(apart.norm() / whole.norm())
 
 
-@pytest.mark.parametrize("kind", list(FAMILIES))
+@each_case("kind", list(FAMILIES))
 def test_a_family_is_computed_as_its_eager_attention_does(kind: str, tmp_path: Path) -> None:
     own, computed = FAMILIES[kind]
     folder = made(tmp_path / "model", kind, **own)

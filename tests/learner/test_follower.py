@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.grpo_variants import Distil
@@ -97,7 +98,7 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
     assert not torch.equal(learner.models.columns(pack)["proximal"], expected)
 
 
-@pytest.mark.parametrize("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])
+@each_case("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])
 def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
     qwen3_dir: Path, train: dict[str, Any]
 ) -> None:
@@ -111,12 +112,12 @@ def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
     assert abs(told["kl_reference"]) > 0.01
 
 
-@pytest.mark.parametrize("train", [{}, {"lora_rank": 4, "minibatches": 2}])
-@pytest.mark.parametrize("algo", [{"reference_every": 2}, {"reference_every": 1, "reference_decay": 0.9}])
+@each_case("train", [{}, {"lora_rank": 4, "minibatches": 2}])
+@each_case("algo", [{"reference_every": 2}, {"reference_every": 1, "reference_decay": 0.9}])
 def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_moved(
     qwen3_dir: Path, tmp_path: Path, train: dict[str, Any], algo: dict[str, Any]
 ) -> None:
-    given: dict[str, Any] = {"kl_weight": 0.3, "kl_in": "reward", **algo}
+    given: dict[str, Any] = {"kl_weight": 0.3, "kl_form": "reward", **algo}
     straight = learner_of(qwen3_dir, train, **given)
     for at in range(3):
         step(straight, at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.learner import weight_export
 from agentrl.learner.weight_export import hash_of
@@ -15,7 +16,7 @@ def test_equal_bits_have_equal_hashes_however_they_lie() -> None:
     assert hash_of(values) != hash_of(values.T)
 
 
-@pytest.mark.parametrize("at", [0, 1, 131_071, 131_072, 199_999])
+@each_case("at", [0, 1, 131_071, 131_072, 199_999])
 def test_one_changed_bit_shows(at: int) -> None:
     values = torch.randn(200_000)
     before = hash_of(values)
@@ -40,7 +41,7 @@ def test_lengths_of_zeros_and_signs_of_zero_show() -> None:
     assert len(found) == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_every_dtype_has_a_hash(dtype: torch.dtype) -> None:
     one, other = torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype)
     assert hash_of(one) != hash_of(other)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,15 +28,17 @@ from .test_kept import rows_with_sets
 from .test_model import SIZES
 
 MIB = 1 << 20
+CAPPED = {"scale": 0.25, "cap": 3.0}
 
 
 def places(rows: list[int], ids: list[int]) -> Places:
     return Places(torch.tensor(rows), torch.tensor(ids))
 
 
-@pytest.mark.parametrize("head", [{}, {"scale": 0.25, "cap": 3.0}])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(("rows", "block"), [(1, 1), (2, 9), (4, 3), (9, 2)])
+@each_case(
+    ("head", "temperature", "rows", "block"),
+    [({}, 1.0, 1, 1), ({}, 0.6, 2, 9), (CAPPED, 1.0, 9, 2), (CAPPED, 0.6, 4, 3)],
+)
 def test_gradients_are_those_of_finite_differences(
     head: dict[str, float], temperature: float, rows: int, block: int
 ) -> None:
@@ -87,10 +90,15 @@ def whole(policy: PolicyModel, pack: Pack, temperature: float) -> tuple[Tensor, 
     return logprobs_K, torch.where(pack.ragged["kept"].head_K == 0, entropy_K, own_K), observed_O
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("adapter", [None, Train(lora_rank=2)])
-@pytest.mark.parametrize("entropy_grad", [True, False])
-@pytest.mark.parametrize("rows", [3, 100])
+@each_case(
+    ("tie", "adapter", "entropy_grad", "rows"),
+    [
+        (True, None, True, 3),
+        (False, None, False, 100),
+        (True, Train(lora_rank=2), False, 3),
+        (False, Train(lora_rank=2), True, 100),
+    ],
+)
 def test_a_pass_in_chunks_is_the_pass_over_the_whole_matrix(
     tie: bool, adapter: Train | None, entropy_grad: bool, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +138,7 @@ def scaled(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("make", "scale", "cap"), [(capped, 1.0, 2.0), (scaled, 0.25, None), (tiny_qwen3, 1.0, None)])
+@each_case(("make", "scale", "cap"), [(capped, 1.0, 2.0), (scaled, 0.25, None), (tiny_qwen3, 1.0, None)])
 def test_logits_are_scaled_and_capped_as_the_architecture_does(
     make: Callable[[Path], Path], scale: float, cap: float | None, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,9 +21,10 @@ from agentrl.algos.losses import kl_penalty
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, distribution
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
-from agentrl.learner.data.batch import Row, group_rows
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.data.ragged import Ragged
+from agentrl.learner.data.rows import Row
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.records import SamplingParams
 from agentrl.tokens import sampling_mask
@@ -107,7 +109,7 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SAMPLINGS)
+@each_case("settings", SAMPLINGS)
 def test_the_ratio_is_1_for_tokens_that_the_same_weights_sampled(settings: dict[str, Any], qwen3_dir: Path) -> None:
     sampling = SamplingParams(max_tokens=12, **settings)
     architecture, emissions = read_architecture(qwen3_dir), list[Emission]()
@@ -124,7 +126,7 @@ def test_the_ratio_is_1_for_tokens_that_the_same_weights_sampled(settings: dict[
     rows = group_rows(group, GRPO(baseline="none"), step_of=lambda _: 0, step_now=0, max_lag=0).rows
     (pack,) = packs([rows], 4096)
     learner, _ = PolicyModel(qwen3_dir).logprobs(pack, temperature=sampling.temperature)
-    torch.testing.assert_close(learner, pack.columns["behaviour"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(learner, pack.columns["behaviour"], atol=5e-5, rtol=0)
     if sampling.cuts:  # the check sees a set that is lost
         whole, _ = PolicyModel(qwen3_dir).logprobs(replace(pack, ragged={}), temperature=sampling.temperature)
         assert float((whole - pack.columns["behaviour"]).abs().max()) > 0.01

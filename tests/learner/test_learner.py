@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
@@ -83,16 +84,15 @@ def tree_gradients(
     return report.loss, gradients
 
 
-@pytest.mark.parametrize(
+@each_case(
     "algo",
     [
         GRPO(),
         GRPO(normalise="sequence", importance="none", process_weight=0.0),
         GRPO(kl_weight=0.1, entropy_weight=0.05, importance_cap=1.2),
     ],
-    ids=["default", "sequence", "penalties"],
 )
-@pytest.mark.parametrize("budget", [30, 4096])
+@each_case("budget", [30, 4096])
 def test_trees_train_as_rows(qwen3_dir: Path, algo: GRPO, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [random_group(id, seed=id + 10) for id in range(1, 5)]
     config = run_config(
@@ -184,7 +184,7 @@ def test_the_report_of_an_on_policy_step(qwen3_dir: Path) -> None:
     assert (report.advantage_mean, report.advantage_std) == (0, 1)
     assert (report.outcome_mean, report.reward_mean, report.success_mean) == (1.5, 1.5, 1.0)
     assert (report.group_count, report.episodes, report.groups_without_signal) == (1, 2, 0)
-    assert (report.tokens_scored, report.tokens_trained) == (6, 6)
+    assert (report.tokens_scored, report.tokens_computed) == (6, 6)
     assert (report.tokens_row, report.tokens_distinct) == (12, 8)  # 3 + 1 shared, 2 + 2 apart
     assert (report.lag_mean, report.lag_max, report.tokens_stale, report.turns_cut) == (0, 0, 0, 0)
     assert report.entropy is not None and 0 < report.entropy < math.log(23)
@@ -204,7 +204,7 @@ def test_a_step_without_signal_leaves_the_weights_alone(qwen3_dir: Path) -> None
     before = state_of(learner)
     report = learner.step([bandit(learner, rewards=(1.0, 1.0))], step_of=STEP_OF)
     assert same(before, state_of(learner))
-    assert (report.updated, report.loss, report.tokens_trained, report.tokens_scored) == (False, None, 0, 6)
+    assert (report.updated, report.loss, report.tokens_computed, report.tokens_scored) == (False, None, 0, 6)
     assert (report.groups_without_signal, learner.step_index) == (1, 2)
     learner.step([], step_of=STEP_OF)
     assert same(before, state_of(learner))
@@ -292,7 +292,7 @@ def test_minibatches_update_once_each(qwen3_dir: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(learner.optimizer, "step", lambda: updates.append(1) or step())
     report = learner.step([random_group(id, seed=id) for id in range(1, 5)], step_of=STEP_OF)
     assert len(updates) == 2
-    assert report.tokens_trained == report.tokens_scored
+    assert report.tokens_computed == report.tokens_scored
 
 
 def test_training_is_deterministic_under_a_seed(qwen3_dir: Path) -> None:

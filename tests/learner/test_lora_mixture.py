@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -87,7 +88,7 @@ def test_attention_and_every_expert_get_the_rank_and_the_router_nothing(folder: 
     assert sorted(facts["target_modules"]) == sorted([*ATTENTION, "gate_proj", "up_proj", "down_proj"])
 
 
-@pytest.mark.parametrize("make", [mixture, shared_and_dense, stacked])
+@each_case("make", [mixture, shared_and_dense, stacked])
 def test_training_moves_the_adapter_of_every_part_and_nothing_below(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     before = state_of(learner_on(folder))
@@ -116,7 +117,7 @@ def test_the_merged_experts_are_those_of_the_papers_equation(folder: Path, tmp_p
     assert changed == adapted(adapter)
 
 
-@pytest.mark.parametrize("make", [mixture, shared_and_dense, stacked])
+@each_case("make", [mixture, shared_and_dense, stacked])
 def test_a_checkpoint_can_be_served_and_gone_on_from(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     straight = trained(folder)
@@ -150,7 +151,7 @@ def glm(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [mixture, stacked, shared_and_dense, deepseek, glm])
+@each_case("make", [mixture, stacked, shared_and_dense, deepseek, glm])
 def test_peft_itself_reads_the_adapter(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     learner = trained(folder)
@@ -228,6 +229,7 @@ def test_an_adapter_whose_shared_half_differs_is_refused(folder: Path, tmp_path:
     """The model has one A for an expert's gate and up: another program's adapter may have two."""
     learner = trained(folder)
     saved = learner.save(tmp_path)
+    (saved / "SHA256SUMS").unlink()  # as in a folder that another program wrote
     file = saved / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors[f"{LAYER}.mlp.experts.2.up_proj.lora_A.weight"] += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.cispo import CISPO
 from agentrl.algos.grpo import GRPO
@@ -28,7 +29,7 @@ STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
 
 
-@pytest.mark.parametrize(("n", "c"), [(1, 0), (4, 1), (5, 2), (6, 6), (6, 0)])
+@each_case(("n", "c"), [(1, 0), (4, 1), (5, 2), (6, 6), (6, 0)])
 def test_pass_at_k_is_the_share_of_drawn_sets_with_a_success(n: int, c: int) -> None:
     for k in range(1, n + 1):
         drawn = list(itertools.combinations([True] * c + [False] * (n - c), k))
@@ -67,15 +68,15 @@ def test_a_steps_measures_are_of_all_its_tokens_by_age_and_by_turn(qwen3_dir: Pa
     learner = Learner(run_config(algo=GRPO(kl_weight=0.1), rollout=SHORT).learner, qwen3_dir)
     learner.step_index = 3
     report = learner.step([random_group(id, seed=id) for id in (1, 2)], step_of={1: 3, 2: 1}.__getitem__)
-    assert report.measures is not None and report.measures.tokens == report.tokens_trained
+    assert report.measures is not None and report.measures.tokens == report.tokens_computed
     assert (report.measures.ess, report.measures.kl_k3) == pytest.approx((report.ess, report.kl_k3))
     assert report.measures.kl_reference == pytest.approx(0, abs=1e-6)  # the reference is the policy
     assert report.by_lag.keys() == {"0", "2_3"} and report.by_turn.keys() == {"0", "1", "2_3"}
     for parts in (report.by_lag, report.by_turn):
-        assert sum(part.tokens for part in parts.values()) == report.tokens_trained
-        entropy = sum(part.tokens * part.entropy for part in parts.values()) / report.tokens_trained
+        assert sum(part.tokens for part in parts.values()) == report.tokens_computed
+        entropy = sum(part.tokens * part.entropy for part in parts.values()) / report.tokens_computed
         assert entropy == pytest.approx(report.entropy)
-    assert report.ratios["token"].n == report.tokens_trained
+    assert report.ratios["token"].n == report.tokens_computed
     assert report.ratios["sequence"].n == report.episodes
 
 
@@ -90,6 +91,20 @@ def test_clips_are_told_apart_by_side(qwen3_dir: Path) -> None:
     report = Learner(run_config(algo=algo, rollout=SHORT).learner, qwen3_dir).step([group], step_of=STEP_OF)
     assert report.measures is not None
     assert (report.measures.clip_low, report.measures.clip_high) == (0.5, 0.5)
+
+
+def test_a_clip_from_the_behaviour_policy_has_the_side_of_that_ratio(qwen3_dir: Path) -> None:
+    """With one update a step the ratio to the step's start is 1, and has no side. The first member has a negative
+    advantage: cut are its two tokens that fell, not the one that rose. The second one has a positive: it rose."""
+    tokens = [
+        turn(0, (1, 2), (3, 4, 5), logprobs=(-40.0, -0.001, -0.001)),
+        turn(0, (1, 2), (6,), logprobs=(-40.0,)),
+    ]
+    group = group_of([episode(m, [one], float(m)) for m, one in enumerate(tokens)])
+    algo = GRPO(clip_from="behaviour")
+    report = Learner(run_config(algo=algo, rollout=SHORT).learner, qwen3_dir).step([group], step_of=STEP_OF)
+    assert report.measures is not None and report.clip_fraction == 0.75
+    assert (report.measures.clip_low, report.measures.clip_high) == (0.5, 0.25)
 
 
 def test_repeated_epochs_count_a_sequence_once(qwen3_dir: Path) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import config
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, Task
 
@@ -93,8 +95,8 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("critic", ["own", "shared"])
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+@each_case("critic", ["own", "shared"])
+@each_case("normalise", ["token", "sequence", "constant"])
 def test_a_mixed_steps_gradient_is_the_weighted_sum_of_those_of_two_runs(
     qwen3_dir: Path, normalise: str, critic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +195,7 @@ def test_a_step_tells_of_each_environment(qwen3_dir: Path) -> None:
     assert (one.outcome_mean, one.reward_mean) == (0.5, 0.5 + 0.25 * 1.5)
     assert (one.share, two.share) == (pytest.approx(4 / 7), pytest.approx(3 / 7))
     assert one.lag_mean == 0 and one.clip_fraction == 0
-    parts = [(each.entropy, each.tokens_trained) for each in (one, two)]
+    parts = [(each.entropy, each.tokens_computed) for each in (one, two)]
     assert report.entropy == pytest.approx(sum((entropy or 0) * n for entropy, n in parts) / 31, rel=1e-5)
 
 
@@ -209,7 +211,7 @@ def test_only_the_critics_own_rows_need_the_critic(qwen3_dir: Path) -> None:
     assert mixed.models.optimizers["critic"].state_dict()["state"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tables", "sections", "wrong"),
     [
         ([{}, {"id": "b", "algo": {"kind": "grbo"}}], {}, r"tasks\.1\.algo\.kind.*'grbo' is registered; known: "),

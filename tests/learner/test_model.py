@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +36,7 @@ from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.model import attention
 from agentrl.learner.model import policy as model
 from agentrl.learner.model.policy import PolicyModel
+from tests.closeness import assert_gradients_alike
 
 from .making import VOCAB, tiny_llama, tiny_qwen3
 from .test_packing import row
@@ -133,9 +135,14 @@ def some_groups(seed: int) -> list[list[object]]:
     return groups
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma, gpt_oss, recurrent_qwen])
 @pytest.mark.filterwarnings("ignore:.*is computed row by row")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@each_case(
+    ("make", "checkpointing"),
+    [
+        *((make, False) for make in (tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma, gpt_oss, recurrent_qwen)),
+        *((make, True) for make in (tiny_qwen3, recurrent_qwen)),
+    ],
+)
 def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     policy = PolicyModel(folder, checkpointing=checkpointing)
@@ -156,8 +163,11 @@ def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool
     torch.testing.assert_close(torch.cat(entropy), torch.stack(expected_entropy), atol=1e-5, rtol=1e-5)
     torch.cat(got).sum().backward()
     torch.stack(expected).sum().backward()
-    for (name, parameter), twin in zip(policy.module.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, twin.grad, atol=3e-4, rtol=1e-3, msg=name)
+    assert_gradients_alike(gradients(policy.module), gradients(oracle))
+
+
+def gradients(module: Any) -> dict[int, torch.Tensor]:
+    return {at: one.grad for at, one in enumerate(module.parameters()) if one.grad is not None}
 
 
 def test_bfloat16_passes_keep_float32_weights(qwen3_dir: Path) -> None:
@@ -205,7 +215,7 @@ def test_attention_sinks_are_computed_over_trees(tmp_path: Path) -> None:
     assert PolicyModel(gpt_oss(tmp_path / "model")).obstacle is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "why"),
     [
         (lambda folder: capped_gemma(folder, 0.5), "its attention takes 'softcap'"),
@@ -247,10 +257,9 @@ def test_a_model_by_rows_gives_the_log_probs_and_gradients_that_it_gives_by_tree
     one, other = by_token(trees, laid[0]), by_token(rows, laid[1])
     assert one.keys() == other.keys()
     for name, values in one.items():
-        assert values == pytest.approx(other[name], abs=1e-5)
-    for parameter, twin in zip(trees.module.parameters(), rows.module.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, twin.grad, atol=1e-4, rtol=1e-4)
-    assert trees.score((3, 8, 2, 9, 4)) == pytest.approx(rows.score((3, 8, 2, 9, 4)), abs=1e-5)
+        assert values == pytest.approx(other[name], abs=5e-5)
+    assert_gradients_alike(gradients(trees.module), gradients(rows.module))
+    assert trees.score((3, 8, 2, 9, 4)) == pytest.approx(rows.score((3, 8, 2, 9, 4)), abs=5e-5)
 
 
 def test_a_layer_type_that_nobody_here_knows_is_computed_by_rows(

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, RunConfig, Train
-from agentrl.learner.data.batch import Row, group_rows
+from agentrl.learner.data.batch import group_rows
+from agentrl.learner.data.rows import Row
 from agentrl.learner.learner import Learner
 from agentrl.records import Group
 

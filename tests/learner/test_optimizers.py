@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from torch import Tensor, nn
 
 from agentrl.algos.grpo import GRPO
@@ -69,10 +70,8 @@ def muon(weight: Tensor, grads: list[Tensor], matrix: bool) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize(
-    ("kind", "oracle", "apart"), [("adamw", adamw, 1e-5), ("sgd", sgd, 1e-5), ("muon", muon, 2e-2)]
-)
-@pytest.mark.parametrize("offload", [False, True])
+@each_case(("kind", "oracle", "apart"), [("adamw", adamw, 1e-5), ("sgd", sgd, 1e-5), ("muon", muon, 2e-2)])
+@each_case("offload", [False, True])
 def test_an_optimizer_is_that_of_its_paper(kind: str, oracle: Any, apart: float, offload: bool) -> None:
     """Torch computes Muon's polynomial in bfloat16."""
     torch.manual_seed(0)
@@ -118,7 +117,7 @@ def test_moments_of_eight_bits_are_nearly_those_of_32() -> None:
 
 def test_an_optimizer_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"train\.optimizer.*adamw8bit.*pip install 'agentrl\[adamw8bit\]'"):
+    with pytest.raises(ConfigError, match=r"train\.optimizer.*adamw8bit.*pip install '.*\[adamw8bit\]'"):
         make(Train(optimizer="adamw8bit"), [nn.Parameter(torch.ones(2, 2))], LR)
 
 
@@ -160,8 +159,8 @@ def test_a_learner_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     assert begun.score(tokens) == straight.score(tokens)
 
 
-@pytest.mark.parametrize("optimizer", KINDS)
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@each_case("optimizer", KINDS)
+@each_case("weights", ["float32", "bfloat16"])
 def test_offloaded_optimizers_compute_the_same_bits(optimizer: str, weights: str, qwen3_dir: Path) -> None:
     settings = {"optimizer": optimizer, "dtype": "bfloat16", "weights": weights}
     here = trained(Learner(config(**settings).learner, qwen3_dir), 3)
@@ -222,7 +221,7 @@ def test_rounding_at_random_is_exact_in_the_mean() -> None:
 NARROW = {"weights": "bfloat16", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "says"),
     [
         ({"momentum": 0.9}, r"train\.momentum.*adamw has none"),
@@ -246,7 +245,7 @@ def test_what_an_optimizer_cannot_do_is_refused(given: dict[str, Any], says: str
         Train.model_validate(given)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "given", [{"optimizer": "muon", "offload_optimizer": True}, {"offload_optimizer": True}, {"dtype": "bfloat16"}]
 )
 def test_what_these_refusals_say_instead_is_taken(given: dict[str, Any]) -> None:
@@ -265,7 +264,7 @@ def test_a_checkpoint_goes_on_with_and_without_offloading(qwen3_dir: Path, tmp_p
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_decay_is_of_matrices_alone(kind: str) -> None:
     """Without a gradient nothing but the decay moves a weight."""
     held = [nn.Parameter(torch.ones(size)) for size in ((4,), (4, 3), (3,), (2, 3, 4), (4, 4))]

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 
 from agentrl.algos.grpo import GRPO
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import build_tree, forest, packs
+from agentrl.learner.data.rows import Row
 
 
 def row(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
+from each_case import each_case
 
 from agentrl.learner.data.prefix_trees import Branch, packs
 from agentrl.learner.parallel.pass_shards import pieces, spans
@@ -23,7 +23,7 @@ def test_of_a_long_row_a_rank_has_a_run_near_the_start_and_one_as_near_to_the_en
     assert sorted(shares) == edges
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@each_case("ranks", [2, 3, 8])
 def test_every_node_has_a_rank_and_ranks_have_as_many_and_see_as_much(ranks: int) -> None:
     for seed in range(4):
         (pack,) = packs(forked_rows(seed), 4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from contextvars import ContextVar
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ from agentrl.learner.parallel import fsdp
 from agentrl.learner.parallel.pass_schedule import Pass
 from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.records import Group
+from tests.closeness import assert_gradients_alike, assert_moved_alike, norm_of, numbers_of
 
 from .making import At, in_use, mixture, random_group, run_config, tiny_llama, tiny_qwen3
-from .saved import assert_moved_alike, moments, same
+from .saved import moments, same
 from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
-from .test_routing import all_groups, largest, other_choice, told
+from .test_routing import all_groups, other_choice, told
 from .test_stems import long_prompt
 from .updates import everywhere, updated
 
@@ -68,23 +69,36 @@ def after(
     return reports, load_file(learner.export(folder / "now.safetensors").path)
 
 
+def assert_reports_alike(found: list[Any], expected: list[Any]) -> None:
+    """Check losses and gradients: those of the first step by float32's precision, and of later ones, whose weights were
+    moved by the rounding of earlier gradients, by a thousandth."""
+    for at, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert other.loss == pytest.approx(one.loss, abs=1e-5 if at == 0 else 1e-3)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5 if at == 0 else 1e-3)
+
+
 @pytest.mark.parametrize(
     "config",
     [
         config(),
-        config(GRPO(kl_weight=0.1, entropy_weight=0.01)),
+        pytest.param(config(GRPO(kl_weight=0.1, entropy_weight=0.01)), marks=pytest.mark.slow),
         config(minibatches=2, epochs=2),
-        config(tokens_per_batch=4000),
+        pytest.param(config(tokens_per_batch=4000), marks=pytest.mark.slow),
         config(lora_rank=2),
         config(PPO(critic="own")),
-        config(PPO(critic="shared")),
-        config(GRPO(kl_weight=0.1, reference_every=1)),
-        config(gradient_checkpointing=True),
+        pytest.param(config(PPO(critic="shared")), marks=pytest.mark.slow),
+        pytest.param(config(GRPO(kl_weight=0.1, reference_every=1)), marks=pytest.mark.slow),
+        pytest.param(config(gradient_checkpointing=True), marks=pytest.mark.slow),
         config(GRPO(kl_weight=0.1, reference_every=1), parallel=TENSOR, gradient_checkpointing=True),
-        config(PPO(critic="own"), parallel=TENSOR),
-        config(GRPO(kl_weight=0.1, reference_every=1), parallel=CONTEXT, gradient_checkpointing=True),
+        pytest.param(config(PPO(critic="own"), parallel=TENSOR), marks=pytest.mark.slow),
+        pytest.param(
+            config(GRPO(kl_weight=0.1, reference_every=1), parallel=CONTEXT, gradient_checkpointing=True),
+            marks=pytest.mark.slow,
+        ),
         config(PPO(critic="shared"), parallel=CONTEXT),
-        config(GRPO(kl_weight=0.1, observation_weight=0.1), parallel=CONTEXT, lora_rank=2),
+        pytest.param(
+            config(GRPO(kl_weight=0.1, observation_weight=0.1), parallel=CONTEXT, lora_rank=2), marks=pytest.mark.slow
+        ),
     ],
     ids=[
         "grpo",
@@ -106,11 +120,10 @@ def after(
 def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path) -> None:
     alone, weights = after(config, qwen3_dir, ALONE)
     shared, others = after(config, qwen3_dir, two)
+    assert_reports_alike(shared, alone)
     for one, other in zip(alone, shared, strict=True):
-        assert other.loss == pytest.approx(one.loss, abs=1e-5)
-        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-        assert other.entropy == pytest.approx(one.entropy, rel=1e-5)
-        assert other.algorithm == pytest.approx(one.algorithm, rel=1e-4, abs=1e-5)
+        assert other.entropy == pytest.approx(one.entropy, rel=1e-3)
+        assert other.algorithm == pytest.approx(one.algorithm, rel=1e-3, abs=1e-4)
     assert_moved_alike(others, weights, lr=TRAIN["lr"], steps=2)
     entered = two.ledger.names(0)
     assert two.ledger.names(1) == entered
@@ -148,10 +161,8 @@ def test_ranks_compute_the_prompt_of_a_group_that_is_larger_than_a_pass_once_eac
 
     alone, weights = stepped(ALONE, prompt_once=False)
     shared, others = stepped(two)
-    for one, other in zip(alone, shared, strict=True):
-        assert other.loss == pytest.approx(one.loss, abs=1e-5)
-        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    assert_moved_alike(others, weights, lr=TRAIN["lr"], steps=len(alone))
+    assert_reports_alike(shared, alone)
+    assert_gradients_alike(others, weights, norm=sum(one.grad_norm for one in alone), rel=1e-4)
     assert two.ledger.names(1) == two.ledger.names(0)
     assert shared[0].tokens_distinct < 0.9 * alone[0].tokens_distinct
 
@@ -162,22 +173,17 @@ def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"), layers=2, kv_heads=2)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "expert", "tolerance", "recomputed"),
-    [(1, 2, 1e-6, False), (1, 2, 1e-6, True), (2, 1, 5e-6, False), (2, 2, 5e-6, True)],
-)
+@pytest.mark.parametrize(("tensor", "expert", "recomputed"), [(1, 2, False), (1, 2, True), (2, 1, False), (2, 2, True)])
 def test_the_gradients_of_a_mixture_are_those_of_one_rank_however_its_layers_are_cut(
-    tensor: int, expert: int, tolerance: float, recomputed: bool, two: Leader, mixture_dir: Path
+    tensor: int, expert: int, recomputed: bool, two: Leader, mixture_dir: Path
 ) -> None:
     settings = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None, "gradient_checkpointing": recomputed}
     plan = {"ranks": 2, "tensor": tensor, "expert": expert}
     (one,), weights = after(config(**settings), mixture_dir, ALONE, steps=1)
     before = two.ledger.standings()[0].count
     (other,), others = after(config(**settings, parallel=plan), mixture_dir, two, steps=1)
-    assert other.loss == pytest.approx(one.loss, abs=1e-6)
-    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
-    for name, tensor_ in weights.items():  # a step of 1: they differ as gradients do
-        torch.testing.assert_close(others[name], tensor_, atol=tolerance, rtol=0)
+    assert_reports_alike([other], [one])
+    assert_gradients_alike(others, weights, norm=one.grad_norm)  # a step of 1: they differ as gradients do
     sent = {"tokens for model.layers.0.mlp.experts", "answers of model.layers.1.mlp.experts, backward"}
     added = {"adding up model.layers.0.self_attn.o_proj", "adding up model.layers.1.mlp.experts, backward"}
     assert two.ledger.names(1) == two.ledger.names(0)
@@ -199,6 +205,12 @@ def stepped(pack: Pack, folder: Path, ranks: Ranks, **train: Any) -> tuple[torch
     return columns["proximal"], load_file(learner.export(folder / "now.safetensors").path)
 
 
+def way(weights: dict[str, torch.Tensor], folder: Path) -> float:
+    """The norm of the way from the weights of a folder to these."""
+    begun = load_file(folder / "model.safetensors")
+    return norm_of({name: tensor - begun[name] for name, tensor in weights.items()})
+
+
 def with_sets(tokens: int) -> Pack:
     """Rows whose tokens were drawn from kept sets, beside a long one of so many tokens that were not."""
     plain = row([at * at % 11 for at in range(tokens)], range(3, tokens, 2), episode=9)
@@ -214,9 +226,8 @@ def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
     pack = with_sets(40)
     logprobs_K, weights = stepped(pack, qwen3_dir, ALONE)
     found_K, others = stepped(pack, qwen3_dir, two, parallel=plan)
-    torch.testing.assert_close(found_K, logprobs_K, atol=1e-5, rtol=0)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found_K, logprobs_K, atol=5e-5, rtol=0)
+    assert_gradients_alike(others, weights, norm=way(weights, qwen3_dir))
 
 
 @pytest.mark.parametrize(
@@ -239,12 +250,12 @@ def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
         settings |= {"steps": 2, "lora_rank": rank, "lora_targets": ["experts", "gate", "q_proj"]}
     one, weights = routed_step(mixture_dir, tmp_path, made, **settings)
     other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
-    assert (other.loss, asdict(other.routing)) == (
-        pytest.approx(one.loss, abs=1e-6),
-        pytest.approx(asdict(one.routing)),
+    assert (other.loss, numbers_of(other.routing)) == (
+        pytest.approx(one.loss, abs=1e-5),
+        pytest.approx(numbers_of(one.routing), rel=1e-5),
     )
     assert (other.routing.replayed > 60, other.routing.missing) == (replayed, 0 if replayed else other.routing.missing)
-    assert largest(weights, others) < 1e-6
+    assert_gradients_alike(others, weights, norm=way(weights, mixture_dir))
     expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
     begun = load_file(mixture_dir / "model.safetensors")
     moved = [float((weights[name] - begun[name]).abs().max()) for name in map(expert.format, range(4))]
@@ -277,8 +288,8 @@ def test_ranks_compute_the_prompt_of_a_mixture_once_each(
     one, weights = routed_step(mixture_dir, tmp_path, made, **settings, prompt_once=False)
     other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
     assert other.loss == pytest.approx(one.loss, abs=1e-5)
-    assert asdict(other.routing) == pytest.approx(asdict(one.routing))
-    assert largest(weights, others) < 1e-5
+    assert numbers_of(other.routing) == pytest.approx(numbers_of(one.routing), rel=1e-5)
+    assert_gradients_alike(others, weights, norm=way(weights, mixture_dir))
     assert two.ledger.names(1) == two.ledger.names(0)
     assert other.tokens_distinct < 0.9 * one.tokens_distinct
 
@@ -298,13 +309,13 @@ def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(t
 
     one, begun, alone = adapter(ALONE, "alone")
     other, same, shared = adapter(two, "shared", parallel=TENSOR)
-    assert other.loss == pytest.approx(one.loss, abs=1e-5)
-    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert other.loss == pytest.approx(one.loss, abs=1e-4)  # of the second step
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert begun.keys() == same.keys() == alone.keys() == shared.keys()
     for name, tensor in alone.items():
         assert torch.equal(begun[name], same[name])
         assert not torch.equal(begun[name], tensor)
-    assert_moved_alike(shared, alone, lr=TRAIN["lr"], steps=1)
+    assert_gradients_alike(shared, alone, norm=norm_of({name: alone[name] - begun[name] for name in alone}), rel=1e-4)
     layer = "model.layers.1.self_attn.o_proj"
     names = [name.partition(",")[0] for name in two.ledger.names(0)]
     assert f"adding up {layer}" in names and not any("lora" in name or "base_layer" in name for name in names)
@@ -391,11 +402,11 @@ def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
 @pytest.mark.parametrize(
     ("settings", "mixed"),
     [
-        (config(PPO(critic="own")), False),
-        (config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2), False),
+        pytest.param(*(config(PPO(critic="own")), False), marks=pytest.mark.slow),
+        pytest.param(*(config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2), False), marks=pytest.mark.slow),
         (config(GRPO(kl_weight=0.1, reference_every=2), parallel=TENSOR), False),
-        (config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True),
-        (config(lora_rank=2, parallel={"ranks": 2, "expert": 2}), True),
+        pytest.param(*(config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True), marks=pytest.mark.slow),
+        pytest.param(*(config(lora_rank=2, parallel={"ranks": 2, "expert": 2}), True), marks=pytest.mark.slow),
         (config(GRPO(kl_weight=0.1), lora_rank=2, parallel=TENSOR, gradient_checkpointing=True), False),
     ],
     ids=["critic", "adapter", "tensor", "tensor and expert", "adapter and expert", "adapter and tensor"],
@@ -437,6 +448,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     sizes = [sum(value.nbytes for value in load_file(file).values()) for file in files]
     assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
     assert all("step" in name or name in torch.load(folder / "optimizer.pt")["shards"] for name in both)
+    (folder / "SHA256SUMS").unlink()
     files[1].unlink()
     with pytest.raises(ModelError, match="numbers, and its parameter"):
         alone.load(folder)

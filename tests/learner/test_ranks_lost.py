@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 from torch import distributed
 
 from agentrl.config import Train
@@ -124,7 +125,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
         ranks.close()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("train", "text"),
     [
         ({"parallel": {"ranks": 2, "gpus": [0]}}, "train.parallel.gpus = [0]: name 2 GPUs"),

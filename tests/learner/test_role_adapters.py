@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import load_file
 
 from agentrl import config
@@ -39,8 +40,8 @@ def give(to: Learner, role: str | None, tensors: list[torch.Tensor]) -> None:
         parameter.data.copy_(tensor)
 
 
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@each_case("normalise", ["token", "sequence", "constant"])
+@each_case("checkpointing", [False, True])
 def test_each_roles_adapter_trains_as_if_it_were_alone(qwen3_dir: Path, normalise: str, checkpointing: bool) -> None:
     """Two learners of one role each, in two steps of two updates: bit for bit the same weights, clip and all."""
     algo = {"normalise": normalise, "divisor": 8}
@@ -97,7 +98,7 @@ def test_an_export_holds_each_adapter_in_pefts_format(qwen3_dir: Path, tmp_path:
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", lora.WEIGHTS, "bob"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "wrong"),
     [
         ({"roles": [BOB]}, r"roles\.0\.adapter = True: say how large an adapter is: train\.lora_rank = 16"),

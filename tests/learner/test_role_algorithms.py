@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import config
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
 from agentrl.errors import ConfigError
-from agentrl.learner.data.batch import group_rows, weigh
+from agentrl.learner.data.batch import group_rows
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
-from agentrl.records import Group
+from agentrl.records import Group, StopReason
 
 from .making import episode, group_of, turn
 from .test_mixed import PPO as PPO_TABLE
@@ -56,8 +58,8 @@ def tokens_of(role: str) -> int:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("critic", ["own", "shared"])
-@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+@each_case("critic", ["own", "shared"])
+@each_case("normalise", ["token", "sequence", "constant"])
 def test_the_gradient_of_two_roles_algorithms_is_the_weighted_sum_of_those_of_each_alone(
     qwen3_dir: Path, normalise: str, critic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +118,7 @@ def test_a_role_has_the_same_algorithm_in_every_environment() -> None:
     assert config.from_json(config.to_json(given)) == given
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "wrong"),
     [
         ({"roles": [{"name": "b", "algo": {"kind": "grbo"}}]}, r"roles\.0\.algo\.kind.*'grbo' is registered; known: "),
@@ -135,3 +137,21 @@ def test_a_role_has_the_same_algorithm_in_every_environment() -> None:
 def test_a_wrong_role_is_named(sections: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         config.parse({"model": "m", "env": {"id": "test/one"}, **sections})
+
+
+@pytest.mark.parametrize("scale", ["std", "leave_one_out"])
+def test_a_role_that_only_a_failed_member_reached_leaves_the_rows_of_the_others(scale: str) -> None:
+    """The oracle is the same group without the failed member."""
+    algo = GRPO.model_validate({"source_scale": scale})
+    played = [
+        episode(at, [turn(0, [1, 2], [3 + at], role="a", reward=0.1 * at)], outcome)
+        for at, outcome in enumerate((1.0, 0.0, 0.5))
+    ]
+    turns = [turn(0, [1, 2], [9], role="a"), turn(1, [4], [5], parent=0, role="b")]
+    failed = episode(3, turns, None, stop=StopReason.ENGINE_FAILED)
+    made = [
+        group_rows(group_of(members), algo, step_of=lambda _: 0, step_now=0, max_lag=4).rows
+        for members in ([*played, failed], played)
+    ]
+    found, expected = ([row.columns["advantage"].tolist() for row in rows] for rows in made)
+    assert found == expected and len(found) == 3

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 from safetensors.torch import load_file
 
 from agentrl import config
@@ -116,7 +117,7 @@ def test_an_engine_gets_the_weights_of_the_role_that_it_plays(qwen3_dir: Path, o
 OWN = {"name": "bob", "model": "other"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "wrong"),
     [
         (

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
@@ -15,10 +16,11 @@ from agentrl.algos.importance import Origin
 from agentrl.algos.ppo import PPO
 from agentrl.engine.router.router import Fleet
 from agentrl.errors import EngineUnavailable
-from agentrl.learner.data.batch import GroupRows, group_rows, weigh
+from agentrl.learner.data.batch import GroupRows, group_rows
+from agentrl.learner.data.shares import weigh
 from agentrl.protocols import GenerateRequest
-from agentrl.records import Group, SamplingParams, Step, StopReason, Trajectory, Turn, VersionSpan
-from agentrl.testing.engine import Failure, FakeEngine
+from agentrl.records import Group, GroupState, SamplingParams, Step, StopReason, Trajectory, Turn, VersionSpan
+from tests.parts.fake_engine import Failure, FakeEngine
 
 from .making import episode, group_of, random_group, turn
 
@@ -173,7 +175,7 @@ def test_law_3_only_the_policys_own_doing_is_scored() -> None:
     assert got.left_out == 2
 
 
-@pytest.mark.parametrize("reason", list(StopReason))
+@each_case("reason", list(StopReason))
 def test_law_3_every_stop_reason(reason: StopReason) -> None:
     got = rows_of(group_of([episode(0, [turn(0, [1], [2])], 1.0, stop=reason), sibling()]))
     assert len(got.rows) == (2 if reason.by_policy else 1)
@@ -337,8 +339,8 @@ def test_recorded_members_are_judged_alike_with_and_without_a_late_one() -> None
     assert rows_of(with_late).late == 1
 
 
-@pytest.mark.parametrize("waits", [0, 1])
-@pytest.mark.parametrize("rewarded", ["quick", "slow"])
+@each_case("waits", [0, 1])
+@each_case("rewarded", ["quick", "slow"])
 def test_with_a_quorum_the_gradient_is_exact_also_where_slow_members_earn_more(rewarded: str, waits: int) -> None:
     """Four members each choose with probability p to be slow. The group closes when three have ended, or (`waits`) when
     one more has. Over all 16 courses the expected gradient is that of the expected outcome, 4 p (1 - p) up to its sign:
@@ -355,8 +357,8 @@ def test_with_a_quorum_the_gradient_is_exact_also_where_slow_members_earn_more(r
     assert total == pytest.approx(size * p * (1 - p) * (1 if rewarded == "slow" else -1))
 
 
-@pytest.mark.parametrize("algo", [{}, {"scale": "std"}, {"baseline": "group_mean"}, {"baseline": "none"}])
-@pytest.mark.parametrize("seed", range(3))
+@each_case("algo", [{}, {"scale": "std"}, {"baseline": "group_mean"}, {"baseline": "none"}])
+@each_case("seed", range(3))
 def test_a_full_group_gives_the_same_rows_bit_for_bit_with_its_record(seed: int, algo: dict[str, str]) -> None:
     members = [*random_group(7, seed=seed, members=4).trajectories]
     members[2] = replace(members[2], stop_reason=StopReason.ENGINE_FAILED)
@@ -371,6 +373,23 @@ def test_a_full_group_gives_the_same_rows_bit_for_bit_with_its_record(seed: int,
             assert torch.equal(column, other.columns[name]), name
     assert sorted(without.members, key=repr) == sorted(recorded.members, key=repr)
     assert replace(without, rows=(), members=()) == replace(recorded, rows=(), members=())
+
+
+@each_case(
+    ("state", "taken_step", "before"),
+    [
+        (GroupState.TAKEN, None, False),
+        (GroupState.TAKEN, 6, False),
+        (GroupState.TAKEN, 5, True),
+        (GroupState.EXPIRED, None, True),
+    ],
+)
+def test_a_group_that_an_earlier_step_took_or_that_expired_counts_once(
+    state: GroupState, taken_step: int | None, before: bool
+) -> None:
+    member = episode(0, [turn(0, [1], [2], version=5)], 1.0)
+    group = replace(late_group(size=1, record=[member], taken=[member]), state=state, taken_step=taken_step)
+    assert rows_of(group, step_now=5, max_lag=3).taken_before is before
 
 
 def test_law_5_what_leaves_stale_is_counted_by_its_lag_and_still_tells_its_outcome() -> None:

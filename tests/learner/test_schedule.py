@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl.config import Train
 from agentrl.errors import ConfigError
@@ -16,7 +17,7 @@ from .making import random_group, run_config
 from .test_learner import STEP_OF, same, state_of
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "expected"),
     [
         ({}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.judging import Returns, advantages, strength
 from agentrl.algos.losses import Normalise
-from agentrl.learner.data.batch import GroupRows, group_rows, weigh
+from agentrl.learner.data.batch import GroupRows, group_rows
+from agentrl.learner.data.shares import weigh
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, GroupState
-from agentrl.store.buffer.no_signal import Returns, advantages, strength
 
 from .making import episode, group_of, random_group, run_config, tiny_qwen3, turn
 
@@ -28,8 +30,8 @@ def solved(id: int) -> Group:
     return group_of(members, id=id)
 
 
-@pytest.mark.parametrize(("discount", "quorum"), [(1.0, None), (0.8, None), (1.0, 2), (0.8, 3)])
-@pytest.mark.parametrize("seed", range(20))
+@each_case(("discount", "quorum"), [(1.0, None), (0.8, None), (1.0, 2), (0.8, 3)])
+@each_case("seed", range(5))
 def test_the_stores_advantages_are_those_that_the_learner_computes(
     seed: int, discount: float, quorum: int | None
 ) -> None:

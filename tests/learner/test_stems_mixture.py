@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from agentrl.algos.ppo import PPO
 from agentrl.learner.learner import Learner
 from agentrl.learner.step_report import StepReport
 from agentrl.records import Group
+from tests.closeness import assert_gradients_alike, numbers_of
 
 from .making import mixture
-from .test_routing import EXPERTS, STEP_OF, Choice, config, largest, of, other_choice, told
+from .test_routing import EXPERTS, STEP_OF, Choice, config, of, other_choice, told
 from .test_stems import long_prompt
 
 PASS = 40
@@ -57,10 +58,10 @@ class Stepped:
 def both(folder: Path, groups: Sequence[Group], *given: Any, **train: Any) -> tuple[Stepped, Stepped]:
     """With the prompt computed once, and in every pass; they do the same."""
     once, again = (Stepped(folder, groups, *given, **train, prompt_once=how) for how in (True, False))
-    assert once.report.loss == pytest.approx(again.report.loss, abs=1e-5)
-    assert once.report.algorithm == pytest.approx(again.report.algorithm, rel=1e-4, abs=1e-5)
-    assert asdict(once.routing) == pytest.approx(asdict(again.routing))
-    assert largest(once.weights, again.weights) < 1e-5
+    assert once.report.loss == pytest.approx(again.report.loss, abs=1e-4)
+    assert once.report.algorithm == pytest.approx(again.report.algorithm, rel=1e-3, abs=1e-4)
+    assert numbers_of(once.routing) == pytest.approx(numbers_of(again.routing), rel=1e-4)
+    assert_gradients_alike(once.weights, again.weights, norm=again.report.grad_norm, rel=1e-4)
     assert once.computed < 0.75 * again.computed
     assert once.report.tokens_distinct < 0.75 * again.report.tokens_distinct
     return once, again
@@ -139,9 +140,9 @@ def test_a_stem_has_the_experts_that_a_pass_of_the_whole_group_would_replay(fold
     divided, whole = (Stepped(folder, [group], **BALANCED, tokens_per_batch=size) for size in (PASS, 400))
     assert divided.report.tokens_distinct > whole.report.tokens_distinct
     assert divided.report.loss == pytest.approx(whole.report.loss, abs=1e-5)
-    assert largest(divided.weights, whole.weights) < 1e-5
+    assert_gradients_alike(divided.weights, whole.weights, norm=whole.report.grad_norm)
     assert (divided.routing.missing, divided.routing.differing) == (0, PROMPT)
-    assert asdict(divided.routing) == pytest.approx(asdict(whole.routing))
+    assert numbers_of(divided.routing) == pytest.approx(numbers_of(whole.routing), rel=1e-5)
 
 
 def test_a_prompt_of_which_nobody_tells_experts_is_missing_once_in_each_row(folder: Path) -> None:

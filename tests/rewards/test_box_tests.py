@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.config.sections import RewardSource
-from agentrl.errors import ConfigError, SandboxPathError, ScoreError, UsageError
+from agentrl.errors import ConfigError, HostBusy, SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.rewards.hidden_tests import ArtifactsOf, value_of
 from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.run import reward_services
 from agentrl.store import LeaseLost, RunStore, StoreError
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 from tests.rewards.conftest import run_config
 from tests.rewards.test_sources import eventually
 from tests.store.play import START, answer, play_all, serve, turn
@@ -53,21 +55,21 @@ def outside(task: Any) -> Mapping[str, bytes]:
 
 def worked(store: RunStore, *works: bytes | None) -> str:
     """An episode of two is played for so many turns; the id of the last one."""
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
+    claim, _ = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
     id = ""
     for index, work in enumerate(works):
         id = f"{claim.episode_id}.0.{index}"
-        store.journal_turn(claim.episode_id, claim.fence, turn(index, 1))
+        store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, 1))
         if work is not None:
-            store.keep_artifacts(claim.episode_id, claim.fence, id, {"module.py": work})
-        store.journal_step(claim.episode_id, claim.fence, index, answer(index))
+            store.journal.keep_artifacts(claim.episode_id, claim.fence, id, {"module.py": work})
+        store.journal.journal_step(claim.episode_id, claim.fence, index, answer(index))
     return id
 
 
 def scorer_of(store: RunStore, **changes: Any) -> Scorer:
     own = settings(**{"retries": 0, **changes})
-    desk = AsyncStore(store, inline=True)
+    desk = JournalWriter(store, inline=True)
     return Scorer(own, desk, rewarder_of(own, artifacts_of=desk.artifacts))
 
 
@@ -86,9 +88,9 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
     scorer = scorer_of(store, files=str(tmp_path / "tests"), box_s=3.0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
-        await eventually(lambda: len(store.scores()) == 5)
+        await eventually(lambda: len(store.scores.recorded()) == 5)
         nursery.cancel_scope.cancel()
-    assert [one.value for one in store.scores()] == [0.5, 1.0, 0.0, 0.0, 0.0]
+    assert [one.value for one in store.scores.recorded()] == [0.5, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.bubblewrap
@@ -96,7 +98,7 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
 async def test_work_whose_names_no_box_takes_gets_nothing_and_is_no_failure(store: RunStore, name: str) -> None:
     id = worked(store, None)
     rewarder = rewarder_of(settings(call=f"{__name__}:hidden"), artifacts_of=always({name: RIGHT}))
-    assert await rewarder(store.trajectory(int(id.split(".")[0]))) == 0.0  # type: ignore[misc]
+    assert await rewarder(store.reads.trajectory(int(id.split(".")[0]))) == 0.0  # type: ignore[misc]
 
 
 @pytest.mark.bubblewrap
@@ -104,7 +106,7 @@ async def test_tests_whose_names_no_box_takes_are_a_failure(store: RunStore) -> 
     id = worked(store, RIGHT)
     rewarder = rewarder_of(settings(call=f"{__name__}:outside"), artifacts_of=always({"module.py": RIGHT}))
     with pytest.raises(SandboxPathError):
-        await rewarder(store.trajectory(int(id.split(".")[0])))  # type: ignore[misc]
+        await rewarder(store.reads.trajectory(int(id.split(".")[0])))  # type: ignore[misc]
 
 
 @pytest.mark.bubblewrap
@@ -114,7 +116,7 @@ async def test_a_box_without_the_command_is_named_and_is_no_score(store: RunStor
         await scorer_of(store, command=["pytest5"]).score(id)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("score", "result", "value"),
     [
         ("exit", {"exit_code": 0}, 1.0),
@@ -128,7 +130,21 @@ async def test_a_box_without_the_command_is_named_and_is_no_score(store: RunStor
         ("number", {"stdout": b""}, 0.0),
         ("share", {"stdout": b"5 passed\n===== 1 failed, 2 passed, 1 error in 0.1s ====="}, 0.5),
         ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nFAILED (failures=1, errors=1)"}, 0.5),
-        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nOK"}, 1.0),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nOK", "exit_code": 0}, 1.0),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nOK (skipped=3)", "exit_code": 0}, 1.0),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nOK (skipped=4)", "exit_code": 0}, 0.0),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nFAILED (failures=1, skipped=2)"}, 0.5),
+        ("share", {"stdout": b"===== 3 passed in 0.1s ====="}, 0.0),  # beside exit code 1
+        ("share", {"stdout": b"===== 3 passed, 1 skipped in 0.1s =====", "exit_code": 0}, 1.0),
+        ("exit", {"stdout": b"===== 3 skipped in 0.01s =====", "exit_code": 0}, 0.0),
+        ("exit", {"stdout": b"===== no tests ran in 0.01s =====", "exit_code": 0}, 0.0),
+        ("exit", {"stderr": b"Ran 2 tests in 0.1s\n\nOK (skipped=2)", "exit_code": 0}, 0.0),
+        (
+            "exit",
+            {"stdout": b"ok. 5 passed; 0 failed\nDoc-tests\nok. 0 passed; 0 failed", "exit_code": 0},
+            1.0,
+        ),
+        ("exit", {"stdout": b"test result: ok. 0 passed; 0 failed; 3 ignored", "exit_code": 0}, 0.0),
         ("share", {"stderr": b"Ran 4 tests in 0.1s"}, 0.0),
         ("share", {"stdout": b"\xff\x00", "stderr": b"Segmentation fault"}, 0.0),
         ("share", {"stdout": b"9 passed", "timed_out": True}, 0.0),
@@ -139,10 +155,15 @@ def test_a_result_means_a_number_from_0_to_1(score: str, result: dict[str, Any],
     assert value_of(ExecResult(**{"exit_code": 1, "stdout": b"", "stderr": b"", **result}), score) == value
 
 
-@pytest.mark.parametrize(
-    "flood", [b"1 passed " * 500_000, b"9" * 4_000_000, b"\n" * 4_000_000, b"Ran 1 test in \n" * 300_000]
-)
-@pytest.mark.parametrize("score", ["share", "number"])
+def test_a_time_out_is_the_hosts_where_the_host_withheld_half_of_the_time() -> None:
+    late = ExecResult(exit_code=137, stdout=b"", stderr=b"", timed_out=True, duration_s=60.0, cpu_s=0.4)
+    assert value_of(replace(late, starved_s=10.0), "share") == 0.0
+    with pytest.raises(HostBusy, match=r"got no processor for 55 s \(0\.4 s of CPU time used\)"):
+        value_of(replace(late, starved_s=55.0), "share")
+
+
+@each_case("flood", [b"1 passed " * 500_000, b"9" * 4_000_000, b"\n" * 4_000_000, b"Ran 1 test in \n" * 300_000])
+@each_case("score", ["share", "number"])
 def test_reading_a_flood_costs_no_more_than_its_tail(score: str, flood: bytes) -> None:
     began = time.process_time()
     assert 0.0 <= value_of(ExecResult(exit_code=0, stdout=flood, stderr=flood), score) <= 1.0
@@ -186,7 +207,7 @@ async def test_a_host_that_hangs_is_the_sources_failure_and_no_score(
     with pytest.raises(ScoreError, match="no answer within 30 s"):
         await scorer_of(store, sandbox=f"{HERE}:Hanging").score(id)
     assert trio.current_time() - began == pytest.approx(30.0)
-    assert store.scores() == []
+    assert store.scores.recorded() == []
 
 
 async def test_tests_may_depend_on_the_task_and_equal_work_is_tested_once(store: RunStore) -> None:
@@ -208,7 +229,7 @@ def rewritten() -> list[SandboxSpec]:
 
 async def test_changes_of_the_share_may_be_the_reward(store: RunStore) -> None:
     worked(store, RIGHT, RIGHT)
-    scorer = scorer_of(store, kind="shaping", potential="tests", sandbox=f"{HERE}:Fake")
+    scorer = scorer_of(store, kind="shaping", sandbox=f"{HERE}:Fake")
     assert await scorer.score("1.0.0") == 1.0
     assert await scorer.score("1.0.1") == -1.0, "it is the last one, so far"
 
@@ -221,19 +242,19 @@ async def test_an_environment_without_artifacts_is_named(store: RunStore) -> Non
 
 def test_artifacts_are_those_of_the_last_holder_and_leave_with_the_tokens(store: RunStore) -> None:
     id = worked(store, RIGHT)
-    assert store.artifacts(id) == {"module.py": RIGHT}
+    assert store.journal.artifacts(id) == {"module.py": RIGHT}
     with pytest.raises(LeaseLost):
-        store.keep_artifacts(1, 99, id, {})
+        store.journal.keep_artifacts(1, 99, id, {})
     with pytest.raises(StoreError, match="has no turn"):
-        store.artifacts("1.0.7")
-    store.release_all()
+        store.journal.artifacts("1.0.7")
+    store.deaths.release_all()
     play_all(store)
-    for id in store.awaiting("tests", 9):
-        store.score(id, "tests", 1.0)
-    store.take(1, 1, max_lag=1)
-    store.checkpoint(1, serve(store, 1), "x")
-    assert store.retain(60, keep_steps=50, keep_sample=0.0) == 1
-    assert store.artifacts("1.0.0") is None
+    for id in store.scores.awaiting("tests", 9):
+        store.scores.score(id, "tests", 1.0)
+    store.buffer.take(1, 1, max_lag=1)
+    store.lineage.checkpoint(1, serve(store, 1), "x")
+    assert store.lineage.retain(60, keep_steps=50, keep_sample=0.0) == 1
+    assert store.journal.artifacts("1.0.0") is None
 
 
 @pytest.mark.parametrize(

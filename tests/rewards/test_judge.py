@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from each_case import each_case
 from trio.testing import MockClock
 
 import agentrl
@@ -83,7 +84,7 @@ async def test_every_call_draws_its_boundary() -> None:
     assert len({boundary_of(body) for _, body in fake.requests}) == 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "why"),
     [
         ("", "JSON: Invalid JSON"),
@@ -150,7 +151,7 @@ async def test_a_judge_is_a_rewarder(trajectory: Trajectory) -> None:
     assert heads == ["user", "assistant", "tool sum", "assistant", "end"]
 
 
-@pytest.mark.parametrize("wrong", [{"scale": (5, 5)}, {"scale": (10, 0)}, {"attempts": 0}])
+@each_case("wrong", [{"scale": (5, 5)}, {"scale": (10, 0)}, {"attempts": 0}])
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         judge_of(FakeScoring(), **wrong)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import config
 from agentrl.config.sections import RewardSource
@@ -51,7 +52,7 @@ def test_its_gradient_is_that_of_the_return_with_it() -> None:
     assert torch.nn.functional.cosine_similarity(exact.flatten(), without.flatten(), dim=0) < 0.999
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "said"),
     [
         ({"most_tokens": 64}, r"rewards\.margin_tokens = None: a source of kind 'overlong' needs it"),

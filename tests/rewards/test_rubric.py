@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 import agentrl
 from agentrl.errors import ConfigError, EngineError, ScoreError
@@ -71,7 +72,7 @@ async def test_a_part_without_a_number_is_named() -> None:
         await Rubric({"right": right, "odd": lambda text: float("nan")})("42")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("parts", "combine", "said"),
     [
         ({}, "sum", r"parts = \{\}: give at least one reward"),

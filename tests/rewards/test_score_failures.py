@@ -15,7 +15,7 @@ from agentrl.rewards.scorer import Scorer
 from agentrl.run import reward_services
 from agentrl.run.reporting.failed_tasks import ScoreFailureLines
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 from tests.rewards.test_sources import eventually
 from tests.store.play import play_all
 
@@ -37,7 +37,7 @@ async def test_a_source_that_gives_no_number_for_some_texts_is_named_at_once_and
         return nothing if seen.turns[-1].text == "action 1" else 0.5
 
     play_all(store)
-    scorer = Scorer(settings(concurrency=1, retries=1, deadline_s=1000.0), AsyncStore(store, inline=True), ask)
+    scorer = Scorer(settings(concurrency=1, retries=1, deadline_s=1000.0), JournalWriter(store, inline=True), ask)
     lines = ScoreFailureLines("runs/mine", now=iter(range(0, 100, 10)).__next__)
     assert list(lines.lines(store)) == []
     async with trio.open_nursery() as nursery:
@@ -106,8 +106,8 @@ def test_a_rollback_forgets_no_failure(store: RunStore) -> None:
     count.failed("bad", 1, "nan is no reward")
     row = count.row()
     assert row is not None and count.row() is None, "nothing is new"
-    store.record("reward_failures", 0, row)
-    store.rollback(0)
+    store.metrics.record("reward_failures", 0, row)
+    store.lineage.rollback(0)
     assert [str(one) for one in reward_services.failures(store)] == [
         "reward source 'taste' gave no score for 1 of 1 turns (1 of 1 calls failed), the last: nan is no reward; "
         "one text never got a score, most often 'bad' (1 turns)"

@@ -18,8 +18,8 @@ from agentrl.records import StopReason, Trajectory
 from agentrl.rewards.scorer import Scorer, rewarder_of
 from agentrl.rewards.shaping import Shaping
 from agentrl.run import reward_services
-from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store import Claim, Ending, RunStore
+from agentrl.store.journal_writer import JournalWriter
 from tests.algos.test_credit import PATHS, expected_estimate
 from tests.algos.test_credit import Path as Actions
 from tests.rewards.conftest import episode, run_config
@@ -43,13 +43,13 @@ async def serving(store: RunStore, holds: Callable[[], bool], **changes: Any) ->
     """Score turns until something holds."""
     own = settings(**changes)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(own, AsyncStore(store, inline=True), rewarder_of(own)).serve)
+        nursery.start_soon(Scorer(own, JournalWriter(store, inline=True), rewarder_of(own)).serve)
         await eventually(holds)
         nursery.cancel_scope.cancel()
 
 
 def values(store: RunStore, claim: Claim) -> list[float]:
-    return [one.scores["phi"] for one in store.trajectory(claim.episode_id).turns]
+    return [one.scores["phi"] for one in store.reads.trajectory(claim.episode_id).turns]
 
 
 async def test_a_turn_earns_what_it_changes_in_the_potential_and_the_end_has_none(store: RunStore) -> None:
@@ -61,8 +61,8 @@ async def test_a_turn_earns_what_it_changes_in_the_potential_and_the_end_has_non
         return potential(seen)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(settings(concurrency=1), AsyncStore(store, inline=True), Shaping(counted)).serve)
-        await eventually(lambda: store.ready_count() == 1)
+        nursery.start_soon(Scorer(settings(concurrency=1), JournalWriter(store, inline=True), Shaping(counted)).serve)
+        await eventually(lambda: store.buffer.ready_count() == 1)
         nursery.cancel_scope.cancel()
     phi = [random.Random(n).uniform(-5, 5) for n in range(3)]
     for claim in (first, second):
@@ -84,40 +84,40 @@ async def test_gamma_discounts_the_state_that_a_turn_leads_to() -> None:
 async def test_a_turn_is_scored_once_it_is_known_whether_another_follows(
     store: RunStore, autojump_clock: MockClock
 ) -> None:
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0)))
-    assert store.awaiting("phi", 9) == ["1.0.0"] and store.awaiting("phi", 9, settled=True) == []
-    store.journal_turn(claim.episode_id, claim.fence, turn(1, 1))
-    assert store.awaiting("phi", 9, settled=True) == ["1.0.0"]
-    await serving(store, lambda: len(store.scores()) == 1)
+    claim, _ = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0)))
+    assert store.scores.awaiting("phi", 9) == ["1.0.0"] and store.scores.awaiting("phi", 9, settled=True) == []
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(1, 1))
+    assert store.scores.awaiting("phi", 9, settled=True) == ["1.0.0"]
+    await serving(store, lambda: len(store.scores.recorded()) == 1)
 
 
 @pytest.mark.parametrize("stop", [StopReason.DONE, StopReason.TURN_LIMIT, StopReason.CONTEXT_LIMIT])
 async def test_the_sum_is_nothing_however_the_policys_episode_ends(store: RunStore, stop: StopReason) -> None:
     """Also at a limit that was found only after the last answer, which does not say that it was the last."""
-    for claim in store.claim("worker", 2, lease_s=30.0):
-        store.begin(claim.episode_id, claim.fence, START)
+    for claim in store.leases.claim("worker", 2, lease_s=30.0):
+        store.journal.begin(claim.episode_id, claim.fence, START)
         for index in range(3):
-            store.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
-        store.finish(claim.episode_id, claim.fence, stop_reason=stop, outcome=0.0, success=False)
-    await serving(store, lambda: store.ready_count() == 1)
-    (group,) = store.take(1, 1, max_lag=1) or []
+            store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
+        store.journal.finish(claim.episode_id, claim.fence, Ending(stop_reason=stop, outcome=0.0, success=False))
+    await serving(store, lambda: store.buffer.ready_count() == 1)
+    (group,) = store.buffer.take(1, 1, max_lag=1) or []
     for member in group.trajectories:
         assert sum(one.score for one in member.turns) == pytest.approx(0.0, abs=1e-12)
 
 
 async def test_the_sum_is_nothing_after_turns_were_set_aside(store: RunStore) -> None:
-    claim, other = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
+    claim, other = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
     for index in range(2):
-        store.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
-    await serving(store, lambda: len(store.scores()) == 1)
-    store.restart_episode(claim.episode_id, claim.fence, "its worker died")
-    store.begin(claim.episode_id, claim.fence, START)
+        store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
+    await serving(store, lambda: len(store.scores.recorded()) == 1)
+    store.journal.restart_episode(claim.episode_id, claim.fence, "its worker died")
+    store.journal.begin(claim.episode_id, claim.fence, START)
     play(store, replace(claim, start=START), turns=3)
     play(store, other, turns=1)
-    await serving(store, lambda: store.ready_count() == 1)
+    await serving(store, lambda: store.buffer.ready_count() == 1)
     assert len(values(store, claim)) == 3
     for one in (claim, other):
         assert sum(values(store, one)) == pytest.approx(0.0, abs=1e-12)
@@ -126,10 +126,10 @@ async def test_the_sum_is_nothing_after_turns_were_set_aside(store: RunStore) ->
 async def test_of_an_episode_whose_scores_come_too_late_none_count(store: RunStore) -> None:
     reward_services.declare(run_config(settings(late="neutral")), store)
     claim, _ = play_all(store, turns=3)
-    scorer = Scorer(settings(late="neutral"), AsyncStore(store, inline=True), rewarder_of(settings()))
+    scorer = Scorer(settings(late="neutral"), JournalWriter(store, inline=True), rewarder_of(settings()))
     await scorer.score("1.0.1")
     assert values_sum(store, claim) != 0.0
-    assert store.expire_sources(9e12).keys() == {"phi"}
+    assert store.scores.expire_sources(9e12).keys() == {"phi"}
     await scorer.score("1.0.2")
     assert values_sum(store, claim) == 0.0
     with pytest.raises(ConfigError, match=r"rewards\.late = 'partial': a part of the differences"):
@@ -137,7 +137,7 @@ async def test_of_an_episode_whose_scores_come_too_late_none_count(store: RunSto
 
 
 def values_sum(store: RunStore, claim: Claim) -> float:
-    return sum(one.score for one in store.trajectory(claim.episode_id).turns)
+    return sum(one.score for one in store.reads.trajectory(claim.episode_id).turns)
 
 
 async def test_each_role_has_sums_of_its_own() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from each_case import each_case
 
 from agentrl.config.sections import RewardSource
 from agentrl.errors import EngineRefusal
@@ -87,7 +88,7 @@ async def test_what_has_no_score_however_it_is_asked_gets_the_lowest_points(
     assert await RewardModel(client, refused=-2.0).score(work) == -2.0
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@each_case("status", [400, 413, 422])
 async def test_a_server_that_refuses_whatever_it_is_asked_has_failed(status: int) -> None:
     """The policy cannot have caused that: no such model, say."""
     client = client_of(httpx.MockTransport(lambda _: httpx.Response(status, json={"error": "no such model"})))

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.config.sections import RewardSource
@@ -19,7 +20,7 @@ from agentrl.rewards import scorer as sources
 from agentrl.rewards.scorer import Scorer, rewarder_of, until
 from agentrl.run import reward_services
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.testing.scoring import FakeScoring
 from tests.rewards.conftest import run_config
 from tests.store.play import START, answer, play_all, turn
@@ -29,8 +30,8 @@ def settings(**changes: Any) -> RewardSource:
     return RewardSource(**{"source": "prm", "kind": "callable", "call": "tests.rewards.test_sources:length", **changes})
 
 
-def desk(store: RunStore) -> AsyncStore:
-    return AsyncStore(store, inline=True)
+def desk(store: RunStore) -> JournalWriter:
+    return JournalWriter(store, inline=True)
 
 
 def length(seen: Trajectory) -> float:
@@ -47,7 +48,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 async def until_scored(store: RunStore) -> None:
-    await eventually(lambda: store.ready_count() == 1)
+    await eventually(lambda: store.buffer.ready_count() == 1)
 
 
 async def test_turns_are_scored_while_the_episode_goes_on(store: RunStore, autojump_clock: MockClock) -> None:
@@ -57,17 +58,17 @@ async def test_turns_are_scored_while_the_episode_goes_on(store: RunStore, autoj
         seen.append((len(trajectory.turns), trajectory.turns[-1].step is not None))
         return 0.5
 
-    claim, other = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
+    claim, other = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Scorer(settings(), desk(store), ask).serve)
         for index in range(2):
-            store.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
-            await eventually(lambda scored=index + 1: len(store.scores()) == scored)
+            store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
+            await eventually(lambda scored=index + 1: len(store.scores.recorded()) == scored)
         nursery.cancel_scope.cancel()
     assert seen == [(1, True), (2, True)]
-    assert store.trajectory(claim.episode_id).stop_reason is None
-    assert store.trajectory(other.episode_id).turns == ()
+    assert store.reads.trajectory(claim.episode_id).stop_reason is None
+    assert store.reads.trajectory(other.episode_id).turns == ()
 
 
 async def test_no_more_calls_run_at_once_than_the_source_takes(store: RunStore, autojump_clock: MockClock) -> None:
@@ -103,11 +104,11 @@ async def test_a_call_that_hangs_or_fails_is_made_again_and_counted(store: RunSt
 
     play_all(store)
     scorer = Scorer(settings(call_deadline_s=2.0, retries=2), desk(store), ask)
-    id = store.awaiting("prm", 1)[0]
+    id = store.scores.awaiting("prm", 1)[0]
     started = trio.current_time()
     assert await scorer.score(id) == 0.75
     assert trio.current_time() - started == pytest.approx(2.0 + 0.5 + 1.0)
-    (one,) = store.scores()
+    (one,) = store.scores.recorded()
     assert (one.turn_id, one.value, one.cost, one.counts) == (id, 0.75, 3.0, True)
 
 
@@ -134,7 +135,7 @@ async def test_a_turn_whose_attempts_all_fail_is_left_to_the_deadline_of_its_sou
         await scorer.score("1.0.0")
     with trio.move_on_after(60):
         await scorer.serve()
-    assert store.scores() == []
+    assert store.scores.recorded() == []
     assert len(asked) == 2 + 4 * 2, "each turn once, with its retry, and not again for ever"
 
 
@@ -153,14 +154,14 @@ async def test_the_same_content_is_asked_for_once(store: RunStore, autojump_cloc
         await until_scored(store)
         nursery.cancel_scope.cancel()
     assert calls == [1, 2]
-    assert [one.cost for one in store.scores()] == [1.0, 1.0, 0.0, 0.0]
+    assert [one.cost for one in store.scores.recorded()] == [1.0, 1.0, 0.0, 0.0]
 
 
 async def test_a_blocking_source_runs_in_a_thread_and_a_judge_reads_up_to_the_action(store: RunStore) -> None:
     claim, _ = play_all(store)
     scorer = Scorer(settings(), desk(store), rewarder_of(settings()))
     assert await scorer.score("1.0.1") == 2.0
-    seen = until(store.trajectory(claim.episode_id), "1.0.0")
+    seen = until(store.reads.trajectory(claim.episode_id), "1.0.0")
     assert [one.id for one in seen.turns] == ["1.0.0"]
     assert seen.outcome is None, "a source does not know how the episode will end"
     with pytest.raises(LookupError, match=r"has no turn 1\.1\.0 any more"):
@@ -174,17 +175,17 @@ async def test_a_stored_run_is_scored_again_under_a_version_of_its_own(store: Ru
         nursery.start_soon(reward_services.serve, config, desk(store))
         await until_scored(store)
         nursery.cancel_scope.cancel()
-    before = store.trajectory(1).rewards
+    before = store.reads.trajectory(1).rewards
     assert await reward_services.rescore(config, store, "prm") == (2, 0)
     first, second = reward_services.reports(store)
     assert (first.version, first.turns, first.counted, first.mean, first.most) == (1, 4, 4, 1.5, 2.0)
     assert (second.version, second.turns, second.counted, second.mean) == (2, 4, 0, 1.5)
-    assert store.trajectory(1).rewards == before == (1.0, 2.25)
+    assert store.reads.trajectory(1).rewards == before == (1.0, 2.25)
     with pytest.raises(UsageError, match=r"no reward source 'style'; it has: prm"):
         await reward_services.rescore(config, store, "style")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"call": None}, r"rewards\.call"),
@@ -204,7 +205,7 @@ def test_a_run_does_not_begin_with_a_source_that_cannot_be_asked(store: RunStore
     keyed = settings(kind="prm", url="http://localhost:1", api_key_env="NOT_SET_ANYWHERE")
     with pytest.raises(ConfigError, match="this environment variable is not set: export it"):
         reward_services.declare(run_config(keyed), store)
-    assert [one.name for one in store.sources()] == ["prm"]
+    assert [one.name for one in store.scores.sources()] == ["prm"]
 
 
 def test_two_sources_have_two_names() -> None:
@@ -263,7 +264,7 @@ async def test_a_model_that_is_served_scores_each_action_before_its_answer(
         nursery.start_soon(scorer_of(server, store, concurrency=1, **kind).serve)
         await until_scored(store)
         nursery.cancel_scope.cancel()
-    assert [one.value for one in store.scores()] == [0.5] * 4
+    assert [one.value for one in store.scores.recorded()] == [0.5] * 4
     first = str(server.well.requests[0][1])
     assert "action 0" in first and "seen 0" not in first
 
@@ -280,7 +281,7 @@ async def test_a_server_in_a_bad_way_is_named_within_the_calls_deadlines_and_ask
     with pytest.raises(ScoreError, match=said):
         await scorer.score("1.0.0")
     assert trio.current_time() - started <= 2 * 2.0 + 0.5
-    assert store.scores() == []
+    assert store.scores.recorded() == []
     server.way = "well"
     assert await scorer.score("1.0.0") == 0.5
 
@@ -294,11 +295,11 @@ async def test_a_server_that_comes_back_in_time_costs_no_episode_anything(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer_of(server, store, call_deadline_s=30.0, **kind).serve)
         await trio.sleep(20)
-        assert store.scores() == []
+        assert store.scores.recorded() == []
         server.way = "well"
         await until_scored(store)
         nursery.cancel_scope.cancel()
-    assert len(store.scores()) == 4
+    assert len(store.scores.recorded()) == 4
 
 
 async def test_a_judge_without_a_verdict_is_asked_as_often_as_its_source_says(

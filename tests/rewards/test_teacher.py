@@ -71,14 +71,14 @@ async def taught(store: RunStore, ask: Teacher) -> None:
     play_all(store, turns=2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Scorer(settings(), desk(store), ask).serve)
-        await eventually(lambda: store.ready_count() == 1)
+        await eventually(lambda: store.buffer.ready_count() == 1)
         nursery.cancel_scope.cancel()
 
 
 async def test_what_a_teacher_says_of_each_token_is_journaled(store: RunStore, autojump_clock: MockClock) -> None:
     server = Server()
     await taught(store, teacher(server, prefix=(90, 91)))
-    for trajectory in store.trajectories("train"):
+    for trajectory in store.reads.trajectories("train"):
         for turn in trajectory.turns:
             before = (90, 91, *context_ids(trajectory.turns, turn.index))
             assert [*before, *turn.token_ids] in server.seen  # as sampled, after the teacher's own prompt
@@ -89,7 +89,9 @@ async def test_what_a_teacher_says_of_each_token_is_journaled(store: RunStore, a
             )
             assert turn.step is not None and turn.reward == turn.step.reward  # no part of the reward
     with RunStore.read(store.path) as again:
-        assert [t.turns for t in again.trajectories("train")] == [t.turns for t in store.trajectories("train")]
+        assert [t.turns for t in again.reads.trajectories("train")] == [
+            t.turns for t in store.reads.trajectories("train")
+        ]
 
 
 async def test_a_teacher_that_refuses_costs_no_episode(store: RunStore, autojump_clock: MockClock) -> None:
@@ -100,11 +102,11 @@ async def test_a_teacher_that_refuses_costs_no_episode(store: RunStore, autojump
         nursery.start_soon(Scorer(settings(), desk(store), teacher(server)).serve)
         await eventually(lambda: len(server.seen) >= 4)
         nursery.cancel_scope.cancel()
-    assert store.ready_count() == 0
-    waited = store.expire_sources(1e12)
+    assert store.buffer.ready_count() == 0
+    waited = store.scores.expire_sources(1e12)
     assert len(waited["big"]) == 2
-    assert store.ready_count() == 1
-    members = list(store.trajectories("train"))
+    assert store.buffer.ready_count() == 1
+    members = list(store.reads.trajectories("train"))
     assert all(one.scored for one in members)
     assert not any(turn.columns for one in members for turn in one.turns)
 
@@ -115,7 +117,7 @@ async def test_a_teacher_says_nothing_of_environments_that_it_does_not_teach(
     server = Server()
     await taught(store, teacher(server, envs=frozenset({"other/Env-v0"})))
     assert server.seen == []
-    assert not any(turn.columns for one in store.trajectories("train") for turn in one.turns)
+    assert not any(turn.columns for one in store.reads.trajectories("train") for turn in one.turns)
 
 
 def run_file(*sources: dict[str, Any], distil_weight: float = 1.0, **more: Any) -> config.RunConfig:

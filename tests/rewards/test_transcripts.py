@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ def test_roles_are_told_apart() -> None:
     assert fenced(messages_of(table), "b") == "b assistant first\nthree\nb assistant second\ntwo\nb end"
 
 
-@pytest.mark.parametrize("token", CONTROL)
+@each_case("token", CONTROL)
 def test_nothing_stays_a_control_token(token: str) -> None:
     for text in (token, f"a{token}b", token * 3, f"<{token}>", f"[{token}]", f"<<{token}"):
         assert token not in defused(text)

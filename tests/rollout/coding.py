@@ -17,7 +17,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.protocols import ExecResult
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 
 from .saying import saying
 
@@ -70,13 +70,13 @@ def context(store: RunStore, renderer: Renderer, env: type[Coding], commands: Se
     calls = [Coding().call("shell", command=command) for command in commands]
     engine = saying(renderer, *calls, "I am done.")
     settings = Rollout(max_context=8192, max_tokens_per_turn=512)
-    desk = AsyncStore(store, inline=True)
+    desk = JournalWriter(store, inline=True)
     return RolloutContext(engine=engine, renderer=renderer, store=desk, settings=settings, make_env=lambda task: env())
 
 
 def main(store_path: str, tokenizer: str) -> None:
     with RunStore.open(store_path) as store:
-        claim = store.claim("first", 1, lease_s=10, now=0.0)[0]
+        claim = store.leases.claim("first", 1, lease_s=10, now=0.0)[0]
         trio.run(play, claim, context(store, Renderer(Path(tokenizer)), Fatal, [LONG, SHORT, FATAL]))
 
 

@@ -15,8 +15,8 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore
-from agentrl.testing.engine import FakeEngine
+from agentrl.store.journal_writer import JournalWriter
+from tests.parts.fake_engine import FakeEngine
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -46,7 +46,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RunStore]:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as opened:
-        opened.confirm_version(opened.mint_version(0))
+        opened.versions.confirm_version(opened.versions.mint_version(0))
         yield opened
 
 
@@ -107,9 +107,9 @@ def claim_one(store: RunStore) -> Callable[..., Claim]:
     """A claimed episode of a training group of two."""
 
     def claim(worker: str = "w", now: float = 0.0) -> Claim:
-        if not store.counts():
-            store.add_groups([Task(index=0, env="test/Env", seed=3)], size=2, purpose="train")
-        return store.claim(worker, 1, lease_s=10, now=now)[0]
+        if not store.groups.counts():
+            store.groups.add_groups([Task(index=0, env="test/Env", seed=3)], size=2, purpose="train")
+        return store.leases.claim(worker, 1, lease_s=10, now=now)[0]
 
     return claim
 
@@ -124,7 +124,7 @@ def context(renderer: Renderer, store: RunStore) -> Callable[..., RolloutContext
         return RolloutContext(
             engine=engine or FakeEngine(version=1),
             renderer=renderer,
-            store=AsyncStore(store, inline=True, disk_wait_s=60.0),
+            store=JournalWriter(store, inline=True, disk_wait_s=60.0),
             settings=Rollout(**settings),
             make_env=lambda task: env,
             rewarder=rewarder,

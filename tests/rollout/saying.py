@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.protocols import GenerateRequest
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 
 def saying(renderer: Renderer, *texts: str, **settings: Any) -> FakeEngine:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 from store.fuse import Fuse, Killed
 from store.play import bounds, play, serve
 from trio.testing import MockClock
@@ -18,7 +19,7 @@ from agentrl.errors import DiskFull
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside
+from agentrl.store.async_calls import Aside
 
 TICK_S = 0.25  # the supervisor's
 
@@ -32,7 +33,7 @@ def admitter(store: RunStore, tasks: TaskSource | None = None, **changes: Any) -
 
 
 def seeds(store: RunStore) -> list[int]:
-    return [row.task.seed for row in store.episodes("train")][::2]
+    return [row.task.seed for row in store.reads.episodes("train")][::2]
 
 
 def succeeds(seed: int) -> float:
@@ -53,7 +54,7 @@ async def test_law_6_an_episode_that_ends_makes_room_at_once_and_not_at_the_next
         nursery.start_soon(one.run, Aside(store, inline=True))
         await until(lambda: len(seeds(store)) == 1)
         for group in range(2, 6):
-            for claim in store.claim("w", 9, lease_s=1e6):
+            for claim in store.leases.claim("w", 9, lease_s=1e6):
                 play(store, claim)
             ended = trio.current_time()
             await until(lambda group=group: len(seeds(store)) == group)
@@ -77,23 +78,23 @@ async def test_new_weights_make_room_at_once(store: RunStore, autojump_clock: Mo
 
 def test_of_two_who_prepare_the_same_tasks_only_the_first_starts_them(store: RunStore) -> None:
     """As a supervisor that hung for long, and its next life: the lock of the run keeps them apart, and so does this."""
-    room = store.admissible(bounds(), limit=2)
+    room = store.groups.admissible(bounds(), limit=2)
     tasks = [Seeds("test/Env").task(room.first + at) for at in range(2)]
-    assert store.admit(tasks, first=room.first, bounds=bounds(), limit=2) == 2
-    assert store.admit(tasks, first=room.first, bounds=bounds(), limit=2) == 0
+    assert store.groups.admit(tasks, first=room.first, bounds=bounds(), limit=2) == 2
+    assert store.groups.admit(tasks, first=room.first, bounds=bounds(), limit=2) == 0
     assert seeds(store) == [0, 1]
-    assert store.tasks_started() == 2
+    assert store.groups.tasks_started() == 2
 
 
 def test_room_that_is_gone_by_the_time_of_the_admission_starts_nothing(store: RunStore) -> None:
-    room = store.admissible(bounds(), limit=9)
+    room = store.groups.admissible(bounds(), limit=9)
     tasks = [Seeds("test/Env").task(at) for at in range(room.groups)]
     assert room.groups == 4
-    assert store.admit(tasks, first=0, bounds=bounds(max_lag=0), limit=9) == 2
-    assert store.tasks_started() == 2, "the others are the next ones"
+    assert store.groups.admit(tasks, first=0, bounds=bounds(max_lag=0), limit=9) == 2
+    assert store.groups.tasks_started() == 2, "the others are the next ones"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_case("seed", range(4))
 def test_law_2_a_curriculum_whose_admitter_is_killed_anywhere_chooses_as_one_that_lives(
     tmp_path: Path, seed: int
 ) -> None:
@@ -108,7 +109,7 @@ def test_law_2_a_curriculum_whose_admitter_is_killed_anywhere_chooses_as_one_tha
                     die_somewhere(store, one, kills)
                     one = admitter(store, pool(), max_lag=99, max_running=4)
                     one.admit(2)
-                for claim in store.claim("w", 99, lease_s=1e6):
+                for claim in store.leases.claim("w", 99, lease_s=1e6):
                     play(store, claim, turns=1, outcome=succeeds(claim.task.seed))
             return seeds(store)[:24]
 
@@ -132,17 +133,17 @@ def die_somewhere(store: RunStore, one: Admitter, rng: random.Random) -> None:
 async def test_a_full_disk_pauses_admission_and_ends_no_run(
     store: RunStore, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, really = [DiskFull("no space left")] * 3, store.admit
+    full, really = [DiskFull("no space left")] * 3, store.groups.admit
 
     def admit(*args: Any, **kwargs: Any) -> int:
         if full:
             raise full.pop()
         return really(*args, **kwargs)
 
-    monkeypatch.setattr(store, "admit", admit)
+    monkeypatch.setattr(store.groups, "admit", admit)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(admitter(store).run, Aside(store, inline=True))
         await until(lambda: len(seeds(store)) == 4)
         nursery.cancel_scope.cancel()
     assert not full
-    assert store.counts() == {GroupState.WAITING: 4}
+    assert store.groups.counts() == {GroupState.WAITING: 4}

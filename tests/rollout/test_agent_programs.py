@@ -18,7 +18,7 @@ from agentrl.records import StopReason, Turn, context_ids
 from agentrl.rollout.episode import play
 from agentrl.sandbox.shared_backend import configure
 from agentrl.store import RunStore
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parent.parent.parent
 Sums: Any = registry.load_reference(f"{ROOT / 'examples/programs/sums.py'}:Sums")
@@ -156,11 +156,13 @@ async def test_a_real_program_keeps_every_sampled_token_also_over_a_kill(
 
     second = Sums(agent, tool_format="hermes")
     again = Life(renderer, second, agent, begins=2 if goes_on else 0)
-    claim = next(one for one in store.claim("second", 9, lease_s=99, now=999.0) if one.episode_id == claim.episode_id)
+    claim = next(
+        one for one in store.leases.claim("second", 9, lease_s=99, now=999.0) if one.episode_id == claim.episode_id
+    )
     before = claim.turns
     with trio.fail_after(300):
         ending = await play(claim, settings(second, again))
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     turns = trajectory.turns
     assert (ending.stop_reason, trajectory.outcome, len(turns)) == (StopReason.DONE, 1.0, 4), (ending, turns[-1:])
     assert (turns[:2] == before) == goes_on and len(again.requests) == (2 if goes_on else 4)

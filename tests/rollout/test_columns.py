@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl import registry
 from agentrl.algos.grpo import GRPO
-from agentrl.engine.router.turn_request import Stitcher
+from agentrl.engine.generation import Stitcher
 from agentrl.engine.vllm_api import ChunkParser
 from agentrl.errors import EngineError, StoreError, UsageError
-from agentrl.learner.data.batch import BUILT_IN, group_rows
+from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.rows import BUILT_IN
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, StopReason, Turn, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
 from agentrl.store.audit import audit
 from agentrl.store.codec import pack_tokens, unpack_tokens
-from agentrl.testing.engine import FakeEngine
-from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.tokens import columns
 from agentrl.tokens.columns import Column
+from tests.parts.fake_engine import FakeEngine
+from tests.parts.outside_audit import OutsideAuditor
 
 from .conftest import ScriptedEnv, done, going
 
@@ -56,9 +58,9 @@ async def test_a_registered_column_is_in_the_pack_after_a_round_trip_through_the
     for engine in (Telling(version=1), FakeEngine(version=1)):  # the second says nothing of its tokens
         env = ScriptedEnv([going("more"), done()])
         await play(claim_one(), context(env, engine, checkpoint_tokens=4))
-    (row, *_) = store.episodes("train")
-    group = store.group(row.group_id)
-    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    (row, *_) = store.reads.episodes("train")
+    group = store.reads.group(row.group_id)
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
     (pack,) = packs([rows], 4096)
     told, untold = (sum(len(turn.token_ids) for turn in member.turns) for member in group.trajectories)
     ids_K = pack.target_K
@@ -92,10 +94,10 @@ async def test_a_turn_that_goes_on_elsewhere_keeps_its_columns(
     first = claim_one("first", now=0.0)
     with pytest.raises(Killed):
         await play(first, place(Mortal(lambda _: long, version=1)))
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=999.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=999.0) if c.episode_id == first.episode_id)
     assert second.partial is not None and second.partial.columns["odds"] == tuple(k / 3 for k in long[:8])
     assert (await play(second, place(FakeEngine(lambda _: long, version=1)))).stop_reason is StopReason.DONE
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert turn.columns["odds"] == (*(k / 3 for k in long[:8]), *[-1.0] * 4)
 
 
@@ -126,7 +128,7 @@ def test_a_blob_of_an_older_store_has_no_columns() -> None:
     assert unpack_tokens(zstandard.compress(older)) == ((1,), (5, 6), (-1.0, -0.5), {})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("named", "wrong"),
     [
         ({"odds": (0.1,)}, "column 'odds' has 1 numbers for 2 tokens, should have 2"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl import config as configuration
 from agentrl.algos.grpo import GRPO
@@ -18,11 +20,12 @@ from agentrl.rollout import compaction
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.fake_engine import FakeEngine
+from tests.parts.outside_audit import OutsideAuditor
 
 from .conftest import ScriptedEnv, done, going, said
 from .test_partial_turns import Killed, Mortal
+from .writing import instead, written
 
 NOTES = "It is 7."
 AT = {"max_context": 400, "max_tokens_per_turn": 40}
@@ -59,7 +62,7 @@ async def test_the_policy_writes_notes_and_goes_on_from_them(
     answers = [(({**answer[0][0], "role": end},), *answer[1:]) if answer[0] else answer for answer in ANSWERS]
     claim, env, engine = claim_one(), ScriptedEnv(answers), writing(renderer)
     await play(claim, context(env, engine, **summary()))
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     assert episode.stop_reason is StopReason.DONE and episode.outcome == 1.0
     assert env.actions == ["act"] * 4, "the environment never sees the notes"
     assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
@@ -86,8 +89,8 @@ async def test_every_token_of_both_segments_has_the_one_outcome_s_advantage(
         claim = claim_one()
         env = ScriptedEnv([*ANSWERS[:3], done(outcome)])
         await play(claim, context(env, writing(renderer), **summary()))
-    group = store.group(claim.group_id)
-    rows = group_rows(group, GRPO(), step_of=store.step_of, step_now=0, max_lag=0).rows
+    group = store.reads.group(claim.group_id)
+    rows = group_rows(group, GRPO(), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
     texts = [("act", "act", NOTES), ("act", "act")]  # what the policy sampled in the two segments
     assert [len(row.place_S) for row in rows] == 2 * [sum(len(text) + 1 for text in segment) for segment in texts]
     for row in rows:
@@ -100,11 +103,12 @@ async def test_killed_between_request_notes_and_going_on_it_does_the_same_again(
 ) -> None:
     """The process dies after each write of the journal in turn; another goes on, without the setting."""
     claim, writes, auditor = claim_one(), 0, OutsideAuditor(store.path)
-    real = RunStore.journal_turn, RunStore.journal_step
 
-    def dying(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            function(*args, **kwargs)
+    def dying(write: str) -> Callable[..., None]:
+        journal = written(store, write)
+
+        def call(*arguments: Any) -> None:
+            journal(*arguments)
             raise Killed
 
         return call
@@ -112,21 +116,24 @@ async def test_killed_between_request_notes_and_going_on_it_does_the_same_again(
     settings: dict[str, Any] = summary()
     while True:
         env = ScriptedEnv(ANSWERS)
-        monkeypatch.setattr(RunStore, "journal_turn", dying(real[0]) if writes % 2 == 0 else real[0])
-        monkeypatch.setattr(RunStore, "journal_step", dying(real[1]) if writes % 2 else real[1])
+        write = ("journal_turn", "journal_step")[writes % 2]
         try:
-            await play(claim, context(env, writing(renderer), **settings))
+            with monkeypatch.context() as patch:
+                instead(patch, store, write, dying(write))
+                await play(claim, context(env, writing(renderer), **settings))
             break
         except (Killed, LeaseLost):
             pass
         assert auditor.look() == []
-        store.release_all()
-        (claim,) = [found for found in store.claim(f"w{writes}", 9, lease_s=10) if found.episode_id == claim.episode_id]
+        store.deaths.release_all()
+        (claim,) = [
+            found for found in store.leases.claim(f"w{writes}", 9, lease_s=10) if found.episode_id == claim.episode_id
+        ]
         writes += 1
         assert writes < 20
         if len(claim.turns) == 2 and claim.turns[1].step is not None:
             settings = AT  # the request stands in the journal, so the notes are still notes
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
     assert env.actions == ["act"] * 4
     assert auditor.look(ended=True) == [] and auditor.abandoned == 0 and audit(store).ok
@@ -140,15 +147,15 @@ async def test_killed_in_the_middle_of_its_notes_it_writes_the_rest_of_them(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         mortal = Mortal(writing(renderer, chunk_tokens=1), store, patch, at=2, number=2)
         await play(claim, context(ScriptedEnv(ANSWERS), mortal, **settings))
-    store.release_all()
-    (claim,) = [found for found in store.claim("second", 9, lease_s=10) if found.episode_id == claim.episode_id]
+    store.deaths.release_all()
+    (claim,) = [found for found in store.leases.claim("second", 9, lease_s=10) if found.episode_id == claim.episode_id]
     begun = tuple(renderer._encode(NOTES)[:2])
     assert claim.partial is not None and claim.partial.token_ids == begun
     env, engine = ScriptedEnv(ANSWERS), writing(renderer)
     await play(claim, context(env, engine, **settings))
     goes_on = engine.requests[0]
     assert goes_on.sampled == 2 and goes_on.token_ids[-2:] == begun
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     assert [turn.text for turn in episode.turns] == ["act", "act", NOTES, "act", "act"]
     assert env.actions == ["act"] * 4 and audit(store).ok
 
@@ -158,7 +165,7 @@ async def test_without_it_the_episode_ends_at_its_context(
 ) -> None:
     claim = claim_one()
     await play(claim, context(ScriptedEnv([going(LONG), going(LONG), going(LONG), done()]), writing(renderer), **AT))
-    assert store.trajectory(claim.episode_id).stop_reason is StopReason.CONTEXT_LIMIT
+    assert store.reads.trajectory(claim.episode_id).stop_reason is StopReason.CONTEXT_LIMIT
 
 
 async def test_notes_are_no_turn_of_the_limit(
@@ -166,7 +173,7 @@ async def test_notes_are_no_turn_of_the_limit(
 ) -> None:
     claim, env = claim_one(), ScriptedEnv(ANSWERS)
     await play(claim, context(env, writing(renderer), **summary(max_turns=3)))
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     assert (episode.stop_reason, len(env.actions), len(episode.turns)) == (StopReason.TURN_LIMIT, 3, 4)
 
 
@@ -177,7 +184,7 @@ async def test_old_tool_answers_go(store: RunStore, claim_one: Any, context: Any
     claim, env = claim_one(), ScriptedEnv([tool(LONG), tool("new"), tool("newest"), done()])
     settings = {**AT, "compaction": CompactionSettings(at=0.5, how="drop_tools")}
     await play(claim, context(env, writing(renderer), **settings))
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     (at,) = [turn.index for turn in episode.turns if turn.step and turn.step.history is not None]
     step = episode.turns[at].step
     assert step is not None and step.compaction == compaction.SHORTENED and step.history is not None
@@ -204,7 +211,7 @@ async def test_a_function_of_the_user_s_makes_it_shorter(
 ) -> None:
     claim = claim_one()
     await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **by(shorten)))
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert turns[2].parent is None
     assert turns[2].prompt_ids == renderer.start((*said("go"), *said("5 messages before")))
 
@@ -223,7 +230,7 @@ async def test_one_that_makes_nothing_shorter_forks_nothing_and_says_so(
 ) -> None:
     claim = claim_one()
     await play(claim, context(ScriptedEnv(ANSWERS), writing(renderer), **by(same)))
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert [turn.parent for turn in turns] == [None, 0, 1, 2]
     assert turns[1].step is not None and turns[1].step.compaction == compaction.NO_SHORTER
 
@@ -243,7 +250,7 @@ def test_the_answer_as_before_is_the_environment_s_own() -> None:
     assert compaction.as_before(other, compaction.ask(step, "?")) == other
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("table", "field"),
     [
         ({"how": "nothing"}, "rollout.compaction.how"),

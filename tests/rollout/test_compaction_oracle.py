@@ -24,7 +24,7 @@ from agentrl.protocols import GenerateRequest
 from agentrl.records import Group, Task, Trajectory
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .conftest import ScriptedEnv, done, going
 
@@ -77,7 +77,7 @@ async def all_episodes(
         claim = claims.pop()
         settings = {"max_context": 400, "max_tokens_per_turn": 40, "compaction": CompactionSettings(at=0.6)}
         await play(claim, context(Table(), FakeEngine(script, version=1), **settings))
-        played.append(Played(tuple(choices), store.trajectory(claim.episode_id)))
+        played.append(Played(tuple(choices), store.reads.trajectory(claim.episode_id)))
         taken = [choice.word for choice in choices]
         while taken and taken[-1] == 1:
             taken.pop()
@@ -128,8 +128,8 @@ class Policy:
 
 @pytest.fixture
 def claims(store: RunStore) -> list[Claim]:
-    store.add_groups([Task(index=0, env="test/Env", seed=3)], size=64, purpose="train")
-    return store.claim("w", 64, lease_s=100)
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=3)], size=64, purpose="train")
+    return store.leases.claim("w", 64, lease_s=100)
 
 
 async def test_the_expected_gradient_is_the_exact_one(
@@ -145,4 +145,4 @@ async def test_the_expected_gradient_is_the_exact_one(
     outcome_P = torch.tensor([one.trajectory.outcome for one in played], dtype=torch.float64)
     exact = torch.autograd.grad(mass_P @ outcome_P, policy.theta)[0]
     assert (exact.abs().sum(1) > 1e-4).all(), "every decision matters, that of the notes too"
-    torch.testing.assert_close(expected(store.group(group_id), played, policy), exact, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(expected(store.reads.group(group_id), played, policy), exact, atol=1e-6, rtol=1e-5)

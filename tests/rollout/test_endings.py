@@ -59,7 +59,7 @@ async def test_what_shaping_owes_is_paid_whoever_ends_the_episode(
     env = ScriptedEnv([at(0.25), last])
     claim = claim_one()
     ending = await play(claim, context(env, **{"max_context": 100_000, **settings}))
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert (ending.stop_reason, trajectory.scored, len(trajectory.turns)) == (reason, True, 2)
     assert trajectory.rewards == (0.25, -0.25), "the potential that was reached is given back with the last turn"
     step = trajectory.turns[-1].step
@@ -80,12 +80,12 @@ async def test_an_episode_that_was_over_is_only_finished_after_a_crash(
     first = claim_one("first", now=0.0)
     env = ScriptedEnv([going(reward=0.5, unsettled=-0.5)], end={"outcome": 0.75})
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(store, "end_entry", dying)
+        patched.setattr(store.journal, "end_entry", dying)
         await play(first, context(env, max_turns=1))
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     nobody = ScriptedEnv([])
     assert (await play(second, context(nobody, max_turns=1))).stop_reason is StopReason.TURN_LIMIT
-    trajectory = store.trajectory(first.episode_id)
+    trajectory = store.reads.trajectory(first.episode_id)
     assert (trajectory.outcome, trajectory.rewards) == (0.75, (0.0,))
     assert nobody.closed == 0, "nothing is played, or graded, again"
 
@@ -96,7 +96,7 @@ async def test_the_runs_turns_are_the_environments_where_the_run_names_none(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([*[going()] * 29, done()]), **ROOM))
     assert ending.stop_reason is StopReason.DONE
-    assert len(store.trajectory(claim.episode_id).turns) == 30
+    assert len(store.reads.trajectory(claim.episode_id).turns) == 30
 
 
 class Asking(agentrl.ToolEnv):
@@ -126,7 +126,7 @@ async def test_an_environment_knows_that_a_turn_was_cut_and_the_policy_reads_it(
     engine = saying(renderer, env.call("look", where="x" * 200), whole)
     await play(claim, context(env, engine, max_turns=2, max_context=10_000, max_tokens_per_turn=len(whole) + 2))
     assert env.seen == (True, False)
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert [turn.finish for turn in turns] == ["length", "stop"]
     cut, read = (turn.step.observation[0]["content"] for turn in turns if turn.step)
     assert "your turn was cut at its limit of tokens: write less at once" in cut

@@ -15,9 +15,9 @@ from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxErr
 from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context_ids
 from agentrl.rollout.episode import play
 from agentrl.rollout.generate_turn import untold
-from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore
-from agentrl.testing.engine import Failure, FakeEngine
+from agentrl.store import Claim, Ending, RunStore
+from agentrl.store.journal_writer import JournalWriter
+from tests.parts.fake_engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going, said
 from .writing import instead, written
@@ -32,8 +32,8 @@ async def test_a_turn_reads_nothing_of_the_store(store: RunStore, claim_one: Any
 
     claim, scene = claim_one(), context(ScriptedEnv([going(), going(), done()]))
     unread: Any = Unread()
-    await play(claim, replace(scene, store=AsyncStore(store, unread, inline=True)))
-    assert len(store.trajectory(claim.episode_id).turns) == 3
+    await play(claim, replace(scene, store=JournalWriter(store, unread, inline=True)))
+    assert len(store.reads.trajectory(claim.episode_id).turns) == 3
 
 
 async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, context: Any) -> None:
@@ -41,7 +41,7 @@ async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: 
     claim = claim_one()
     ending = await play(claim, context(env))
     assert ending.stop_reason is StopReason.DONE
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert [turn.text for turn in trajectory.turns] == env.actions
     assert trajectory.rewards == (0.25, 0.0)
     assert (trajectory.outcome, trajectory.success, trajectory.stop_reason) == (0.75, True, StopReason.DONE)
@@ -53,7 +53,7 @@ async def test_law_1_prompts_extend_the_sampled_tokens_verbatim(store: RunStore,
     engine = FakeEngine(version=1)
     claim = claim_one()
     await play(claim, context(ScriptedEnv([going(), going("again"), done()]), engine))
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     for index, request in enumerate(engine.requests):
         assert request.token_ids == context_ids(turns, index)
     for before, after, turn in zip(engine.requests, engine.requests[1:], turns, strict=False):
@@ -66,7 +66,7 @@ async def test_law_1_a_rewritten_history_is_a_fork(
     history = [{"role": "user", "content": "summary"}]
     claim = claim_one()
     await play(claim, context(ScriptedEnv([going(history=history), done()])))
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert turns[1].parent is None
     assert turns[1].prompt_ids == renderer.start(said("summary"))
 
@@ -76,7 +76,7 @@ async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_
     claim = claim_one()
     env = ScriptedEnv([going(), going("again"), going(history=history), done()])
     await play(claim, replace(context(env), experts=True))
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert [turn.parent for turn in turns] == [None, 0, 1, None]
     for chain in (turns[:3], turns[3:]):
         told = [turn.experts for turn in chain]
@@ -110,10 +110,10 @@ async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([failing])))
     assert (ending.stop_reason, split_place(ending.detail)[0]) == (reason, detail)
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert trajectory.outcome is None
     assert not trajectory.scored
-    assert store.failures().detail == ending.detail
+    assert store.metrics.failures().detail == ending.detail
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ async def test_law_3_an_answer_that_is_none_costs_the_episode_not_the_worker(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([answer])))
     assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, detail)
-    assert not store.trajectory(claim.episode_id).scored
+    assert not store.reads.trajectory(claim.episode_id).scored
 
 
 @pytest.mark.parametrize("method", ["aclose", "tool_schemas"])
@@ -176,7 +176,7 @@ async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, cla
     engine = FakeEngine(version=1, failures=[Failure(request=0, error=EngineUnavailable("gone"))])
     claim = claim_one()
     assert (await play(claim, context(ScriptedEnv([done()]), engine))).stop_reason is StopReason.ENGINE_FAILED
-    assert not store.trajectory(claim.episode_id).scored
+    assert not store.reads.trajectory(claim.episode_id).scored
 
 
 async def test_law_4_a_hanging_step_meets_its_deadline(claim_one: Any, context: Any, autojump_clock: MockClock) -> None:
@@ -199,19 +199,19 @@ async def test_law_4_an_episode_has_a_deadline_and_the_environment_may_judge(
     ending = await play(claim, context(env, step_deadline_s=40, episode_deadline_s=100))
     assert ending.stop_reason is StopReason.TIME_LIMIT
     assert env.ended is StopReason.TIME_LIMIT
-    assert store.trajectory(claim.episode_id).outcome == 0.5
+    assert store.reads.trajectory(claim.episode_id).outcome == 0.5
 
 
 async def test_limits_of_the_run_end_an_episode(store: RunStore, claim_one: Any, context: Any) -> None:
     env = ScriptedEnv([going()] * 9, end={"outcome": 1.0})
     claim = claim_one()
     assert (await play(claim, context(env, max_turns=2))).stop_reason is StopReason.TURN_LIMIT
-    assert len(store.trajectory(claim.episode_id).turns) == 2
+    assert len(store.reads.trajectory(claim.episode_id).turns) == 2
     env = ScriptedEnv([going("x" * 50)] * 9)
     claim = claim_one()
     ending = await play(claim, context(env, max_turns=9, max_context=100, max_tokens_per_turn=16))
     assert ending.stop_reason is StopReason.CONTEXT_LIMIT
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert all(len(context_ids(turns, turn.index)) + len(turn.token_ids) <= 100 for turn in turns)
 
 
@@ -225,7 +225,33 @@ async def test_a_rewarder_scores_where_there_is_one(store: RunStore, claim_one: 
     await play(
         claim, context(ScriptedEnv([going(), done(0.1)]), rewarder=lambda trajectory: len(trajectory.turns) * 2.0)
     )
-    assert store.trajectory(claim.episode_id).outcome == 4.0
+    assert store.reads.trajectory(claim.episode_id).outcome == 4.0
+
+
+async def test_a_rewarder_reads_the_verdict_of_the_environment(store: RunStore, claim_one: Any, context: Any) -> None:
+    """The outcome less a penalty, at the environment's own end and at a limit of the run."""
+    judged: list[Any] = []
+
+    def less(trajectory: Any) -> float:
+        judged.append(trajectory)
+        return trajectory.outcome - 0.25 * trajectory.turns[-1].step.info["shots"]
+
+    for env, settings, ended in (
+        (ScriptedEnv([going(), done(0.5, shots=1)]), {}, ("done", True)),
+        (
+            ScriptedEnv([going(shots=1)], end={"outcome": 0.5, "success": False}),
+            {"max_turns": 1},
+            ("turn_limit", False),
+        ),
+    ):
+        claim = claim_one()
+        await play(claim, context(env, rewarder=less, **settings))
+        seen = judged[-1]
+        assert (seen.stop_reason.value, seen.success, seen.outcome) == (*ended, 0.5)
+        assert (store.reads.trajectory(claim.episode_id).outcome, store.reads.trajectory(claim.episode_id).success) == (
+            0.25,
+            ended[1],
+        )
 
 
 async def test_a_rewarder_may_take_its_time(store: RunStore, claim_one: Any, context: Any) -> None:
@@ -235,7 +261,7 @@ async def test_a_rewarder_may_take_its_time(store: RunStore, claim_one: Any, con
 
     claim = claim_one()
     await play(claim, context(ScriptedEnv([going(), done(0.1)]), rewarder=later))
-    assert store.trajectory(claim.episode_id).outcome == 6.0
+    assert store.reads.trajectory(claim.episode_id).outcome == 6.0
 
 
 @pytest.mark.parametrize(
@@ -266,7 +292,7 @@ async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([done(0.1)]), rewarder=failing, step_deadline_s=5))
     assert (ending.stop_reason, split_place(ending.detail)[0]) == (reason, detail)
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert (trajectory.stop_reason, trajectory.outcome, trajectory.scored) == (reason, None, False)
 
 
@@ -298,7 +324,7 @@ async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, con
 async def test_step_rewards_alone_are_a_signal(store: RunStore, claim_one: Any, context: Any) -> None:
     claim = claim_one()
     await play(claim, context(ScriptedEnv([((), 0.5, True, False, {})])))
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert (trajectory.outcome, trajectory.success, trajectory.rewards) == (0.0, None, (0.5,))
 
 
@@ -330,17 +356,19 @@ async def test_law_2_another_worker_goes_on_from_the_last_journaled_token(
     answers = [going("a", 0.1), going("b", 0.2), going("c", 0.3), done(1.0)]
     first = claim_one("first", now=0.0)
     await crash_after(first, context, answers, stage, store)
-    journaled = store.trajectory(first.episode_id).turns
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    journaled = store.reads.trajectory(first.episode_id).turns
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     engine, env = FakeEngine(version=1), ScriptedEnv(answers)
     assert (await play(second, context(env, engine))).stop_reason is StopReason.DONE
-    turns = store.trajectory(first.episode_id).turns
+    turns = store.reads.trajectory(first.episode_id).turns
     assert [t.token_ids for t in turns[: len(journaled)]] == [t.token_ids for t in journaled]
     assert len(engine.requests) == 4 - len(journaled), "only what was never journaled is sampled"
-    assert store.trajectory(first.episode_id).rewards == (0.1, 0.2, 0.3, 0.0)
+    assert store.reads.trajectory(first.episode_id).rewards == (0.1, 0.2, 0.3, 0.0)
     assert env.actions == [turn.text for turn in turns]
     with pytest.raises(LeaseLost):
-        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.journal.finish(
+            first.episode_id, first.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
 
 
 async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
@@ -348,11 +376,11 @@ async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
 ) -> None:
     first = claim_one("first", now=0.0)
     await crash_after(first, context, [going("a"), going("b"), going("c")], "journal_turn", store)
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     env = ScriptedEnv([going("other"), done()])
     assert (await play(second, context(env))).stop_reason is StopReason.DONE
-    assert len(store.trajectory(first.episode_id).turns) == 2
-    (restart,) = store.restarts(first.episode_id)
+    assert len(store.reads.trajectory(first.episode_id).turns) == 2
+    (restart,) = store.reads.restarts(first.episode_id)
     assert restart.reason == "turn 0 was answered differently"
     assert len(restart.turns) == 2
 
@@ -362,11 +390,11 @@ async def test_law_2_an_environment_without_the_promise_is_not_replayed(
 ) -> None:
     first = claim_one("first", now=0.0)
     await crash_after(first, context, [going("a"), going("b"), going("c")], "journal_turn", store)
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     env = ScriptedEnv([done()])
     env.replayable = False
     await play(second, context(env))
-    assert "does not promise" in store.restarts(first.episode_id)[0].reason
+    assert "does not promise" in store.reads.restarts(first.episode_id)[0].reason
 
 
 async def test_a_prompt_beyond_the_context_says_its_length_the_bound_and_the_key(claim_one: Any, context: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
 from agentrl.engine.vllm_api import ChunkParser
@@ -18,9 +19,9 @@ from agentrl.records import SamplingParams, StopReason, Task, VersionSpan
 from agentrl.rollout.episode import play
 from agentrl.store import TRAIN, Claim, RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine
-from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.tokens import sampling_mask
+from tests.parts.fake_engine import FakeEngine
+from tests.parts.outside_audit import OutsideAuditor
 
 from .conftest import ScriptedEnv, done, going
 
@@ -45,9 +46,9 @@ async def test_the_sets_of_a_turn_are_in_the_pack_after_a_round_trip_through_the
         await play(claim_one(), context(ScriptedEnv([going("more"), done()]), engine, checkpoint_tokens=4, **cuts))
         assert {request.kept for request in engine.requests} == {bool(cuts)}
     assert (engines[0].requests[0].sampling.top_p, engines[0].requests[0].sampling.min_p) == (0.9, 0.01)
-    (row, *_) = store.episodes("train")
-    group = store.group(row.group_id)
-    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    (row, *_) = store.reads.episodes("train")
+    group = store.reads.group(row.group_id)
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
     (pack,) = packs([rows], 4096)
     of_M, ids_M = pack.ragged["kept"].sets()
     told = sum(len(turn.token_ids) for turn in group.trajectories[0].turns)
@@ -79,12 +80,12 @@ async def test_a_turn_that_goes_on_elsewhere_keeps_the_sets_it_has(
     first = claim_one("first", now=0.0)
     with pytest.raises(Killed):
         await play(first, place(Mortal(lambda _: long, version=1)))
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=999.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=999.0) if c.episode_id == first.episode_id)
     assert second.partial is not None and sampling_mask.decode(second.partial.columns["kept"]) == [
         tuple(set_of(token)) for token in long[:8]
     ]
     assert (await play(second, place(Cutting(lambda _: long, version=1)))).stop_reason is StopReason.DONE
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert sampling_mask.decode(turn.columns["kept"]) == [tuple(set_of(token)) for token in long]
 
 
@@ -99,8 +100,8 @@ async def test_an_engine_that_keeps_the_sets_to_itself_trains_nothing(
 async def test_an_evaluation_is_sampled_its_own_way_and_needs_no_sets(
     store: RunStore, claim_one: Callable[..., Claim], context: Any
 ) -> None:
-    store.add_groups([Task(index=0, env="test/scripted", seed=0)], size=1, purpose="eval:x:before")
-    (measured,) = store.claim("w", 1, lease_s=10, now=0.0)
+    store.groups.add_groups([Task(index=0, env="test/scripted", seed=0)], size=1, purpose="eval:x:before")
+    (measured,) = store.leases.claim("w", 1, lease_s=10, now=0.0)
     assert measured.purpose != TRAIN
     engine = FakeEngine(version=1)
     place = context(ScriptedEnv([done()]), engine, top_p=0.9, stop=["END"])
@@ -133,7 +134,7 @@ def test_sets_go_with_the_tokens_before_a_log_prob_that_cannot_be() -> None:
     assert chunk is not None and chunk.token_ids == (7,) and sampling_mask.decode(chunk.columns["kept"]) == [(7, 9)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sets", "wrong"),
     [
         (None, "sent 2 tokens with no sets that they were drawn from"),

@@ -22,7 +22,7 @@ from .conftest import write_tokenizer
 async def test_law_2_another_worker_restores_the_box_and_runs_no_finished_command_again(
     store: RunStore, renderer: Renderer, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    store.add_groups([Task(index=0, env="test/Coding", seed=3)], size=2, purpose="train")
+    store.groups.add_groups([Task(index=0, env="test/Coding", seed=3)], size=2, purpose="train")
     (tmp_path / "tokenizer").mkdir()
     command = [
         sys.executable,
@@ -35,13 +35,13 @@ async def test_law_2_another_worker_restores_the_box_and_runs_no_finished_comman
         ended = await trio.run_process(command, cwd=pytestconfig.rootpath, capture_stderr=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-2000:]
 
-    claim = next(one for one in store.claim("second", 2, lease_s=10, now=11.0) if one.turns)
+    claim = next(one for one in store.leases.claim("second", 2, lease_s=10, now=11.0) if one.turns)
     assert len(claim.turns) == 3 and claim.turns[2].step is None
     place = coding.context(store, renderer, coding.Coding, [coding.LAST])
     assert (await play(claim, place)).stop_reason is StopReason.DONE
-    assert store.restarts(claim.episode_id) == [] and len(place.engine.requests) == 2  # type: ignore[attr-defined]
+    assert store.reads.restarts(claim.episode_id) == [] and len(place.engine.requests) == 2  # type: ignore[attr-defined]
 
-    episode = store.trajectory(claim.episode_id)
+    episode = store.reads.trajectory(claim.episode_id)
     said = [turn.step.observation[-1]["content"] for turn in episode.turns[:-1] if turn.step]
     stamp = next(word for word in said[0].split() if word.isdecimal() and len(word) == 19)
     assert f"{stamp}\nlong\nfatal\nx\n" in said[3], "the files of the dead worker's box, its second turn included"

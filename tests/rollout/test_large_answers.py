@@ -27,7 +27,7 @@ async def test_an_observation_is_cut_to_what_the_run_takes_and_flagged(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv(answers), max_observation_bytes=1000, max_context=100_000))
     assert ending.stop_reason is StopReason.DONE
-    first, second, _ = (turn.step for turn in store.trajectory(claim.episode_id).turns)
+    first, second, _ = (turn.step for turn in store.reads.trajectory(claim.episode_id).turns)
     assert first is not None
     assert second is not None
     assert first.observation[0]["content"] == "short"
@@ -45,7 +45,7 @@ async def test_prompt_and_rewritten_history_are_cut_too(store: RunStore, claim_o
     rewritten = going(history=list(said("y" * 100_000)))
     claim = claim_one()
     await play(claim, context(ScriptedEnv([rewritten, done()], start="x" * 100_000), max_observation_bytes=600))
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert size(trajectory.start) < 700
     assert trajectory.turns[0].step is not None
     assert trajectory.turns[0].step.history is not None
@@ -59,7 +59,7 @@ async def test_without_a_setting_the_context_says_how_much_is_too_much(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([going("x" * 1_000_000), done()]), max_context=500))
     assert ending.stop_reason is StopReason.CONTEXT_LIMIT
-    (turn,) = store.trajectory(claim.episode_id).turns
+    (turn,) = store.reads.trajectory(claim.episode_id).turns
     assert turn.step is not None
     assert size(turn.step.observation) < 16 * 500 + 100
 

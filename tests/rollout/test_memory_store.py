@@ -11,8 +11,8 @@ from agentrl.errors import EngineBroke, LeaseLost, PolicyFault, SandboxError
 from agentrl.records import StopReason, Task, Trajectory
 from agentrl.rollout.episode import play
 from agentrl.rollout.memory_store import MemoryStore
-from agentrl.store import RunStore
-from agentrl.testing.engine import Failure, FakeEngine
+from agentrl.store import Ending, RunStore
+from tests.parts.fake_engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going
 
@@ -42,7 +42,7 @@ async def test_an_episode_in_memory_is_that_of_a_store(
     other = replace(context(ScriptedEnv(SCRIPTS[script]), FakeEngine(version=1)), store=memory)
     assert await play(held, other) == ending
     trajectory, detail = memory.take(held.episode_id)
-    assert timeless(trajectory) == timeless(store.trajectory(claim.episode_id))
+    assert timeless(trajectory) == timeless(store.reads.trajectory(claim.episode_id))
     assert detail == ending.detail
     assert trajectory.turns and trajectory.turns[0].id == "1.0.0"
 
@@ -63,7 +63,7 @@ async def test_an_episode_is_taken_once_and_not_before_its_end() -> None:
     claim = memory.claim(Task(index=0, env="test/Env", seed=3))
     with pytest.raises(LookupError, match="has not ended"):
         memory.take(claim.episode_id)
-    await memory.finish(claim.episode_id, 1, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    await memory.finish(claim.episode_id, 1, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True))
     memory.take(claim.episode_id)
     with pytest.raises(LeaseLost):
         memory.take(claim.episode_id)

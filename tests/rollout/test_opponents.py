@@ -15,7 +15,7 @@ from agentrl.rollout.episode import play
 from agentrl.rollout.opponents import Opponents
 from agentrl.run.league import game
 from agentrl.store import RunStore, run_values
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .test_roles import Table
 from .test_roles import game as game_of
@@ -25,7 +25,7 @@ LEAGUE = Opponents(settings=LeagueSettings(rule="latest"), plays={"bob": "league
 
 def know(store: RunStore, *versions: int) -> None:
     """Members that joined before any group was admitted."""
-    while store.mint_version(0).version < max(versions):
+    while store.versions.mint_version(0).version < max(versions):
         pass
     store.set_meta(run_values.LEAGUE.key, to_json([Member(version=version, step=-1) for version in (0, *versions)]))
 
@@ -39,10 +39,10 @@ async def test_a_past_self_plays_its_role_and_is_not_trained(store: RunStore, cl
         await play(claim, place)
     assert [request.version for request in engine.requests] == [None, 4] * 4
     assert all(request.policy is None for request in engine.requests)
-    group = store.group(claim.group_id)
+    group = store.reads.group(claim.group_id)
     assert [[turn.learns for turn in member.turns] for member in group.trajectories] == [[True, False] * 2] * 2
     assert group.trajectories[0].outcome == 1.0, "the outcome of the one role that learns"
-    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
     assert [len(row.place_S) for row in rows] == [
         sum(len(turn.token_ids) for turn in member.turns if turn.role == "ann") for member in group.trajectories
     ]
@@ -64,7 +64,7 @@ async def test_an_episode_keeps_the_past_self_that_it_began_with(store: RunStore
         place = context(Table([*answers[:2], die], start="ann, begin"), engine)
         await play(first, replace(place, opponents=LEAGUE))
     know(store, 4, 5)
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     await play(second, replace(context(game_of(), engine), opponents=LEAGUE))
     assert [request.version for request in engine.requests if request.version is not None] == [4, 4]
 
@@ -95,22 +95,27 @@ def second(members: Any) -> list[float]:
 async def test_a_role_that_either_plays_learns_in_the_groups_that_draw_it(store: RunStore, context: Any) -> None:
     league = Opponents(settings=LeagueSettings(), plays={"ann": "either", "bob": "either"})
     learned: dict[str, int] = {"ann": 0, "bob": 0}
-    store.add_groups([Task(index=at, env="test/any", seed=at) for at in range(16)], size=1, purpose="train")
-    for claim in store.claim("w", 16, lease_s=10, now=0.0):
+    store.groups.add_groups([Task(index=at, env="test/any", seed=at) for at in range(16)], size=1, purpose="train")
+    for claim in store.leases.claim("w", 16, lease_s=10, now=0.0):
         await play(claim, replace(context(game_of(), FakeEngine(version=1)), opponents=league))
-        turns = store.trajectory(claim.episode_id).turns
+        turns = store.reads.trajectory(claim.episode_id).turns
         (role,) = {turn.role for turn in turns if turn.learns}
         assert league.roles(claim) == {"ann", "bob"} - {role}
-        assert store.trajectory(claim.episode_id).outcome == {"ann": 1.0, "bob": -1.0}[role]
-        assert game(store.trajectory(claim.episode_id), {"ann", "bob"}) == (0, float(role == "ann")), "ann has won"
+        assert store.reads.trajectory(claim.episode_id).outcome == {"ann": 1.0, "bob": -1.0}[role]
+        past = {"ann", "bob"} - {role}
+        assert game(store.reads.trajectory(claim.episode_id), past, version=7) == (0, float(role == "ann")), (
+            "ann has won"
+        )
         learned[role] += 1
     assert min(learned.values()) > 0
 
 
-async def test_without_a_past_self_there_is_no_game_to_count(store: RunStore, claim_one: Any, context: Any) -> None:
+async def test_a_game_in_which_no_past_self_acted_is_one_against_the_member_that_it_was_to_meet(
+    store: RunStore, claim_one: Any, context: Any
+) -> None:
     claim = claim_one()
     await play(claim, context(game_of(), FakeEngine(version=1)))
-    assert game(store.trajectory(claim.episode_id), {"ann", "bob"}) is None
+    assert game(store.reads.trajectory(claim.episode_id), {"bob"}, version=7) == (7, 1.0)
 
 
 class _Told:

@@ -18,8 +18,8 @@ from agentrl.records import POLICY, Generation, StopReason, Turn, VersionSpan
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.rollout.worker import Worker
 from agentrl.store import Claim, Partial, RunStore
-from agentrl.testing.engine import FakeEngine
-from agentrl.testing.vllm_server import FakeVLLM, spell
+from tests.parts.fake_engine import FakeEngine
+from tests.parts.vllm_server import FakeVLLM, spell
 
 from .conftest import ScriptedEnv, done, going
 from .writing import instead, written
@@ -79,7 +79,7 @@ def server(version: int = 1, **settings: Any) -> FakeVLLM:
 @pytest.fixture
 def at(store: RunStore, context: Any) -> Callable[..., RolloutContext]:
     """A context whose episodes have one turn."""
-    store.confirm_version(store.mint_version(1))
+    store.versions.confirm_version(store.versions.mint_version(1))
 
     def make(engine: Any, **settings: Any) -> RolloutContext:
         return context(ScriptedEnv([done()]), engine, **{"max_tokens_per_turn": LENGTH, **settings})
@@ -88,7 +88,7 @@ def at(store: RunStore, context: Any) -> Callable[..., RolloutContext]:
 
 
 def next_claim(store: RunStore, first: Claim, now: float = 11.0, worker: str = "second") -> Claim:
-    return next(one for one in store.claim(worker, 2, lease_s=10, now=now) if one.episode_id == first.episode_id)
+    return next(one for one in store.leases.claim(worker, 2, lease_s=10, now=now) if one.episode_id == first.episode_id)
 
 
 def same(turn: Turn) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ async def test_law_1_a_worker_that_is_killed_at_any_chunk_loses_no_more_than_it_
     on_its_way = chunk  # that the engine had made when the worker died, and not yet sent
     assert mortal.received + (on_its_way if mortal.received < LENGTH else 0) - kept <= max(every, 2 * chunk)
     assert (await play(second, at(fleet(fake), **settings))).stop_reason is StopReason.DONE
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert same(turn) == same(expected)
     spans = (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=kept > 0))
     assert turn.spans == tuple(span for span in spans if span.start < span.end)
@@ -175,7 +175,7 @@ async def test_law_1_a_stop_text_that_straddles_two_workers_ends_the_turn(
     second = next_claim(store, first)
     assert second.partial is not None and len(second.partial.token_ids) == kill
     await play(second, over(server(2, stream_tokens=1), stop=stop))
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert (turn.text, turn.finish) == (free.text[:10], "stop")
     assert turn.logprobs == free.logprobs[:10]
 
@@ -227,9 +227,9 @@ async def test_law_2_of_two_workers_with_one_episode_only_the_second_writes(
         await trio.sleep(6)
         assert lost, "its next part is refused"
         assert next_claim(store, first, now=30.0, worker="third").partial == second.partial
-    third = store.reload(replace(second, fence=second.fence + 1))
+    third = store.leases.reload(replace(second, fence=second.fence + 1))
     await play(third, at(fleet(server(2)), **settings))
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert same(turn) == same(expected)
     assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=True))
 
@@ -250,7 +250,7 @@ async def test_law_3_a_turn_that_goes_on_elsewhere_has_no_more_time_than_another
             await play(claim, at(slow(), **settings))
             break
         claim = next_claim(store, claim, now=time * 11.0, worker=str(time))
-    (turn,) = store.trajectory(claim.episode_id).turns
+    (turn,) = store.reads.trajectory(claim.episode_id).turns
     assert turn.finish == "length"
     assert len(turn.token_ids) <= 30 + 5 * 4, "each engine's first two chunks tell its pace, and are not counted"
 
@@ -270,12 +270,12 @@ async def test_law_1_of_a_turn_that_is_over_already_nothing_more_is_asked(
     first, engine = claim_one("first", now=0.0), FakeEngine(version=1)
     context = at(engine, stop=[renderer.decode((41, 42))])
     prompt = renderer.start(({"role": "user", "content": "go"},), [])
-    store.begin(first.episode_id, first.fence, ({"role": "user", "content": "go"},))
+    store.journal.begin(first.episode_id, first.fence, ({"role": "user", "content": "go"},))
     n = len(of["token_ids"])
     part = Partial(index=0, parent=None, role=POLICY, prompt_ids=prompt, logprobs=(-1.0,) * n, **of)
-    store.journal_partial(first.episode_id, first.fence, replace(part, spans=(VersionSpan(1, 0, n),)))
+    store.journal.journal_partial(first.episode_id, first.fence, replace(part, spans=(VersionSpan(1, 0, n),)))
     assert (await play(next_claim(store, first), context)).stop_reason is StopReason.DONE
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert (turn.token_ids, turn.finish, turn.logprobs) == (of["token_ids"], finish, (-1.0,) * n)
     assert not engine.requests
 
@@ -285,11 +285,11 @@ async def test_law_1_a_turn_goes_on_after_the_prompt_it_was_sampled_from(
 ) -> None:
     """Even where the environment would be rendered otherwise by now."""
     first, engine = claim_one("first", now=0.0), FakeEngine(version=1)
-    store.begin(first.episode_id, first.fence, ({"role": "user", "content": "go"},))
+    store.journal.begin(first.episode_id, first.fence, ({"role": "user", "content": "go"},))
     part = Partial(index=0, parent=None, prompt_ids=(5, 6, 7), token_ids=(50,), logprobs=(-1.0,), started_s=3.0)
-    store.journal_partial(first.episode_id, first.fence, replace(part, spans=(VersionSpan(1, 0, 1),)))
+    store.journal.journal_partial(first.episode_id, first.fence, replace(part, spans=(VersionSpan(1, 0, 1),)))
     await play(next_claim(store, first), at(engine))
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert (turn.prompt_ids, turn.token_ids[0], turn.started_s) == ((5, 6, 7), 50, 3.0)
     assert engine.requests[0].token_ids == (5, 6, 7, 50)
 
@@ -304,7 +304,7 @@ async def test_a_frozen_roles_turn_keeps_the_versions_of_its_own_engines(
     with trio.move_on_after(9.5):
         await play(first, context)
     await play(next_claim(store, first), replace(context, frozen={POLICY: fleet(server(80))}))
-    (turn,) = store.trajectory(first.episode_id).turns
+    (turn,) = store.reads.trajectory(first.episode_id).turns
     assert turn.spans == (VersionSpan(70, 0, 9), VersionSpan(80, 9, LENGTH, recomputed=True)) and not turn.learns
 
 
@@ -335,7 +335,7 @@ async def test_a_turn_that_a_death_cannot_make_dear_is_written_once(
         context = at(fleet(server(stream_tokens=4)), checkpoint_tokens=every)
         claim = claim_one("w", now=0.0)
         await play(claim, context)
-        assert len(store.trajectory(claim.episode_id).turns[0].token_ids) == LENGTH
+        assert len(store.reads.trajectory(claim.episode_id).turns[0].token_ids) == LENGTH
     assert not parts
 
 
@@ -366,7 +366,7 @@ async def test_law_1_a_later_turn_goes_on_in_the_conversation_that_it_belongs_to
     second = next_claim(store, first)
     assert second.partial is not None and (second.partial.index, second.partial.parent) == (1, 0)
     await play(second, talking(fake))
-    turns, expected = (store.trajectory(claim.episode_id).turns for claim in (first, whole))
+    turns, expected = (store.reads.trajectory(claim.episode_id).turns for claim in (first, whole))
     assert [same(turn) for turn in turns] == [same(turn) for turn in expected]
     assert len(fake.requests) == 1 and turns[1].spans == (
         VersionSpan(1, 0, 9),
@@ -385,12 +385,12 @@ async def test_law_1_a_worker_that_leaves_hands_its_turns_on_with_all_tokens_and
             nursery.start_soon(worker.run)
             await trio.sleep(10.5)
             worker.leave()
-    (second,) = store.claim("second", 2, lease_s=10, now=trio.current_time())
+    (second,) = store.leases.claim("second", 2, lease_s=10, now=trio.current_time())
     assert second.partial is not None
     kept = len(second.partial.token_ids)
     assert 5 <= kept < LENGTH, "it was in the middle of its turn"
     await play(second, at(fleet(server(2))))
-    (turn,) = store.trajectory(second.episode_id).turns
+    (turn,) = store.reads.trajectory(second.episode_id).turns
     assert same(turn) == same(expected)
     assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH, recomputed=True))
-    assert store.restarts(second.episode_id) == []
+    assert store.reads.restarts(second.episode_id) == []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
@@ -79,7 +80,7 @@ async def play(engine: Engine, keep: Slow, every: int = 2) -> Generation:
     return await sample(engine, request, begun, decode=lambda _: "", keep=keep, every=every)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settles", [1, 2, 3, 5])
+@each_case("settles", [1, 2, 3, 5])
 async def test_while_a_part_is_written_the_tokens_that_come_wait_for_the_next_one(settles: int) -> None:
     keep = Slow()
     await play(Engine(keep, settles), keep)

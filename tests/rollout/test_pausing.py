@@ -14,7 +14,7 @@ from agentrl.engine.router.router import Fleet
 from agentrl.records import StopReason, Task, VersionSpan
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 from .conftest import ScriptedEnv, done, going
 
@@ -31,7 +31,7 @@ def server() -> FakeVLLM:
 def worker(store: RunStore, renderer: Any, context: Any, server: FakeVLLM) -> Callable[..., Worker]:
     def make(*answers: Any, **settings: Any) -> Worker:
         store.set_meta("phase", "train")
-        store.add_groups([Task(index=0, env="test/Env", seed=3)], size=1, purpose="train")
+        store.groups.add_groups([Task(index=0, env="test/Env", seed=3)], size=1, purpose="train")
         fleet = Fleet([EngineClient(server.url, transport=server)], decode=renderer.decode)
         limits = {"max_tokens_per_turn": LENGTH, "turn_deadline_s": 40.0, "lease_s": 30.0, **settings}
         place = context(ScriptedEnv(answers), fleet, **limits)
@@ -50,13 +50,13 @@ async def test_law_1_a_turn_that_a_pause_breaks_off_goes_on_from_its_tokens(
         await trio.sleep(11.5)
         one.pause(now=True)
         await trio.sleep(LONG_S)
-        (episode,) = store.episodes("train", limit=9)
+        (episode,) = store.reads.episodes("train", limit=9)
         assert (episode.stop_reason, server.running, len(server.requests)) == (None, 0, 1)
-        assert store.claim("another", 1, lease_s=1, now=trio.current_time()) == [], "its lease is kept"
+        assert store.leases.claim("another", 1, lease_s=1, now=trio.current_time()) == [], "its lease is kept"
         one.go_on()
         await trio.sleep(30)
         nursery.cancel_scope.cancel()
-    (turn,) = store.trajectory(episode.id).turns
+    (turn,) = store.reads.trajectory(episode.id).turns
     first, second = server.requests
     kept = len(second["token_ids"]) - len(first["token_ids"])
     assert kept == 10
@@ -65,7 +65,7 @@ async def test_law_1_a_turn_that_a_pause_breaks_off_goes_on_from_its_tokens(
     start = len(turn.prompt_ids)
     assert turn.token_ids == tuple(range(start, start + LENGTH)), "each token is the length of what is before it"
     assert turn.spans == (VersionSpan(1, 0, LENGTH),)
-    assert store.trajectory(episode.id).stop_reason is StopReason.DONE
+    assert store.reads.trajectory(episode.id).stop_reason is StopReason.DONE
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,19 @@ async def test_a_pause_that_keeps_no_tokens_lets_the_turn_end_and_begins_no_othe
         await trio.sleep(11.5)
         one.pause(now=now)
         await trio.sleep(LONG_S)
-        (turn,) = store.trajectory(1).turns
+        (turn,) = store.reads.trajectory(1).turns
         assert len(turn.token_ids) == LENGTH and turn.step is not None, "sampled and answered"
-        store.add_groups([Task(index=1, env="test/Env", seed=4)], size=1, purpose="train")
+        store.groups.add_groups([Task(index=1, env="test/Env", seed=4)], size=1, purpose="train")
         await trio.sleep(LONG_S)
         assert len(server.requests) == 1
-        assert store.claim("another", 9, lease_s=1e9, now=trio.current_time()) != [], "the new one: nobody began it"
+        assert store.leases.claim("another", 9, lease_s=1e9, now=trio.current_time()) != [], (
+            "the new one: nobody began it"
+        )
         one.go_on()
         await trio.sleep(60)
         nursery.cancel_scope.cancel()
-    assert [len(turn.token_ids) for turn in store.trajectory(1).turns] == [LENGTH, LENGTH]
-    assert store.trajectory(1).stop_reason is StopReason.DONE
+    assert [len(turn.token_ids) for turn in store.reads.trajectory(1).turns] == [LENGTH, LENGTH]
+    assert store.reads.trajectory(1).stop_reason is StopReason.DONE
 
 
 async def test_a_worker_that_leaves_while_it_is_paused_hands_its_episodes_back(
@@ -108,7 +110,7 @@ async def test_a_worker_that_leaves_while_it_is_paused_hands_its_episodes_back(
         one.pause(now=True)
         await trio.sleep(60)
         one.leave()
-    (claim,) = store.claim("another", 1, lease_s=1, now=trio.current_time())
+    (claim,) = store.leases.claim("another", 1, lease_s=1, now=trio.current_time())
     assert claim.partial is not None and len(claim.partial.token_ids) == 10
 
 

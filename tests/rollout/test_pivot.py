@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from each_case import each_case
 from store.play import admit, bounds, play_all, task, turn
 
 from agentrl.config import parse
@@ -18,7 +19,7 @@ from agentrl.rollout.admitter import Admitter
 from agentrl.rollout.branching import LowReward, Pivot, PivotRule, Pivots, entropy, uniform
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 CHANCE = random.Random(0)
 
@@ -70,7 +71,7 @@ def test_low_reward_takes_the_first_such_turn_of_an_episode_that_has_one() -> No
     assert LowReward(-10.0)(group(low), CHANCE) is None
 
 
-@pytest.mark.parametrize("rule", [uniform, entropy, LowReward(9.0)])
+@each_case("rule", [uniform, entropy, LowReward(9.0)])
 def test_no_rule_takes_a_turn_that_cannot_be_forked(rule: PivotRule) -> None:
     """Of one turn; not ended; ended by infrastructure; of a frozen role; without tokens."""
     turns = [said(0, -1.0), said(1, -1.0)]
@@ -88,12 +89,12 @@ def test_no_rule_takes_a_turn_that_cannot_be_forked(rule: PivotRule) -> None:
 
 
 def admitter(store: RunStore, *, share: float = 1.0, rule: PivotRule = uniform, size: int | None = None) -> Admitter:
-    pivots = Pivots(store, rule, share=share, k=2, seed=0)
+    pivots = Pivots(store.groups, store.reads, rule, share=share, k=2, seed=0)
     return Admitter(store, Seeds("test/Env", size=size), bounds(max_lag=99), lambda: None, pivots)
 
 
 def forks(store: RunStore) -> list[int]:
-    return sorted(store.forked())
+    return sorted(store.groups.forked())
 
 
 def test_law_2_a_closed_group_is_forked_once_in_the_place_of_a_new_one(store: RunStore) -> None:
@@ -101,7 +102,7 @@ def test_law_2_a_closed_group_is_forked_once_in_the_place_of_a_new_one(store: Ru
     assert one.admit(2) == 2 and forks(store) == [], "nothing has ended yet"
     play_all(store, turns=3)
     assert one.admit(3) == 3
-    assert forks(store) == [1, 2] and store.tasks_started() == 3, "two forks, one new group"
+    assert forks(store) == [1, 2] and store.groups.tasks_started() == 3, "two forks, one new group"
     for claim in play_all(store, turns=3):
         assert all(not each.learns for each in claim.turns), "what its origin sampled is context"
     assert one.admit(1) == 1 and forks(store) == [1, 2, 5], "the new group; no fork is forked"
@@ -125,7 +126,7 @@ def test_forks_do_not_widen_the_bounds_of_admission(store: RunStore) -> None:
     assert one.admit(99) == 4
     play_all(store, turns=2)
     assert one.admit(99) == 0, "four groups wait to be trained: no place for forks either"
-    assert store.take(1, 2, max_lag=1) is not None
+    assert store.buffer.take(1, 2, max_lag=1) is not None
     assert forks(store) == []
 
 
@@ -158,7 +159,7 @@ def test_a_turn_that_a_users_rule_made_up_costs_the_run_nothing(store: RunStore)
     assert one.admit(1) == 1 and forks(store) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pivot", "words"),
     [
         ({"rule": "best"}, "rollout.pivot.rule = 'best': give uniform, entropy, low_reward, or the module:function"),
@@ -174,8 +175,8 @@ def test_a_bad_setting_is_refused_in_one_line(pivot: dict[str, object], words: s
 
 def test_a_run_file_names_a_rule_of_the_users(store: RunStore) -> None:
     own = {"rule": "rollout.test_pivot:uniform", "share": 1.0, "k": 2}
-    pivots = Pivots.of(parse({"model": "m", "env": {"id": "e"}, "rollout": {"pivot": own}}), store)
+    pivots = Pivots.of(parse({"model": "m", "env": {"id": "e"}, "rollout": {"pivot": own}}), store.groups, store.reads)
     admit(store, limit=1)
     play_all(store, turns=2)
     assert pivots is not None and pivots.fork()
-    assert Pivots.of(parse({"model": "m", "env": {"id": "e"}}), store) is None
+    assert Pivots.of(parse({"model": "m", "env": {"id": "e"}}), store.groups, store.reads) is None

@@ -79,7 +79,7 @@ async def test_a_refused_conversation_fails_alone_and_names_the_reason(
     assert ending.stop_reason is reason
     assert "chat template" in ending.detail
     assert env.closed == 1
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert trajectory.scored is reason.by_policy
     if reason.by_policy:
         assert len(trajectory.turns) == turns

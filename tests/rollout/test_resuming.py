@@ -16,9 +16,9 @@ from agentrl.records import StopReason
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import Claim, RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine, counting_script
-from agentrl.testing.outside_audit import OutsideAuditor
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.fake_engine import FakeEngine, counting_script
+from tests.parts.outside_audit import OutsideAuditor
+from tests.parts.vllm_server import FakeVLLM
 
 from .conftest import ScriptedEnv, done, going
 from .test_partial_turns import Killed, Mortal
@@ -52,8 +52,8 @@ async def die_in_the_second_turn(
     assert (await play(ended, at(engine(), **settings))).stop_reason is StopReason.DONE
     with monkeypatch.context() as patch, pytest.raises(Killed):
         await play(first, at(Mortal(engine(), store, patch, LENGTH // 4 + 3), **settings))
-    store.release_worker("first")
-    (second,) = store.claim("second", 9, lease_s=10)
+    store.deaths.release_worker("first")
+    (second,) = store.leases.claim("second", 9, lease_s=10)
     assert second.partial is not None and len(second.partial.token_ids) == HELD and second.resumed
     return first, second
 
@@ -68,7 +68,7 @@ async def test_by_default_it_goes_on_from_its_last_token_and_nothing_is_lost(
     await play(second, at(second_engine))
     assert [request.sampled for request in second_engine.requests] == [HELD]
     assert auditor.look(ended=True) == [] and auditor.abandoned == 0
-    assert store.trajectory(first.episode_id).stop_reason is StopReason.DONE and sound(store)
+    assert store.reads.trajectory(first.episode_id).stop_reason is StopReason.DONE and sound(store)
 
 
 async def test_from_whole_turns_the_turn_under_way_is_sampled_anew_and_its_tokens_are_counted(
@@ -90,10 +90,10 @@ async def test_from_the_episodes_start_both_turns_are_counted_and_its_sibling_st
     first, second = await die_in_the_second_turn(store, claim_one, at, monkeypatch, resume="episode")
     assert auditor.look() == []
     await play(second, at(engine(), resume="episode"))
-    (restart,) = store.restarts(first.episode_id)
+    (restart,) = store.reads.restarts(first.episode_id)
     assert "rollout.resume = 'episode'" in restart.reason
     assert auditor.look(ended=True) == [] and auditor.abandoned == LENGTH + HELD and sound(store)
-    assert store.drops() == {} and store.ready_count() == 1
+    assert store.metrics.drops() == {} and store.buffer.ready_count() == 1
 
 
 async def test_from_the_groups_start_its_ended_sibling_is_lost_too_and_its_task_is_played_again(
@@ -105,12 +105,12 @@ async def test_from_the_groups_start_its_ended_sibling_is_lost_too_and_its_task_
     with pytest.raises(LeaseLost, match="starts anew with its group 1"):
         await play(second, at(engine(), resume="group"))
     assert auditor.look() == [] and auditor.abandoned == 2 * LENGTH + LENGTH + HELD
-    assert store.drops() == {"restarted": 1} and store.ready_count() == 0
-    again = store.claim("second", 9, lease_s=10)
+    assert store.metrics.drops() == {"restarted": 1} and store.buffer.ready_count() == 0
+    again = store.leases.claim("second", 9, lease_s=10)
     assert [claim.group_id for claim in again] == [2, 2] and again[0].task == second.task
     for claim in again:
         await play(claim, at(engine(), resume="group"))
-    assert store.ready_count() == 1
+    assert store.buffer.ready_count() == 1
     assert auditor.look(ended=True) == [] and sound(store)
 
 
@@ -120,7 +120,7 @@ async def test_of_a_group_that_was_restarted_often_enough_only_the_interrupted_e
     settings = {"resume": "group", "max_replays": 0}
     _, second = await die_in_the_second_turn(store, claim_one, at, monkeypatch, **settings)
     await play(second, at(engine(), **settings))
-    assert store.drops() == {} and store.ready_count() == 1 and sound(store)
+    assert store.metrics.drops() == {} and store.buffer.ready_count() == 1 and sound(store)
 
 
 async def test_deaths_of_a_member_count_on_in_the_group_that_plays_its_task_again(
@@ -129,15 +129,15 @@ async def test_deaths_of_a_member_count_on_in_the_group_that_plays_its_task_agai
     """Else a task that kills its workers would do so for ever."""
     deaths = 0
     await die_in_the_second_turn(store, claim_one, at, monkeypatch, resume="group")
-    store.release_all()
-    while not store.quarantined():
+    store.deaths.release_all()
+    while not store.deaths.quarantined():
         deaths += 1
         assert deaths < 9
-        for claim in store.claim(f"w{deaths}", 1, lease_s=10):
-            if claim.resumed and store.restart_group(claim.episode_id, claim.fence, 99):
+        for claim in store.leases.claim(f"w{deaths}", 1, lease_s=10):
+            if claim.resumed and store.journal.restart_group(claim.episode_id, claim.fence, 99):
                 continue
-            store.begin(claim.episode_id, claim.fence, ())
-        store.release_worker(f"w{deaths}")
+            store.journal.begin(claim.episode_id, claim.fence, ())
+        store.deaths.release_worker(f"w{deaths}")
     assert sound(store)
 
 
@@ -145,7 +145,7 @@ async def test_deaths_of_a_member_count_on_in_the_group_that_plays_its_task_agai
 async def test_an_engine_that_dies_amid_a_turn_interrupts_its_episode_likewise(
     store: RunStore, claim_one: Any, at: Any, renderer: Any, resume: str, requests: int, lost: int
 ) -> None:
-    store.confirm_version(store.mint_version(1))
+    store.versions.confirm_version(store.versions.mint_version(1))
     fakes = [FakeVLLM(url=f"http://engine-{n}", version="1", stream_tokens=3) for n in (1, 2)]
     fakes[0].fail("cut", after=6)
     fleet = Fleet([EngineClient(one.url, transport=one, version=1) for one in fakes], decode=renderer.decode)
@@ -163,7 +163,7 @@ async def test_an_engine_that_dies_amid_a_turn_interrupts_its_episode_likewise(
 async def test_a_turn_that_breaks_every_engine_is_given_up_in_the_end(
     store: RunStore, claim_one: Any, at: Any, renderer: Any, autojump_clock: Any
 ) -> None:
-    store.confirm_version(store.mint_version(1))
+    store.versions.confirm_version(store.versions.mint_version(1))
     fake = FakeVLLM(url="http://engine", version="1", stream_tokens=3)
     fake.fail("cut", times=math.inf, after=3)
     fleet = Fleet([EngineClient(fake.url, transport=fake, version=1)], decode=renderer.decode)

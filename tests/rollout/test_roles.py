@@ -14,7 +14,7 @@ from agentrl.records import StopReason, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .conftest import ScriptedEnv, going, said
 
@@ -46,7 +46,7 @@ async def test_each_role_is_a_conversation_of_its_own(
     engine = FakeEngine(version=1)
     claim = claim_one()
     assert (await play(claim, context(game(), engine))).stop_reason is StopReason.DONE
-    turns = store.trajectory(claim.episode_id).turns
+    turns = store.reads.trajectory(claim.episode_id).turns
     assert [(turn.role, turn.parent, turn.learns) for turn in turns] == [
         ("ann", None, True),
         ("bob", None, True),
@@ -67,16 +67,16 @@ async def test_a_given_role_is_played_by_its_own_engine_and_never_trained(
         place = context(game(), learning)
         object.__setattr__(place, "frozen", {"bob": frozen})
         await play(claim_one(), place)
-    (row, *_) = store.episodes("train")
-    trajectory = store.trajectory(row.id)
+    (row, *_) = store.reads.episodes("train")
+    trajectory = store.reads.trajectory(row.id)
     assert [turn.learns for turn in trajectory.turns] == [True, False, True, False]
     assert trajectory.turns[1].versions == (77,) * len(trajectory.turns[1].token_ids)
     assert (trajectory.outcome, trajectory.success) == (1.0, True), "the outcome of the one role that learns"
     assert trajectory.outcomes == {"ann": 1.0, "bob": -1.0}
     assert (len(learning.requests), len(frozen.requests)) == (4, 4)
     assert audit(store).violations == []
-    group = store.group(trajectory.group_id)
-    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    group = store.reads.group(trajectory.group_id)
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
     assert [len(row.place_S) for row in rows] == [
         sum(len(turn.token_ids) for turn in member.turns if turn.role == "ann") for member in group.trajectories
     ]
@@ -95,11 +95,11 @@ async def test_a_crashed_game_goes_on_with_the_role_whose_turn_it_was(
     first = claim_one("first", now=0.0)
     with pytest.raises(Killed):
         await play(first, context(Table([answers[0], die], start="ann, begin")))
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     assert (await play(second, context(game()))).stop_reason is StopReason.DONE
-    turns = store.trajectory(first.episode_id).turns
+    turns = store.reads.trajectory(first.episode_id).turns
     assert [turn.role for turn in turns] == ["ann", "bob", "ann", "bob"]
-    assert store.restarts(first.episode_id) == []
+    assert store.reads.restarts(first.episode_id) == []
 
 
 async def test_tools_are_asked_for_after_the_reset_and_again_at_a_fork(
@@ -140,10 +140,10 @@ async def test_law_3_a_fault_of_the_policy_that_nobody_answered_is_scored(
     claim = claim_one()
     ending = await play(claim, context(ScriptedEnv([going("on", 0.25), fault])))
     assert (ending.stop_reason, ending.detail) == (StopReason.POLICY_FAULT, f"{type(fault).__name__}: {fault}")
-    trajectory = store.trajectory(claim.episode_id)
+    trajectory = store.reads.trajectory(claim.episode_id)
     assert trajectory.scored
     assert (trajectory.outcome, trajectory.rewards) == (0.0, (0.25, 0.0))
-    assert store.failures().failed == 0
+    assert store.metrics.failures().failed == 0
     assert audit(store).violations == []
 
 
@@ -156,4 +156,4 @@ async def test_law_3_before_the_first_action_nothing_is_the_policys_doing(
 
     claim = claim_one()
     assert (await play(claim, context(Broken([])))).stop_reason is StopReason.ENV_FAILED
-    assert not store.trajectory(claim.episode_id).scored
+    assert not store.reads.trajectory(claim.episode_id).scored

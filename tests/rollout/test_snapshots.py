@@ -12,13 +12,20 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.records import StopReason, Turn
+from agentrl.rollout import take_snapshots
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, EnvSnapshot, LeaseLost, RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .conftest import ScriptedEnv, done, going
 from .writing import instead, written
+
+
+@pytest.fixture(autouse=True)
+def small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(take_snapshots, "MAX_SNAPSHOT_BYTES", 1000)
+
 
 ANSWERS = [going("a", 0.1), going("b", 0.2), going("c", 0.3), going("d", 0.4), done(1.0)]
 
@@ -74,13 +81,15 @@ def dying(
             instead(patch, store, stage, at)
             with pytest.raises(Killed):
                 await play(first, context(env, **settings))
-        return next(one for one in store.claim("second", 2, lease_s=10, now=11.0) if one.episode_id == first.episode_id)
+        return next(
+            one for one in store.leases.claim("second", 2, lease_s=10, now=11.0) if one.episode_id == first.episode_id
+        )
 
     return die
 
 
 def texts(store: RunStore, claim: Claim) -> list[str]:
-    return [turn.text for turn in store.trajectory(claim.episode_id).turns]
+    return [turn.text for turn in store.reads.trajectory(claim.episode_id).turns]
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3, 4])
@@ -95,8 +104,8 @@ async def test_law_2_only_what_came_after_the_newest_snapshot_is_repeated(
     all_of_it = texts(store, claim)
     assert env.stepped == all_of_it[kept:] and len(all_of_it) == 5
     assert env.calls[0] == ("restore" if kept else "reset")
-    assert store.trajectory(claim.episode_id).rewards == (0.1, 0.2, 0.3, 0.4, 0.0)
-    assert store.restarts(claim.episode_id) == []
+    assert store.reads.trajectory(claim.episode_id).rewards == (0.1, 0.2, 0.3, 0.4, 0.0)
+    assert store.reads.restarts(claim.episode_id) == []
 
 
 @pytest.mark.parametrize("turn", [1, 3])
@@ -117,7 +126,7 @@ async def test_law_2_an_environment_that_cannot_be_replayed_goes_on_from_its_sna
 
     claim, env = await dying(3, Once()), Once()
     await play(claim, context(env))
-    assert env.stepped == texts(store, claim)[3:] and store.restarts(claim.episode_id) == []
+    assert env.stepped == texts(store, claim)[3:] and store.reads.restarts(claim.episode_id) == []
     assert len(texts(store, claim)) == 5
 
 
@@ -130,7 +139,7 @@ async def test_law_2_an_environment_that_cannot_be_replayed_starts_anew_from_an_
     settings = {"snapshot_every_turns": 2}
     claim, env = await dying(3, Once(), **settings), Once()
     await play(claim, context(env, **settings))
-    (restart,) = store.restarts(claim.episode_id)
+    (restart,) = store.reads.restarts(claim.episode_id)
     assert "does not promise to be replayable; and of its snapshot: " in restart.reason
     assert len(texts(store, claim)) == 5
 
@@ -142,7 +151,7 @@ async def test_law_2_what_is_answered_differently_after_a_snapshot_is_replayed_w
     claim = await dying(3, Saving(), **settings)
     other = Saving([*ANSWERS[:2], going("other"), done()])
     await play(claim, context(other, **settings))
-    (restart,) = store.restarts(claim.episode_id)
+    (restart,) = store.reads.restarts(claim.episode_id)
     assert restart.reason == "turn 2 was answered differently; and of its snapshot: turn 2 was answered differently"
 
 
@@ -165,7 +174,7 @@ async def test_a_snapshot_that_cannot_be_restored_is_replaced_by_a_replay_in_a_f
     assert (await play(claim, place)).stop_reason is StopReason.DONE
     assert [env.closed for env in envs] == [1, 1]
     assert envs[0].stepped == [] and envs[1].stepped == texts(store, claim)
-    assert store.restarts(claim.episode_id) == []
+    assert store.reads.restarts(claim.episode_id) == []
 
 
 async def large(*_: Any) -> Any:
@@ -188,9 +197,9 @@ async def test_law_3_an_environment_whose_snapshot_fails_goes_on_and_is_not_aske
         return await trouble()
 
     env.snapshot = snapshot
-    ending = await play(claim, context(env, step_deadline_s=20, max_snapshot_bytes=1000))
+    ending = await play(claim, context(env, step_deadline_s=20))
     assert ending.stop_reason is StopReason.DONE and len(asked) == 1
-    assert store.trajectory(claim.episode_id).outcome == 1.0
+    assert store.reads.trajectory(claim.episode_id).outcome == 1.0
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ async def test_law_3_an_environment_whose_snapshot_fails_goes_on_and_is_not_aske
     [
         (hang, "test/Env: snapshot took over 20 s"),
         (fail, f"test/Env: snapshot raised RuntimeError: a bug ({__file__}:{fail.__code__.co_firstlineno + 1})"),
-        (large, "it has 1001 bytes, more than rollout.max_snapshot_bytes"),
+        (large, "it has 1001 bytes, more than 1000"),
         (of_another_kind, "it is a str, not bytes"),
     ],
 )
@@ -208,14 +217,14 @@ async def test_an_episode_that_cannot_be_saved_nor_replayed_begins_anew_with_bot
     class Once(Saving):
         replayable = False
 
-    first, settings = Once(), {"step_deadline_s": 20, "max_snapshot_bytes": 1000}
+    first, settings = Once(), {"step_deadline_s": 20}
     first.snapshot = trouble
     claim = await dying(2, first, **settings)
-    assert store.unsaved(claim.episode_id) == f"no snapshot from turn 0 on: {words}"
+    assert store.journal.unsaved(claim.episode_id) == f"no snapshot from turn 0 on: {words}"
     await play(claim, context(Once(), **settings))
-    (restart,) = store.restarts(claim.episode_id)
+    (restart,) = store.reads.restarts(claim.episode_id)
     assert restart.reason == f"test/Env does not promise to be replayable; no snapshot from turn 0 on: {words}"
-    assert store.unsaved(claim.episode_id) == ""
+    assert store.journal.unsaved(claim.episode_id) == ""
 
 
 async def test_an_environment_is_told_before_its_reset_how_large_a_snapshot_may_be(
@@ -230,7 +239,7 @@ async def test_an_environment_is_told_before_its_reset_how_large_a_snapshot_may_
             told.append(self.snapshot_bytes)
             return await super().areset(seed=seed, options=options)
 
-    await play(claim_one(), context(Told(), max_snapshot_bytes=1000))
+    await play(claim_one(), context(Told()))
     await play(claim_one(), context(Told(), snapshot_every_turns=0))
     assert told == [1000, 0]
 
@@ -260,14 +269,14 @@ async def test_law_2_a_snapshot_is_kept_under_the_fence_and_leaves_with_its_epis
     store: RunStore, context: Any, dying: Any
 ) -> None:
     claim = await dying(2, Saving())
-    assert store.snapshot(claim.episode_id) == EnvSnapshot(
+    assert store.journal.snapshot(claim.episode_id) == EnvSnapshot(
         turn=1, data=json.dumps(texts(store, claim)).encode(), seconds=pytest.approx(0.0, abs=1.0)
     )
     with pytest.raises(LeaseLost):
-        store.keep_snapshot(claim.episode_id, claim.fence - 1, EnvSnapshot(turn=2, data=b"of a dead worker"))
-    assert store.snapshot(claim.episode_id).turn == 1  # type: ignore[union-attr]
+        store.journal.keep_snapshot(claim.episode_id, claim.fence - 1, EnvSnapshot(turn=2, data=b"of a dead worker"))
+    assert store.journal.snapshot(claim.episode_id).turn == 1  # type: ignore[union-attr]
     await play(claim, context(Saving()))
-    assert store.snapshot(claim.episode_id) is None
+    assert store.journal.snapshot(claim.episode_id) is None
     with sqlite3.connect(store.path) as connection:
         connection.execute("INSERT INTO snapshots VALUES (?, 0, 0.0, x'00')", (claim.episode_id,))
     assert [one.detail for one in audit(store).violations] == ["episode 1 ended with a snapshot"]
@@ -294,4 +303,4 @@ async def test_law_2_an_action_that_another_worker_repeats_bears_the_same_key(
     assert len(worked) == 2 + (not answered)
     await play(claim, context(Serviced(ANSWERS)))
     assert worked == texts(store, claim) and len(by_key) == 5
-    assert store.restarts(claim.episode_id) == []
+    assert store.reads.restarts(claim.episode_id) == []

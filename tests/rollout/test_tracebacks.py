@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.errors import Tracebacks, UsageError, place_of, split_place
 from agentrl.protocols import Rewarder
@@ -78,7 +79,7 @@ def test_an_error_of_ours_that_no_users_code_led_to_has_no_place() -> None:
     assert isinstance(error, UsageError) and place_of(error) == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "parts"),
     [
         ("x: step raised KeyError: 'a' (/home/me/env.py:12)", ("x: step raised KeyError: 'a'", "/home/me/env.py:12")),
@@ -93,7 +94,7 @@ def test_a_text_is_taken_apart_into_what_and_where(text: str, parts: tuple[str, 
 async def test_a_failed_episode_names_the_users_line_and_the_log_has_the_first_traceback_of_each_kind(
     store: RunStore, claim_one: Any, context: Any, user_code: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.add_groups([Task(index=4, env="test/Env", seed=13)], size=3, purpose="train")
+    store.groups.add_groups([Task(index=4, env="test/Env", seed=13)], size=3, purpose="train")
     parse, look_up = load_reference(f"{user_code}:parse"), load_reference(f"{user_code}:look_up")
     shared = Tracebacks()
 

@@ -28,7 +28,7 @@ async def test_a_turn_has_its_id_before_the_environment_sees_the_action(
     known: list[list[str]] = []
 
     async def looks() -> Any:
-        known.append(ids(store.trajectory(claim.episode_id)))
+        known.append(ids(store.reads.trajectory(claim.episode_id)))
         return going()
 
     judged: list[Trajectory] = []
@@ -38,7 +38,7 @@ async def test_a_turn_has_its_id_before_the_environment_sees_the_action(
         return 1.0
 
     await play(claim, context(ScriptedEnv([looks, looks, done()]), rewarder=rewarder))
-    first, second, third = ids(store.trajectory(claim.episode_id))
+    first, second, third = ids(store.reads.trajectory(claim.episode_id))
     assert known == [[first], [first, second]]
     assert ids(judged[0]) == [first, second, third]
     assert (first, third) == (turn_id(claim.episode_id, 0, 0), turn_id(claim.episode_id, 0, 2))
@@ -54,27 +54,27 @@ async def test_ids_are_the_same_after_a_resume_and_others_after_a_new_start(
     first = claim_one("first", now=0.0)
     with pytest.raises(Killed):
         await play(first, context(ScriptedEnv([going(), Killed()])))
-    before = ids(store.trajectory(first.episode_id))
-    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    before = ids(store.reads.trajectory(first.episode_id))
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     with pytest.raises(Killed):
         await play(second, context(ScriptedEnv([going(), going(), Killed()])))
-    resumed = ids(store.trajectory(first.episode_id))
+    resumed = ids(store.reads.trajectory(first.episode_id))
     assert (len(before), resumed[:2], len(resumed)) == (2, before, 3)
 
-    third = next(c for c in store.claim("third", 2, lease_s=10, now=22.0) if c.episode_id == first.episode_id)
+    third = next(c for c in store.leases.claim("third", 2, lease_s=10, now=22.0) if c.episode_id == first.episode_id)
     await play(third, context(ScriptedEnv([done()], start="it begins otherwise")))
-    (anew,) = ids(store.trajectory(first.episode_id))
+    (anew,) = ids(store.reads.trajectory(first.episode_id))
     assert anew not in resumed
-    (restart,) = store.restarts(first.episode_id)
+    (restart,) = store.reads.restarts(first.episode_id)
     assert [turn.id for turn in restart.turns] == resumed
 
 
 def test_a_turn_is_not_journaled_under_an_id_that_is_not_its_own(store: RunStore, claim_one: Any) -> None:
     claim = claim_one()
-    store.begin(claim.episode_id, claim.fence, ())
+    store.journal.begin(claim.episode_id, claim.fence, ())
     stranger = replace(turn(0, 1), id=turn_id(claim.episode_id + 1, 0, 0))
     with pytest.raises(StoreError, match=r"its id is '\d+\.0\.0', not '\d+\.0\.0'"):
-        store.journal_turn(claim.episode_id, claim.fence, stranger)
+        store.journal.journal_turn(claim.episode_id, claim.fence, stranger)
 
 
 class Working(ScriptedEnv):
@@ -92,11 +92,11 @@ async def test_the_work_of_each_turn_is_kept_before_its_answer_if_a_source_tests
     store: RunStore, claim_one: Any, context: Any
 ) -> None:
     def work(turns: int) -> dict[str, bytes]:
-        assert store.trajectory(1).turns[-1].step is None, "a turn that waits for a score has its work"
+        assert store.reads.trajectory(1).turns[-1].step is None, "a turn that waits for a score has its work"
         return {"module.py": b"x" * turns}
 
     await play(claim_one(), replace(context(Working([going(), done()], work)), artifacts=True))
-    assert [store.artifacts(f"1.0.{turn}") for turn in (0, 1)] == [{"module.py": b"x"}, {"module.py": b"xx"}]
+    assert [store.journal.artifacts(f"1.0.{turn}") for turn in (0, 1)] == [{"module.py": b"x"}, {"module.py": b"xx"}]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ async def test_work_that_the_policy_made_unreadable_is_empty_and_the_episode_sta
         return spoilt
 
     await play(claim_one(), replace(context(Working([done()], work)), artifacts=True))
-    assert store.artifacts("1.0.0") == {} and store.trajectory(1).scored
+    assert store.journal.artifacts("1.0.0") == {} and store.reads.trajectory(1).scored
 
 
 async def test_work_that_is_no_bytes_is_the_environments_failure(store: RunStore, claim_one: Any, context: Any) -> None:
     await play(claim_one(), replace(context(Working([done()], lambda _: {"module.py": "text"})), artifacts=True))
-    assert store.trajectory(1).stop_reason is StopReason.ENV_FAILED
+    assert store.reads.trajectory(1).stop_reason is StopReason.ENV_FAILED
 
 
 async def test_without_such_a_source_nobody_asks_for_the_work(store: RunStore, claim_one: Any, context: Any) -> None:
     await play(claim_one(), context(Working([done()], lambda _: 1 / 0)))
-    assert store.artifacts("1.0.0") is None and store.trajectory(1).scored
+    assert store.journal.artifacts("1.0.0") is None and store.reads.trajectory(1).scored

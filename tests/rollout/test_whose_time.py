@@ -13,7 +13,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import RunStore
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .conftest import ScriptedEnv, done, going
 from .saying import saying
@@ -50,7 +50,7 @@ class Napping(agentrl.ToolEnv):
 
 def observed(store: RunStore, episode_id: int) -> list[list[str]]:
     """The texts that each turn was answered with."""
-    turns = store.trajectory(episode_id).turns
+    turns = store.reads.trajectory(episode_id).turns
     return [[message["content"] for message in turn.step.observation] if turn.step else [] for turn in turns]
 
 
@@ -61,7 +61,7 @@ async def test_law_3_an_engine_that_needs_45_seconds_a_turn_costs_the_policy_not
     engine = FakeEngine(version=1, chunk_s=15.0)  # three chunks a turn
     ending = await play(claim, context(ScriptedEnv([*[going()] * 9, done(1.0)]), engine, max_turns=20, **ROOM))
     assert ending.stop_reason is StopReason.DONE
-    assert store.trajectory(claim.episode_id).outcome == 1.0
+    assert store.reads.trajectory(claim.episode_id).outcome == 1.0
     assert trio.current_time() > 400, "the deadline of an episode is 300 s"
 
 
@@ -72,7 +72,7 @@ async def test_law_3_tools_of_a_turn_share_less_than_the_steps_deadline_and_the_
     env = Napping()
     claim = claim_one()
     ending = await play(claim, context(env, saying(renderer, env.call("nap") * naps, env.call("stop")), **ROOM))
-    assert (ending.stop_reason, store.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending
+    assert (ending.stop_reason, store.reads.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending
     said, _ = observed(store, claim.episode_id)
     assert len(said) == naps
     assert said[0] == "timeout: nap was ended after 30 s"
@@ -91,7 +91,7 @@ async def test_law_3_an_environments_own_code_that_hangs_is_not_the_policys_doin
     ending = await play(claim, context(env, saying(renderer, env.call("stop")), **ROOM))
     assert ending.stop_reason is StopReason.ENV_FAILED
     assert ending.detail.endswith("took over 60 s")
-    assert not store.trajectory(claim.episode_id).scored
+    assert not store.reads.trajectory(claim.episode_id).scored
 
 
 async def test_law_3_naps_cannot_turn_an_honest_grade_into_a_failure_of_the_environment(
@@ -102,4 +102,4 @@ async def test_law_3_naps_cannot_turn_an_honest_grade_into_a_failure_of_the_envi
     env.grading_s = 50.0
     claim = claim_one()
     ending = await play(claim, context(env, saying(renderer, env.call("nap") + env.call("stop")), **ROOM))
-    assert (ending.stop_reason, store.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending
+    assert (ending.stop_reason, store.reads.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending

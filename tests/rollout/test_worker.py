@@ -20,8 +20,8 @@ from agentrl.errors import DiskFull, WornOut
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.worker import Worker
-from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside
+from agentrl.store import Ending, RunStore
+from agentrl.store.async_calls import Aside
 
 from .conftest import ScriptedEnv, done, going, said
 from .writing import instead, written
@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def run(worker: OfRun, condition: Callable[[], bool], tasks: TaskSource | None = None) -> None:
     """Run the worker, and the admitter of its run if `tasks` are there to play."""
-    store: RunStore = worker.store._store  # type: ignore[attr-defined]
+    store: RunStore = worker.store.store  # type: ignore[attr-defined]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         if tasks is not None:
@@ -77,8 +77,8 @@ async def test_a_worker_plays_what_is_admitted_and_stops_with_its_phase(
         train={"steps": 1},
     )
     store.set_meta("phase", "train")
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3, Seeds("test/Env"))
-    assert store.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
+    await run(one, lambda: store.groups.counts().get(GroupState.SCORED, 0) == 3, Seeds("test/Env"))
+    assert store.groups.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
 
 
 async def test_many_free_places_are_filled_a_few_at_a_time(
@@ -86,7 +86,7 @@ async def test_many_free_places_are_filled_a_few_at_a_time(
 ) -> None:
     """Other tasks of the loop run between claims: the episodes that run are not kept waiting. (Trio runs the tasks of a
     round in any order, so a task may see the claims of two rounds.)"""
-    store.add_groups([Task(index=k, env="test/Env", seed=k) for k in range(40)], size=2, purpose="train")
+    store.groups.add_groups([Task(index=k, env="test/Env", seed=k) for k in range(40)], size=2, purpose="train")
     one = worker(lambda task: ScriptedEnv([trio.sleep_forever]), rollout={"max_running": 80})
     running: list[int] = []
     async with trio.open_nursery() as nursery:
@@ -112,9 +112,9 @@ async def test_no_task_is_admitted_past_the_end_of_its_source(
     one = worker(lambda task: ScriptedEnv([done()]), **TRAINING)
     store.set_meta("phase", "train")
     tasks = Seeds("test/Env", first_seed=5, size=3)
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3, tasks)
-    assert store.tasks_started() == 3, "the step has room for a fourth"
-    assert [store.group(id).task.seed for id in (1, 2, 3)] == [5, 6, 7]
+    await run(one, lambda: store.groups.counts().get(GroupState.SCORED, 0) == 3, tasks)
+    assert store.groups.tasks_started() == 3, "the step has room for a fourth"
+    assert [store.reads.group(id).task.seed for id in (1, 2, 3)] == [5, 6, 7]
 
 
 async def test_a_curriculum_sees_what_is_in_the_store_also_after_a_restart(
@@ -131,36 +131,40 @@ async def test_a_curriculum_sees_what_is_in_the_store_also_after_a_restart(
 
     training = {**TRAINING, "rollout": {"group_size": 2, "max_running": 2}, "buffer": {"groups_per_step": 3}}
     store.set_meta("phase", "train")
-    await run(worker(env, **training), lambda: store.counts().get(GroupState.SCORED, 0) == 3, curriculum())
-    assert [store.group(id).task.seed for id in (1, 2, 3)] == [0, 1, 1]
+    await run(worker(env, **training), lambda: store.groups.counts().get(GroupState.SCORED, 0) == 3, curriculum())
+    assert [store.reads.group(id).task.seed for id in (1, 2, 3)] == [0, 1, 1]
     store.set_meta("phase", "train")
     more = {**training, "train": {"steps": 2}, "buffer": {"groups_per_step": 3, "max_lag": 1}}
-    await run(worker(env, **more), lambda: store.counts().get(GroupState.SCORED, 0) == 6, curriculum())
-    assert [store.group(id).task.seed for id in (4, 5, 6)] == [1, 1, 1]
-    assert [(one.id, one.plays, one.success) for one in store.results(after=4)] == [(5, 2, 0.5), (6, 2, 0.5)]
+    await run(worker(env, **more), lambda: store.groups.counts().get(GroupState.SCORED, 0) == 6, curriculum())
+    assert [store.reads.group(id).task.seed for id in (4, 5, 6)] == [1, 1, 1]
+    assert [(one.id, one.plays, one.success) for one in store.reads.results(after=4)] == [(5, 2, 0.5), (6, 2, 0.5)]
 
 
 def test_results_stop_at_the_first_open_group(store: RunStore) -> None:
     tasks = [Task(index=index, env="test/Env", seed=index) for index in range(3)]
-    store.add_groups(tasks, size=1, purpose="train")
-    claims = store.claim("w", 3, lease_s=10)
+    store.groups.add_groups(tasks, size=1, purpose="train")
+    claims = store.leases.claim("w", 3, lease_s=10)
     for at, claim in enumerate((claims[0], claims[2])):
-        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=bool(at))
-    assert [(result.id, result.success) for result in store.results()] == [(1, 0.0)]
-    store.finish(claims[1].episode_id, claims[1].fence, stop_reason=StopReason.ENV_FAILED, outcome=None, success=None)
-    assert [(result.id, result.plays) for result in store.results(after=1)] == [(2, 0), (3, 1)]
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=bool(at))
+        )
+    assert [(result.id, result.success) for result in store.reads.results()] == [(1, 0.0)]
+    store.journal.finish(
+        claims[1].episode_id, claims[1].fence, Ending(stop_reason=StopReason.ENV_FAILED, outcome=None, success=None)
+    )
+    assert [(result.id, result.plays) for result in store.reads.results(after=1)] == [(2, 0), (3, 1)]
 
 
 async def test_no_training_episode_starts_while_the_phase_is_evaluation(
     store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock
 ) -> None:
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
         worker(lambda task: ScriptedEnv([done()])),
-        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+        lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
     )
-    assert not store.counts()
+    assert not store.groups.counts()
 
 
 async def test_law_4_an_expired_group_cancels_its_episodes(
@@ -172,11 +176,11 @@ async def test_law_4_an_expired_group_cancels_its_episodes(
     env = ScriptedEnv([hang])
     one = worker(lambda task: env, rollout={"lease_s": 9, "step_deadline_s": 9000, "episode_deadline_s": 9000})
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
 
     async def expire() -> None:
         await until(lambda: bool(env.actions))
-        store.expire(1e12, 1.0)
+        store.buffer.expire(1e12, 1.0)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(expire)
@@ -198,17 +202,17 @@ async def test_an_episode_that_was_taken_back_and_comes_again_is_played_once(
         lambda task: envs.pop(0), rollout={"lease_s": 900, "step_deadline_s": 9000, "episode_deadline_s": 9000}
     )
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
 
     async def take_back() -> None:
         await until(lambda: bool(made[0].actions))
-        store.rollback(0, ahead=0)
+        store.lineage.rollback(0, ahead=0)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(take_back)
         await run(one, lambda: [each.closed for each in made] == [1, 1])
     assert trio.current_time() < 5000
-    assert store.trajectory(1).stop_reason is StopReason.DONE
+    assert store.reads.trajectory(1).stop_reason is StopReason.DONE
     assert not one._running  # pyright: ignore[reportPrivateUsage]
 
 
@@ -224,10 +228,10 @@ async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
 
     instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
         worker(lambda task: ScriptedEnv([going(), done()])),
-        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+        lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
     )
     assert not full
 
@@ -254,14 +258,14 @@ async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice
 
     instead(monkeypatch, store, write, writes)
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     one = worker(make)
     engine: Any = one.context.engine
-    await run(one, lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1)
+    await run(one, lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 1)
     assert not full
     assert [request.sampled for request in engine.requests] == [0, 0], "a request for each turn"
     assert [len(env.actions) for env in envs] == [2]
-    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
+    assert [row.stop_reason for row in store.reads.episodes("eval:a:now")] == [StopReason.DONE]
 
 
 async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
@@ -282,20 +286,20 @@ async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
     began = trio.current_time()
     instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
         worker(lambda task: Slow([*[going() for _ in range(5)], done()])),
-        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+        lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
     )
     assert not full
-    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
+    assert [row.stop_reason for row in store.reads.episodes("eval:a:now")] == [StopReason.DONE]
 
 
 async def test_on_a_full_disk_leases_are_renewed_as_soon_as_there_is_space(
     store: RunStore, worker: Callable[..., OfRun], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every 10 s, a third of the lease; on a full disk each second, and no episode counts as lost."""
-    full, really, began = [DiskFull("no space left")] * 3, store.renew, trio.current_time()
+    full, really, began = [DiskFull("no space left")] * 3, store.leases.renew, trio.current_time()
     at_s, envs = list[int](), list[ScriptedEnv]()
 
     def renew(*args: Any, **named: Any) -> Any:
@@ -313,14 +317,15 @@ async def test_on_a_full_disk_leases_are_renewed_as_soon_as_there_is_space(
         envs.append(Slow([done()]))
         return envs[-1]
 
-    monkeypatch.setattr(store, "renew", renew)
+    monkeypatch.setattr(store.leases, "renew", renew)
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
-        worker(make, rollout={"lease_s": 30.0}), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1
+        worker(make, rollout={"lease_s": 30.0}),
+        lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
     )
     assert at_s[:6] == [10, 11, 12, 13, 23, 33]
-    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE] and len(envs) == 1
+    assert [row.stop_reason for row in store.reads.episodes("eval:a:now")] == [StopReason.DONE] and len(envs) == 1
 
 
 async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
@@ -331,7 +336,7 @@ async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
 
     instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
-    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    store.groups.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     with pytest.RaisesGroup(pytest.RaisesExc(DiskFull, match="no space left"), allow_unwrapped=False):
         await worker(lambda task: ScriptedEnv([going()])).run()
 
@@ -365,7 +370,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
     monkeypatch.setattr(Stuck, "released", threading.Event())
     store.set_meta("phase", "eval")
     tasks = [Task(index=at, env="test/Env", seed=seed) for at, seed in enumerate([1, 3, 5, 7, 2, 4])]
-    store.add_groups(tasks, size=1, purpose="eval:a:now")
+    store.groups.add_groups(tasks, size=1, purpose="eval:a:now")
     one = worker(lambda task: Stuck(), rollout={"step_deadline_s": 20, "max_running": 5, "group_size": 2})
     engine: Any = one.context.engine
     sessions, samples, sampled = list[str](), trio.Event(), trio.Event()
@@ -395,16 +400,16 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
                 await one.run()
     finally:
         Stuck.released.set()
-    trajectories = [store.trajectory(id) for id in range(1, 7)]
+    trajectories = [store.reads.trajectory(id) for id in range(1, 7)]
     assert [each.stop_reason for each in trajectories[:4]] == [StopReason.ENV_FAILED] * 4, "each hangs once, and here"
     assert trajectories[5].stop_reason is None
     assert len(trajectories[5].turns) == 1, "the turn under way was ended and journaled"
     mock_clock.rate = 5.0  # of polls; a step has five seconds for what takes it a moment
     await until(lambda: not sync_async.worn_out())
     # another process has threads of its own
-    await run(worker(lambda task: Stuck()), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
-    assert [store.trajectory(id).outcome for id in (5, 6)] == [1.0, 1.0]
-    assert store.restarts(6) == [], "it went on from its journal"
+    await run(worker(lambda task: Stuck()), lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
+    assert [store.reads.trajectory(id).outcome for id in (5, 6)] == [1.0, 1.0]
+    assert store.reads.restarts(6) == [], "it went on from its journal"
 
 
 async def test_a_task_that_infrastructure_lost_is_played_again_by_the_next_admission(
@@ -425,7 +430,7 @@ async def test_a_task_that_infrastructure_lost_is_played_again_by_the_next_admis
         train={"steps": 1},
     )
     store.set_meta("phase", "train")
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 2, Seeds("test/Env"))
-    assert store.counts() == {GroupState.FAILED: 1, GroupState.SCORED: 2}
+    await run(one, lambda: store.groups.counts().get(GroupState.SCORED, 0) == 2, Seeds("test/Env"))
+    assert store.groups.counts() == {GroupState.FAILED: 1, GroupState.SCORED: 2}
     assert made == [0, 0, 0, 0, 1, 1]
-    assert store.replays(2).played == 1
+    assert store.replays.counts(2).played == 1

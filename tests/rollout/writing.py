@@ -22,14 +22,14 @@ _ENTRIES = {
 def written(store: RunStore, write: str) -> Callable[..., Any]:
     """A write as the store makes it now, whatever `instead` puts in its place afterwards."""
     if write not in _ENTRIES:
-        return getattr(store, write)
-    entry = getattr(store, _ENTRIES[write])
+        return getattr(store.journal, write)
+    entry = getattr(store.journal, _ENTRIES[write])
     return lambda *arguments: entry(*arguments)()
 
 
 def instead(patch: pytest.MonkeyPatch, store: RunStore, write: str, call: Callable[..., Any]) -> None:
     """Have `call` made in the place of a worker's write."""
     if write in _ENTRIES:
-        patch.setattr(store, _ENTRIES[write], lambda *arguments: partial(call, *arguments))
+        patch.setattr(store.journal, _ENTRIES[write], lambda *arguments: partial(call, *arguments))
     else:
-        patch.setattr(store, write, call)
+        patch.setattr(store.journal, write, call)

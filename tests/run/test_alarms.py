@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import RunConfig, Train
@@ -19,6 +20,7 @@ from agentrl.learner.data.batch import group_rows
 from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, WeightVersion
+from agentrl.run import alarms as alarms_of_run
 from agentrl.run.alarms import LagBound, raised
 from agentrl.run.processes import learner_process as module
 from agentrl.run.processes.heartbeat import Heartbeat
@@ -70,14 +72,16 @@ class Run:
             _heartbeat=Heartbeat(),
             _saved_at=math.inf,
             _held=Patience(math.inf),
-            _bound=LagBound(full=4, calm_steps=self.config.alarms.calm_steps, now=4),
+            _bound=LagBound(full=4, now=4),
             _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(
                 meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
-                still_leads=lambda: None,
-                current_version=lambda: WeightVersion(version=1, step=0),
-                step_of=lambda _: self.learner.step_index,
-                is_undone=lambda _: False,
+                lineage=SimpleNamespace(still_leads=lambda: None),
+                versions=SimpleNamespace(
+                    current_version=lambda: WeightVersion(version=1, step=0),
+                    step_of=lambda _: self.learner.step_index,
+                    is_undone=lambda _: False,
+                ),
                 set_meta=lambda key, value: self.bounds.append(int(value)),
             ),
             _take=lambda: (sampler(self.learner), 0.0),
@@ -147,7 +151,7 @@ def test_an_entropy_that_collapses_is_seen(tmp_path: Path, model: Path) -> None:
     assert "entropy" in names(collapsed)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("alarm", "metric", "wrong"),
     [("ess", "ess", 0.2), ("kl", "kl_k3", 0.4), ("clip", "clip_fraction", 0.6), ("non_finite", "loss", math.nan)],
 )
@@ -158,10 +162,13 @@ def test_each_measure_has_its_alarm(alarm: str, metric: str, wrong: float) -> No
     assert (found.name, found.action) == (alarm, "warn") and found.text.startswith(f"{metric} = ")
 
 
-def test_the_lag_is_lowered_down_to_0_and_comes_back_after_calm_steps(tmp_path: Path, model: Path) -> None:
+def test_the_lag_is_lowered_down_to_0_and_comes_back_after_calm_steps(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarms_of_run, "CALM_STEPS", 2)
     wrong = [True, True, True, False, True, False, False, False]
     faults = iter(wrong)
-    alarms = {"actions": {"mismatch": "lower_lag"}, "calm_steps": 2}
+    alarms = {"actions": {"mismatch": "lower_lag"}}
     run = Run(tmp_path, model, lambda learner: sampled(learner, 0.5 if next(faults) else 0.0), alarms, len(wrong))
     run.loop.run()
     assert run.bounds == [2, 1, 0, 0, 0, 0, 4, 4]

@@ -1,10 +1,13 @@
-"""W&B, MLflow and trackio, without a network: what their own readers find, over resumes, restarts, full disks and
-calls that fail."""
+"""W&B, MLflow and the plug-in of the page on trackers, without a network.
+
+What their own readers find, over resumes, restarts, full disks and calls that fail."""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +26,9 @@ from agentrl.store import RunStore
 from .test_callbacks import step
 from .test_trackers import run_in, tell
 
-pytestmark = pytest.mark.adapters
-SETTINGS: dict[str, dict[str, Any]] = {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}}
-TRACKERS = pytest.mark.parametrize("id", list(SETTINGS))
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "trackers.md"
+SETTINGS: dict[str, dict[str, Any]] = {"wandb": {"mode": "offline"}, "mlflow": {}}
+TRACKERS = pytest.mark.parametrize("id", [*(pytest.param(id, marks=pytest.mark.adapters) for id in SETTINGS), "page"])
 
 
 @dataclass
@@ -46,23 +49,23 @@ class Found:
 def end_wandb() -> Iterator[None]:
     """W&B's own process ends here, not at the end of Python."""
     yield
-    import wandb
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
-    wandb.teardown()
 
-
-@pytest.fixture(autouse=True)
-def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trackio.sqlite_storage
-    import trackio.utils
-
-    for module in (trackio.sqlite_storage, trackio.utils):
-        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+def table(id: str, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """The tables `[trackers.ID]` of the run file. The plug-in is the page's own code."""
+    if id != "page":
+        return {id: SETTINGS[id]}
+    (code,) = re.findall(r"```python\n(import json\n.*?class Rows.*?)```", PAGE.read_text(), re.DOTALL)
+    plugin = tmp_path / "rows_tracker.py"
+    plugin.write_text(code)
+    return {f"{plugin}:Rows": {}}
 
 
 def read(id: str, run: RunDir) -> list[Found]:
     """The tracker's runs, in the order in which they began."""
-    return {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}[id](run)
+    return {"wandb": _wandb, "mlflow": _mlflow, "page": _page}[id](run)
 
 
 def _wandb(run: RunDir) -> list[Found]:
@@ -138,20 +141,15 @@ def _mlflow(run: RunDir) -> list[Found]:
     return found
 
 
-def _trackio(run: RunDir) -> list[Found]:
-    from trackio.sqlite_storage import SQLiteStorage
-
+def _page(run: RunDir) -> list[Found]:
     found: list[Found] = []
-    for at in SQLiteStorage.get_run_records("agentrl"):
-        config = SQLiteStorage.get_run_config("agentrl", at["name"], run_id=at["id"])
-        assert config is not None
-        found.append(Found(config["_Group"], config))
-        for row in SQLiteStorage.get_logs("agentrl", at["name"], run_id=at["id"]):
-            for name, value in row.items():
-                if name.startswith("summary/"):
-                    found[-1].summary[name.removeprefix("summary/")] = value
-                elif name not in ("timestamp", "step"):
-                    found[-1].rows.append((row["step"], name, value))
+    for folder in sorted((run.path / "rows").iterdir(), key=lambda folder: (len(folder.name), folder.name)):
+        begun = json.loads((folder / "run.json").read_text())
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        points = [(row["step"], name, value) for row in rows for name, value in row.items() if name != "step"]
+        found.append(Found(begun["group"], begun["config"], points))
+        if (summary := folder / "summary.json").exists():
+            found[-1].summary, found[-1].plot = json.loads(summary.read_text()), (folder / "curves.png").read_bytes()
     return found
 
 
@@ -159,24 +157,25 @@ def _trackio(run: RunDir) -> list[Found]:
 def test_each_step_is_there_once_over_resumes_and_a_rollback_begins_a_run_with_all_of_it(
     id: str, tmp_path: Path
 ) -> None:
-    run = run_in(tmp_path, {id: SETTINGS[id]})
+    trackers = table(id, tmp_path)
+    run = run_in(tmp_path, trackers)
     with RunStore.open(run.store_path) as store:
         serve(store, 0)
-        store.checkpoint(1, step(store, 1), run.checkpoints / "1")
+        store.lineage.checkpoint(1, step(store, 1), run.checkpoints / "1")
         step(store, 2)
         tell(run, *made(run.config().trackers))
         step(store, 3)
         tell(run, *made(run.config().trackers))  # a resume
         (first,) = read(id, run)
         assert first.points("loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-        assert first.config["model"] == "m" and first.config["trackers"] == {id: SETTINGS[id]}
-        store.rollback(1)
+        assert first.config["model"] == "m" and first.config["trackers"] == trackers
+        store.lineage.rollback(1)
         tell(run, *made(run.config().trackers))
         assert len(read(id, run)) == 1  # nothing is undone in its eyes, until a step comes again
-        store.record("step", 2, {"loss": 20.0, "by_lag": {"2_3": {"ess": 0.5}}, "rate (odd):é": 1.0})
+        store.metrics.record("step", 2, {"loss": 20.0, "by_lag": {"2_3": {"ess": 0.5}}, "rate (odd):é": 1.0})
         (tracker,) = made(run.config().trackers)
         tell(run, tracker)
-        store.record("step", 3, {"loss": 30.0})
+        store.metrics.record("step", 3, {"loss": 30.0})
         (tracker,) = made(run.config().trackers)
         tell(run, tracker)
     old, new = read(id, run)
@@ -191,7 +190,7 @@ def test_each_step_is_there_once_over_resumes_and_a_rollback_begins_a_run_with_a
 def test_the_summary_and_the_curves_are_there_after_the_end(id: str, tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"
     Figure(figsize=(4, 3), dpi=10).savefig(plot)
-    run = run_in(tmp_path, {id: SETTINGS[id]})
+    run = run_in(tmp_path, table(id, tmp_path))
     for steps in (1, 2):  # a run that is resumed for longer has the newest summary
         with RunStore.open(run.store_path) as store:
             serve(store, 0)
@@ -202,14 +201,14 @@ def test_the_summary_and_the_curves_are_there_after_the_end(id: str, tmp_path: P
     (found,) = read(id, run)
     assert found.summary == {"steps": 2, "success": 0.5}
     assert found.points("loss") == [(1, 1.0), (2, 2.0)]
-    assert id == "trackio" or found.plot == plot.read_bytes()
+    assert found.plot == plot.read_bytes()
 
 
 @TRACKERS
 def test_what_a_full_disk_refused_is_sent_with_the_next_step(
     id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_in(tmp_path, {id: SETTINGS[id]})
+    run = run_in(tmp_path, table(id, tmp_path))
     (tracker,) = made(run.config().trackers)
     assert isinstance(tracker, AppendingTracker)
     log, calls = tracker.log, list[int]()
@@ -233,6 +232,7 @@ def test_what_a_full_disk_refused_is_sent_with_the_next_step(
     assert any("OSError: [Errno 28] No space left on device" in line for line in warnings)
 
 
+@pytest.mark.adapters
 def test_wandb_is_tried_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
@@ -257,6 +257,7 @@ def test_wandb_is_tried_again_after_a_start_that_failed(tmp_path: Path, monkeypa
     assert found.points("loss") == [(1, 1.0)]
 
 
+@pytest.mark.adapters
 def test_wandb_without_a_key_and_settings_that_are_wrong_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

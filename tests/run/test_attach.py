@@ -27,8 +27,8 @@ from agentrl.records import WeightVersion
 from agentrl.run.processes import attached_engines
 from agentrl.run.processes.engine_process import ServedWeights, attach
 from agentrl.run.run_folder import RunDir
-from agentrl.testing.http import in_thread, listening
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.served_vllm import in_thread, listening
+from tests.parts.vllm_server import FakeVLLM
 
 FIRST = WeightVersion(version=3, step=0)
 

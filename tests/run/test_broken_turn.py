@@ -60,10 +60,10 @@ def run(tmp_path: Path, model: Path, engine: Server) -> Iterator[RunDir]:
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         store.set_meta("engine_urls", json.dumps([engine.url]))
         store.set_meta("phase", "eval")
-        store.add_groups([Task(index=0, env=ENV, seed=1)], size=1, purpose="eval:a:now")
+        store.groups.add_groups([Task(index=0, env=ENV, seed=1)], size=1, purpose="eval:a:now")
     yield run
     run.clear_scratch()
 
@@ -107,10 +107,10 @@ def test_law_1_sigkill_of_a_worker_in_a_long_turn_costs_a_few_tokens(run: RunDir
     assert KILL_AT <= kept <= sampled < LENGTH
     assert sampled - kept <= BOUND
     with RunStore.open(run.store_path) as store, worker(run) as second:
-        until(lambda: store.trajectory(1).stop_reason is not None, second)
-        (turn,) = store.trajectory(1).turns
-        assert store.trajectory(1).stop_reason is StopReason.DONE
-        assert store.restarts(1) == []
+        until(lambda: store.reads.trajectory(1).stop_reason is not None, second)
+        (turn,) = store.reads.trajectory(1).turns
+        assert store.reads.trajectory(1).stop_reason is StopReason.DONE
+        assert store.reads.restarts(1) == []
     assert (len(turn.token_ids), turn.finish, turn.spans) == (LENGTH, "length", (VersionSpan(1, 0, LENGTH),))
     assert metric(engine, "generation_tokens_total") == LENGTH + sampled - kept, "nothing else was sampled again"
     assert written(run) == 0

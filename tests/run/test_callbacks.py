@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 from store.play import admit, play, play_all, serve
 
 from agentrl import Callback, EarlyStopping, StopTraining
@@ -22,7 +23,7 @@ from agentrl.run.callbacks.delivery import telling
 from agentrl.run.callbacks.event_feed import place_key
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 
 DEADLINE_S = 60.0
 
@@ -72,14 +73,14 @@ def tell(run: RunDir, *callbacks: Callback, during: Callable[[], object] = lambd
 def step(store: RunStore, number: int, **values: Any) -> int:
     """An optimizer step, and engines that serve its weights."""
     version = serve(store, number)
-    store.record("step", number, {"loss": float(number), **values})
+    store.metrics.record("step", number, {"loss": float(number), **values})
     return version
 
 
 def test_each_event_is_told_once_and_a_resumed_run_goes_on_from_there(run: RunDir, store: RunStore) -> None:
     serve(store, 0)
     admit(store, limit=2)
-    first, second, third, fourth = store.claim("worker", 4, lease_s=30.0)
+    first, second, third, fourth = store.leases.claim("worker", 4, lease_s=30.0)
     play(store, third)  # before the first: episodes do not end in the order of their numbers
     step(store, 1)
     notes = Notes()
@@ -108,11 +109,11 @@ def test_a_step_that_a_restart_undid_is_told_again_and_one_nobody_was_told_of_is
     run: RunDir, store: RunStore
 ) -> None:
     serve(store, 0)
-    store.checkpoint(1, step(store, 1), run.checkpoints / "1")
+    store.lineage.checkpoint(1, step(store, 1), run.checkpoints / "1")
     step(store, 2)
     tell(run, Notes())
     step(store, 3)
-    store.rollback(1)  # undoes step 2, which was told, and step 3, which was not
+    store.lineage.rollback(1)  # undoes step 2, which was told, and step 3, which was not
     step(store, 2)
     notes = Notes()
     tell(run, notes)
@@ -122,8 +123,8 @@ def test_a_step_that_a_restart_undid_is_told_again_and_one_nobody_was_told_of_is
 def test_an_evaluation_is_told_when_its_last_episode_has_ended(run: RunDir, store: RunStore) -> None:
     serve(store, 0)
     purpose = "eval:tasks:before"
-    store.add_groups([Task(index=at, env="e", seed=at) for at in range(2)], size=1, purpose=purpose)
-    one, other = store.claim("worker", 2, lease_s=30.0)
+    store.groups.add_groups([Task(index=at, env="e", seed=at) for at in range(2)], size=1, purpose=purpose)
+    one, other = store.leases.claim("worker", 2, lease_s=30.0)
     play(store, one, outcome=1.0)
     evaluations: list[EvalEnded] = []
     hook = Callback(name="evals", on_eval=evaluations.append)
@@ -133,7 +134,7 @@ def test_an_evaluation_is_told_when_its_last_episode_has_ended(run: RunDir, stor
     tell(run, hook)
     (found,) = evaluations
     assert (found.name, found.when, found.step, found.success, found.n) == ("tasks", "before", 0, 0.5, 2)
-    store.rename_purpose(purpose, "eval:tasks:during@7")  # as a run does that goes on for longer
+    store.groups.rename_purpose(purpose, "eval:tasks:during@7")  # as a run does that goes on for longer
     tell(run, hook)
     assert len(evaluations) == 1
 
@@ -265,7 +266,7 @@ class Awaited(Callback):
     async def on_step(self, step: StepEnded) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("callbacks", "match"),
     [
         ([Misspelt()], "Misspelt: on_steps is never called; the hooks are on_start, on_episode, on_step"),
@@ -292,7 +293,7 @@ def stops_at(early: EarlyStopping, values: list[float | None], first: int = 1) -
     return None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "values", "stops"),
     [
         ({"patience": 3}, [0.1, 0.5, 0.5, 0.4, 0.5, 0.9], 5),
@@ -336,10 +337,10 @@ def test_early_stopping_of_a_resumed_run_counts_from_its_first_step(run: RunDir,
 def test_failed_episodes_are_told_with_their_cause(run: RunDir, store: RunStore) -> None:
     serve(store, 0)
     admit(store, limit=1)
-    (claim, *_) = store.claim("worker", 1, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": "x"},))
-    failed = {"stop_reason": StopReason.ENV_FAILED, "outcome": None, "success": None, "detail": "KeyError: 'x'"}
-    store.finish(claim.episode_id, claim.fence, **failed)  # pyright: ignore[reportArgumentType]
+    (claim, *_) = store.leases.claim("worker", 1, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": "x"},))
+    failed = Ending(stop_reason=StopReason.ENV_FAILED, detail="KeyError: 'x'")
+    store.journal.finish(claim.episode_id, claim.fence, failed)
     told: list[Any] = []
     tell(run, Callback(name="one", on_episode=told.append))
     assert [(one.stop_reason.by_policy, one.detail, one.purpose) for one in told] == [(False, "KeyError: 'x'", "train")]

@@ -1,4 +1,4 @@
-"""The command line as a whole: groups, examples, completion; `agentrl runs`."""
+"""The command line as a whole: groups, examples, completion; `agentrl status` of a folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from each_case import each_case
 from rich.console import Console
 from store.play import Clock, admit, serve
 from typer.testing import CliRunner
@@ -37,11 +38,14 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "line"), EXAMPLES)
+PROGRAM: Any = typer.main.get_command(app)
+
+
+@each_case(("name", "line"), EXAMPLES)
 def test_an_example_is_a_line_that_the_command_takes(name: str, line: str) -> None:
     first, *words = line.split()
     assert first == name
-    command = typer.main.get_command(app).commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+    command = PROGRAM.commands[name]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     command.make_context(name, words, resilient_parsing=False)
@@ -51,8 +55,9 @@ def test_help_lists_every_command_in_a_group_and_ends_with_examples() -> None:
     commands = set(typer.main.get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
     grouped = {name for group in GROUPS.values() for name in group}
     assert commands == grouped, "give each command a group and two examples in agentrl/cli/command_groups.py"
-    told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
-    assert all(f" {group} " in told for group in GROUPS)
+    listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
+    titles = [listed.index(f" {group} ") for group in GROUPS]
+    assert titles == sorted(titles), "the commands of a user's week come first"
     own = CliRunner().invoke(app, ["trace", "--help"], env={"COLUMNS": "100"}).output
     assert own.index("Examples:") < own.index("agentrl trace runs/mine")
 
@@ -73,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with RunStore.open(run.store_path) as store:
             serve(store, 0)
             for step in range(1, 1 + number):
-                store.record("step", step, {"success_mean": 0.25, "outcome_mean": 0.5, "lag_mean": 0.0})
+                store.metrics.record("step", step, {"success_mean": 0.25, "outcome_mean": 0.5, "lag_mean": 0.0})
         os.utime(run.path / "config.json", (number, number))
     (tmp_path / "runs" / "spoilt").mkdir()
     (tmp_path / "runs" / "spoilt" / "store.sqlite").write_text("no store")
@@ -83,16 +88,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_lists_runs_the_newest_first_and_one_that_cannot_be_read(folder: Path) -> None:
-    found = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)
+def test_status_lists_the_runs_of_a_folder_the_newest_first_and_one_that_cannot_be_read(folder: Path) -> None:
+    found = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)
     assert [row["id"] for row in found[:2]] == ["second", "first"] and "error" in found[2]
     assert (found[0]["step"], found[0]["steps"], found[0]["success"]) == (1, 4, 0.25)
-    told = CliRunner().invoke(app, ["runs", "runs"]).output
+    told = CliRunner().invoke(app, ["status", "runs"]).output
     (line,) = [line for line in told.splitlines() if "second" in line]
     assert "1/4" in line and "0.25" in line and "test/Env-v0" in line and "not under way" in line
     assert "cannot be read" in told
-    assert "no runs are here" in CliRunner().invoke(app, ["runs", "other"]).output
-    assert isinstance(CliRunner().invoke(app, ["runs", "nowhere"]).exception, UsageError)
+    both = json.loads(CliRunner().invoke(app, ["status", "runs/first", "runs/second", "--json"]).output)
+    assert {row["id"] for row in both} == {"first", "second"}
+    assert json.loads(CliRunner().invoke(app, ["status", "runs/second", "--json"]).output)["step"] == 1
+    assert "no runs are here" in CliRunner().invoke(app, ["status", "other"]).output
+    assert isinstance(CliRunner().invoke(app, ["status", "nowhere"]).exception, UsageError)
 
 
 def test_the_shell_completes_folders_of_runs_and_ids(folder: Path) -> None:
@@ -107,7 +115,7 @@ def test_the_shell_completes_folders_of_runs_and_ids(folder: Path) -> None:
 def test_the_shell_completes_the_episodes_of_the_run_that_the_line_names(folder: Path) -> None:
     with RunStore.open(folder / "runs" / "first" / "store.sqlite") as store:
         admit(store, limit=6)
-        ids = sorted(row.id for row in store.find_episodes(EpisodeFilter(), limit=1000))
+        ids = sorted(row.id for row in store.search.find_episodes(EpisodeFilter(), limit=1000))
 
     def offered(path: str | None, incomplete: str) -> list[str]:
         context: Any = SimpleNamespace(params={} if path is None else {"path": Path(path)})
@@ -133,9 +141,7 @@ def test_bash_is_answered_by_the_program(folder: Path, line: str, answer: list[s
     assert done.stdout.split() == answer
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(44.6, "45 s"), (60, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
-)
+@each_case(("seconds", "said"), [(44.6, "45 s"), (60, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
 def test_a_duration_is_said_in_two_units(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
@@ -146,7 +152,7 @@ def test_the_live_view_tells_the_time_that_is_left(tmp_path: Path) -> None:
     clock, stream = Clock(1000.0), io.StringIO()
     with RunStore.open(run.store_path, clock=clock) as store:
         for number in (1, 2, 3):
-            store.record("step", number, ROW)
+            store.metrics.record("step", number, ROW)
             clock.now += 60.0
         supervisor: Any = SimpleNamespace(phase="train", config=config, store=store, started_s=time.time(), run=run)
         with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:

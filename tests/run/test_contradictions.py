@@ -23,21 +23,11 @@ SOURCE = {"source": "s", "kind": "prm", "url": "http://h"}
         (["rollout.step_deadline_s=900"], "the run ends after train.stall_deadline_s = 600"),
         (["rollout.turn_deadline_s=700", "train.stall_deadline_s=800"], "lost to rollout.group_deadline_s = 600"),
         (["rollout.episode_deadline_s=3600"], "longer episodes are lost to rollout.group_deadline_s = 600"),
-        (["buffer.quorum=3", "buffer.close=full"], "groups wait for all members: "),
-        (["buffer.quorum=3", "buffer.max_lag=0"], "groups wait for all members at buffer.max_lag = 0"),
         (["buffer.close=quorum", "buffer.max_lag=0"], "leaves the late members of a quorum untrained"),
-        (["buffer.window=0.1"], "no effect with buffer.order = 'oldest'"),
-        (["rollout.pivot.below=1"], "no effect with rule = 'uniform'"),
         (["engine.hedge_after=2", "engine.stream_tokens=1"], "while there is one engine"),
         (["engine.kind=vllm", "train.lora_rank=8", "engine.weights_url=s3://b/x"], "only adapters travel"),
-        (["engine.canary=false", "engine.canary_tolerance=0.1"], "no effect without the canary"),
-        (["engine.stage=file"], "vLLM alone stages"),
-        (["engine.kind=vllm", "train.lora_rank=8", "engine.stage=file"], "only what is a file"),
         (["train.optimizer=sgd", "train.betas=[0.9, 0.99]"], "no effect with train.optimizer = 'sgd'"),
-        (["buffer.skip_without_signal=false", "buffer.skip_at_most=3"], "no group is skipped"),
-        (["algo.kl_in=reward"], "algo.kl_in has no effect without algo.kl_weight"),
-        (["algo.kl_gradient=k1"], "algo.kl_gradient has no effect without algo.kl_weight"),
-        (["algo.kl_weight=0.1", "algo.kl_in=reward", "algo.kl_gradient=k1"], "with algo.kl_in = 'reward'"),
+        (["algo.kl_form=reward"], "algo.kl_form has no effect without algo.kl_weight"),
         (["algo.reject_above=1.5"], "algo.reject_above has no effect without algo.reject"),
         (["algo.importance=none", "algo.importance_floor=0.5"], "with algo.importance = 'none'"),
         (["algo.importance=none", "algo.importance_cap=1.5"], "with algo.importance = 'none'"),
@@ -116,7 +106,7 @@ def test_a_run_says_it_before_it_starts_anything(
 
     monkeypatch.setattr("agentrl.run.trainer.renderer_of", stop)
     with pytest.raises(RunFailed, match="far enough"):
-        check_startable(parsed(["buffer.window=0.1"]))
+        check_startable(parsed(["algo.kl_form=reward"]))
     assert capsys.readouterr().err == (
-        "agentrl: warning: buffer.window has no effect with buffer.order = 'oldest': --set buffer.order=windowed\n"
+        "agentrl: warning: algo.kl_form has no effect without algo.kl_weight: --set algo.kl_form=k3\n"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl.config import RunConfig, parse
 from agentrl.config.cluster import Split
@@ -14,14 +15,14 @@ from agentrl.errors import ConfigError
 from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import resume_overrides
-from agentrl.run.advise import gains
 from agentrl.run.cluster import autoscaler, scale_requests, scaling
 from agentrl.run.cluster.scaling import NoRoom, Size
+from agentrl.run.cluster.split_gains import gains
 from agentrl.run.processes.launcher import LOCAL
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
+from agentrl.store.async_calls import Aside, Looks
 
 from .test_status import typed
 
@@ -50,7 +51,7 @@ def test_a_place_is_worth_what_the_other_side_has_to_spare() -> None:
     assert promised(20, 30, 2.0) == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "told"),
     [
         ({"cluster": {"controller": {"engines": [1, 2], "ranks": [1]}}}, "these come: 2 \\+ 1; give bounds with"),
@@ -70,9 +71,9 @@ def test_the_splits_of_a_cluster_count_gpus() -> None:
     """Seven GPUs: engines of two, ranks of one."""
     from agentrl.config.cluster import splits
 
-    places = {"launcher": "ray", "engine": {"gpus": 2, "replicas": 3}, "learner": {"gpus": 1}}
+    places = {"launcher": "ray", "engine": {"gpus": 2}, "learner": {"gpus": 1}}
     places["controller"] = {"engines": [1, 3], "ranks": [1, 2, 3, 5, 7]}
-    engine = {"kind": "vllm", "sync": "nccl"}
+    engine = {"kind": "vllm", "sync": "nccl", "replicas": 3}
     found = config(cluster=places, engine=engine, train={"device": "cuda"})
     assert splits(found.cluster, Split(3, 1)) == [(3, 1), (2, 2), (2, 3), (1, 5)]
 
@@ -92,7 +93,7 @@ def test_somebody_beside_a_controller_asks_for_workers_alone(tmp_path: Path) -> 
             scaling.wanted(run.config(), store.meta) == Size(1, 3)
             and scale_requests.ranks(run.config(), store.meta) == 2
         )
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
     resume_overrides.change(run, ["engine.replicas=2"])
     with RunStore.read(run.store_path) as store:
         assert scale_requests.ranks(run.config(), store.meta) == 1, "the run file's own split"
@@ -131,8 +132,10 @@ def test_a_reader_is_told_the_last_decision(tmp_path: Path) -> None:
     run = made(tmp_path)
     with RunStore.open(run.store_path) as store:
         assert autoscaler.line(store) is None
-        store.record("controller", 4, {"split": [2, 1], "to": [1, 2], "why": "1 + 2 promises +40% tokens a second"})
-        store.record("controller", 5, {"split": None, "was": [2, 1], "took_s": 3.0, "refused": None})
+        store.metrics.record(
+            "controller", 4, {"split": [2, 1], "to": [1, 2], "why": "1 + 2 promises +40% tokens a second"}
+        )
+        store.metrics.record("controller", 5, {"split": None, "was": [2, 1], "took_s": 3.0, "refused": None})
         told = autoscaler.line(store)
     assert told == "2 + 1 (engines + ranks) moves to 1 + 2: 1 + 2 promises +40% tokens a second"
     assert json.loads(typed("status", run.path, "--json").output)["split"] == told

@@ -13,7 +13,7 @@ from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .test_ray import cluster as cluster
 from .test_ray import ray_here as ray_here
@@ -57,7 +57,7 @@ def _moves(tmp_path: Path, where: dict[str, Any]) -> None:
 
     def rows() -> list[dict[str, Any]]:
         with RunStore.read(run.store_path) as store:
-            return [row.values for row in store.metrics("controller")]
+            return [row.values for row in store.metrics.values("controller")]
 
     with started("train", file, "--out", run.path) as process:
         wait_for_step(run.path, 1, process)
@@ -71,16 +71,20 @@ def _moves(tmp_path: Path, where: dict[str, Any]) -> None:
         with RunStore.read(run.store_path) as store:
             learner = json.loads(store.meta("learner_started") or "")
             assert learner["ranks"] == 2 and learner["start_s"] > 0
-            last = store.metrics("step")[-1].step
+            last = store.metrics.values("step")[-1].step
             assert len(json.loads(store.meta("engine_urls") or "")) == 1
-            assert store.metrics("step", after=learner["step"])[0].step == learner["step"] + 1 <= last, "none is lost"
+            assert store.metrics.values("step", after=learner["step"])[0].step == learner["step"] + 1 <= last, (
+                "none is lost"
+            )
         told = "\n".join(status.lines(status.status(run)))
         assert "split     " in told and "1 engine" in told
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 130, errors + output
     with RunStore.read(run.store_path) as store:
-        undone = [row.step for row in store.metrics("step", undone=True) if row.undone and row.step <= learner["step"]]
+        undone = [
+            row.step for row in store.metrics.values("step", undone=True) if row.undone and row.step <= learner["step"]
+        ]
         assert undone == [], "the learner saved its last step before it made way"
         assert audit(store, run.checkpoints).violations == []
     assert outside.look(ended=True) == []

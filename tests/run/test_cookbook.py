@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-PYTHON = Path(__file__).parents[2] / ".venv-cookbook/bin/python"
+PYTHON = Path(__file__).parents[2] / ".venv-programs/bin/python"
 NAME = "meta-llama/Llama-3.2-1B"  # a name that the cookbook knows; the folder of this name has our model
 DEADLINE_S = 500.0
 IN_TURN = """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 from typer.testing import CliRunner
 
 import agentrl
@@ -86,7 +87,7 @@ def test_tasks_without_an_oracle_to_show_are_left_out(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "demos.jsonl")[0]["messages"][-1] == {"role": "assistant", "content": "yes"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kwargs", "mistakes", "says"),
     [
         ({"oracles": False}, 0.0, "offers no oracles: write a method"),

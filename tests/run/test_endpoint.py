@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +12,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import commands
 import httpx
 import pytest
 import trio
+from each_case import each_case
 
 import agentrl
+from agentrl import notices
 from agentrl.engine.scoring_client import ScoringClient
+from agentrl.env.dataset_env import ID
 from agentrl.errors import ConfigError, UsageError
 from agentrl.host.clocks import policy_time
 from agentrl.records import StopReason
@@ -89,29 +92,15 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]], list[Answer]]]:
 
 def run(url: str, *more: object, n: int = 3) -> tuple[int, str, str]:
     command = ["eval", "--endpoint", url, "--model", "some-model", "--env", "agentrl/Calculator-v0", "--n", n, "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from agentrl.cli.main import main; main()", *map(str, [*command, *more])],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", "OPENAI_API_KEY": "secret"},
-    )
-    return done.returncode, done.stdout, done.stderr
+    return commands.agentrl(*command, *more, env={"OPENAI_API_KEY": "secret"})
 
 
 def test_show_prints_what_was_said(server: Any, tmp_path: Path) -> None:
     command = ["eval", "--endpoint", server[0], "--model", "m", "--env", "agentrl/Calculator-v0", "--n", "3"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from agentrl.cli.main import main; main()", *command, "--show", "2"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("    [user]") == 2 and done.stdout.count('    {"name": "submit", ') == 2
-    assert "(done)" in done.stdout and "What is" in done.stdout
+    code, out, err = commands.agentrl(*command, "--show", "2")
+    assert code == 0, err
+    assert out.count("    [user]") == 2 and out.count('    {"name": "submit", ') == 2
+    assert "(done)" in out and "What is" in out
     code, _, err = run(server[0], "--show", "2")
     assert code == 2 and "--show prints texts, --json one document: leave out one of them" in err
 
@@ -246,7 +235,7 @@ def test_a_server_that_takes_no_tools_is_told_of_them_as_text(tmp_path: Path) ->
     assert row["turns"] == 1 and row["stop_reason"] == "done"  # the environment took the answer as a call
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@each_case("status", [400, 413, 422])
 def test_a_conversation_that_outgrew_the_servers_context_is_scored(tmp_path: Path, status: int) -> None:
     def small(asked: dict[str, Any]) -> httpx.Response:
         return says("go on") if len(asked["messages"]) < 5 else httpx.Response(status, json={"error": "too long"})
@@ -304,9 +293,9 @@ def test_sampling_is_that_of_evaluation_and_what_no_chat_server_takes_is_refused
     given = ["rollout.temperature=0.5", "rollout.top_p=0.9", "eval.temperature=0", "rollout.max_tokens_per_turn=9000"]
     config = of_endpoint.configured("m", "e", [*given, 'rollout.stop=["END"]'])
     assert of_endpoint.sampling(config) == {"temperature": 0.0, "top_p": 0.9, "max_tokens": 9000, "stop": ["END"]}
-    for field in ("rollout.top_k", "eval.min_p", "rollout.max_context", "train.steps"):
+    for field in ("rollout.top_k", "rollout.max_context", "train.steps"):
         with pytest.raises(ConfigError, match=f"^{field} = .*leave it out"):
-            of_endpoint.configured("m", "e", [f"{field}={0 if field == 'eval.min_p' else 7}"])
+            of_endpoint.configured("m", "e", [f"{field}=7"])
 
 
 def test_an_episode_has_its_deadline_and_its_most_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,19 +314,11 @@ def test_tokens_are_those_that_the_server_counts(tmp_path: Path) -> None:
     assert measured(lambda _: says("go on"), tmp_path / "b", "rollout.max_turns=3").tokens is None
 
 
-@pytest.mark.parametrize("arguments", [["--model", "m"], ["--env", "e"], ["some/folder", "--model", "m", "--env", "e"]])
+@each_case("arguments", [["--model", "m"], ["--env", "e"], ["some/folder", "--model", "m", "--env", "e"]])
 def test_what_goes_with_an_endpoint_is_said(arguments: list[str]) -> None:
-    command = [
-        "-c",
-        "from agentrl.cli.main import main; main()",
-        "eval",
-        "--endpoint",
-        "http://127.0.0.1:9",
-        *arguments,
-    ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "agentrl: --endpoint URL goes with --model NAME and --env ID, and with no run and no folder\n"
+    code, _, err = commands.agentrl("eval", "--endpoint", "http://127.0.0.1:9", *arguments)
+    assert code == 2
+    assert err == "agentrl: --endpoint URL goes with --model NAME and --env ID, and with no run and no folder\n"
 
 
 def test_what_is_of_an_endpoint_alone_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,3 +350,24 @@ def test_from_python_a_url_is_enough_for_a_server_with_one_model(
 
     with pytest.raises(UsageError, match=r"agentrl.evaluate starts an event loop of trio's"):
         trio.run(inside)
+
+
+def length(prompt: Any, completion: str, row: Any) -> float:
+    return float(len(completion))
+
+
+@pytest.mark.parametrize(("n", "expected", "lines"), [(None, 2, 0), (3, 3, 1)])
+def test_a_server_is_asked_each_row_once_and_more_are_named(
+    n: int | None, expected: int, lines: int, server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, _, answers = server
+    answers.append(lambda request: {"role": "assistant", "content": "four"})
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    settings = [
+        f'env.kwargs.rewards=["{Path(__file__)}:length"]',
+        f'env.kwargs.rows="{rows}"',
+        "env.kwargs.processes=0",
+    ]
+    notices.OF_PROCESS.forget()
+    (result,) = agentrl.evaluate(url, ID, n, out=tmp_path / "eval", settings=settings)
+    assert (result.n, sum("asks 2 rows more than once" in message for message in caplog.messages)) == (expected, lines)

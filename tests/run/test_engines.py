@@ -23,6 +23,7 @@ from agentrl.engine.weight_sync.file_transport import push
 from agentrl.errors import CanaryMismatch, RunFailed
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.ports import free_port
+from agentrl.learner.checkpoints.folders import write_state
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
@@ -33,7 +34,7 @@ from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS, RunDir
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
+from agentrl.store.async_calls import Aside, Looks
 
 FOLDER = model_dir("agentrl/tiny-coder")
 TOKENS = probe_tokens(500, 24)
@@ -102,9 +103,9 @@ async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Pa
     assert second.file is not None and second.canary is not None
     start = StartPoint(model=FOLDER, checkpoint=None, version=FIRST)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         assert current_weights(CONFIG, store, start).canary is None  # nothing was sent yet
-        store.confirm_version(store.mint_version(1, second.file))
+        store.versions.confirm_version(store.versions.mint_version(1, second.file))
         assert current_weights(CONFIG, store, start) == replace(second, canary=None)
         second.canary.write(canary.beside(second.file))
         assert current_weights(CONFIG, store, start) == second
@@ -124,7 +125,7 @@ class Going:
             shutil.rmtree(old)
         folder = self.run.checkpoints / f"step-{step:08d}"
         folder.mkdir()
-        (folder / "state.json").write_text("{}")
+        write_state(folder, {})
         return folder
 
     def version(self, step: int, *, kept: bool) -> WeightVersion:
@@ -132,8 +133,8 @@ class Going:
         path = self.run.path / f"{step}.safetensors"
         if kept:
             path.touch()
-        version = self.store.mint_version(step, path)
-        self.store.confirm_version(version)
+        version = self.store.versions.mint_version(step, path)
+        self.store.versions.confirm_version(version)
         return version
 
 
@@ -281,8 +282,8 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
         config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
         run = RunDir.create(tmp_path / name, config)
         with run.lock() as lock, run.owned_scratch(lock), RunStore.open(run.store_path) as store:
-            first = store.mint_version(0)
-            store.confirm_version(first)
+            first = store.versions.mint_version(0)
+            store.versions.confirm_version(first)
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
                 await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))

@@ -16,7 +16,7 @@ from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.records import StopReason
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 
 SURROGATE = "no text \ud800"
 TOOLS = ({"role": "tool", "content": "42"}, {"role": "user", "content": "go on"})
@@ -29,14 +29,16 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path / "run", parse({"name": "mine", "model": "m", "env": {"id": "test/Env-v0"}}))
     with RunStore.open(run.store_path) as store:
         serve(store, 0)
-        store.add_groups([task(0)], size=3, purpose="train")
-        first, second, third = store.claim("w", 3, lease_s=1e6)
-        store.begin(first.episode_id, first.fence, START)
-        store.journal_turn(first.episode_id, first.fence, replace(turn(0, 1), text=SURROGATE))
-        store.journal_step(first.episode_id, first.fence, 0, replace(answer(0), observation=TOOLS, reward=0.5))
-        store.journal_turn(first.episode_id, first.fence, turn(1, 1))
-        store.journal_step(first.episode_id, first.fence, 1, answer(1, last=True))
-        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.groups.add_groups([task(0)], size=3, purpose="train")
+        first, second, third = store.leases.claim("w", 3, lease_s=1e6)
+        store.journal.begin(first.episode_id, first.fence, START)
+        store.journal.journal_turn(first.episode_id, first.fence, replace(turn(0, 1), text=SURROGATE))
+        store.journal.journal_step(first.episode_id, first.fence, 0, replace(answer(0), observation=TOOLS, reward=0.5))
+        store.journal.journal_turn(first.episode_id, first.fence, turn(1, 1))
+        store.journal.journal_step(first.episode_id, first.fence, 1, answer(1, last=True))
+        store.journal.finish(
+            first.episode_id, first.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
         play(store, second, outcome=0.0)
         play(store, third, stop=StopReason.ENV_FAILED, outcome=None)
     return run
@@ -114,7 +116,8 @@ def test_datasets_reads_parquet(run: RunDir, tmp_path: Path) -> None:
     first, second = list(Dataset.from_parquet(str(out), cache_dir=str(tmp_path / "cache")))
     assert (first["episode"], first["outcome"], first["success"], first["env"]) == (1, 1.0, True, "test/Env-v0")
     assert second["outcome"] == 0.0
-    assert first["messages"][:3] == [
+    said = [{key: value for key, value in message.items() if value is not None} for message in first["messages"]]
+    assert said[:3] == [
         {"role": "user", "content": "mend it"},
         {"role": "assistant", "content": "no text ?"},
         {"role": "tool", "content": "42"},

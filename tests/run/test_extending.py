@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from agentrl.config import parse
+from agentrl.config import from_json, parse
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Task
 from agentrl.run import resume_overrides
@@ -22,8 +21,8 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path / "run", parse(document))
     with RunStore.open(run.store_path) as store:
         for step in (0, 1, 2):
-            store.confirm_version(store.mint_version(step))
-        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="eval:h:after")
+            store.versions.confirm_version(store.versions.mint_version(step))
+        store.groups.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="eval:h:after")
         store.set_meta("train_started_s", "100.0")
         store.set_meta("train_ended_s", "130.0")
     return run
@@ -34,9 +33,9 @@ def test_more_steps_keep_the_last_evaluation_as_one_of_those_during(run: RunDir)
     config = run.config()
     assert (config.train.steps, config.rollout.workers, config.cluster.head_away_s) == (5, 2, 50.0)
     with RunStore.open(run.store_path) as store:
-        assert json.loads(store.meta("config") or "") == config.model_dump(mode="json")
-        assert sum(store.counts("eval:h:during@2").values()) == 1
-        assert not store.counts("eval:h:after")
+        assert from_json(store.meta("config") or "") == config
+        assert sum(store.groups.counts("eval:h:during@2").values()) == 1
+        assert not store.groups.counts("eval:h:after")
         assert not store.meta("train_ended_s")
 
 

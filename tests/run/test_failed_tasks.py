@@ -18,7 +18,7 @@ from agentrl.run.reward_services import by_function
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import MEASURING, Supervisor
 from agentrl.run.trainer import Trainer
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 
 PLACE = "/home/me/env.py:12"
 DETAIL = f"my/Env: step raised KeyError: 'a' ({PLACE})"
@@ -28,15 +28,17 @@ CONFIG = RunConfig.model_validate({"model": "m", "env": {"id": "my/Env"}})
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RunStore]:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as opened:
-        opened.confirm_version(opened.mint_version(0))
+        opened.versions.confirm_version(opened.versions.mint_version(0))
         yield opened
 
 
 def play(store: RunStore, task: Task, endings: list[tuple[StopReason, str]]) -> None:
-    store.add_groups([task], size=len(endings), purpose="train")
-    for claim, (reason, detail) in zip(store.claim("w", len(endings), lease_s=1e9), endings, strict=True):
+    store.groups.add_groups([task], size=len(endings), purpose="train")
+    for claim, (reason, detail) in zip(store.leases.claim("w", len(endings), lease_s=1e9), endings, strict=True):
         outcome = 1.0 if reason.by_policy else None
-        store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None, detail=detail)
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=reason, outcome=outcome, success=None, detail=detail)
+        )
 
 
 def task(seed: int) -> Task:
@@ -46,19 +48,19 @@ def task(seed: int) -> Task:
 def test_failures_of_one_task_and_reason_are_one_row_with_the_place_apart(store: RunStore) -> None:
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)] * 2 + [(StopReason.ENGINE_FAILED, "gone")])
     play(store, task(4), [(StopReason.DONE, ""), (StopReason.ENV_FAILED, DETAIL)])
-    rows = as_rows(store.failed_tasks(), CONFIG)
+    rows = as_rows(store.metrics.failed_tasks(), CONFIG)
     assert [(row["seed"], row["times"], row["kind"], row["place"]) for row in rows] == [
         (3, 2, "env_failed", PLACE),
         (3, 1, "engine_failed", ""),
         (4, 1, "env_failed", PLACE),
     ]
     assert rows[0]["reason"] == "my/Env: step raised KeyError: 'a'"
-    assert store.failed_tasks("eval:none:now") == []
+    assert store.metrics.failed_tasks("eval:none:now") == []
 
 
 def test_what_is_to_be_typed_to_skip_them_names_each_task_once(store: RunStore) -> None:
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL), (StopReason.ENV_FAILED, "other")])
-    line = mend(as_rows(store.failed_tasks(), CONFIG), "runs/mine")
+    line = mend(as_rows(store.metrics.failed_tasks(), CONFIG), "runs/mine")
     assert f"agentrl train --resume runs/mine --set 'rollout.skip_tasks=[\"{task_id(task(3))}\"]'" in line
 
 
@@ -91,7 +93,7 @@ def test_an_exception_counts_by_itself_and_an_outage_once(store: RunStore) -> No
     play(store, task(1), [(StopReason.DONE, "")])
     play(store, task(2), [(StopReason.ENV_FAILED, DETAIL)] * 4)
     play(store, task(3), [(StopReason.SANDBOX_FAILED, "no host")] * 4)
-    found = store.failures()
+    found = store.metrics.failures()
     assert (found.failed, found.raised, found.outages, found.well) == (8, 4, 1, 1)
 
 
@@ -109,7 +111,9 @@ def test_an_evaluation_names_no_folder_that_is_gone_when_it_ends(
 
 def test_a_quiet_run_still_logs_failures_and_alarms(store: RunStore, caplog: pytest.LogCaptureFixture) -> None:
     play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)])
-    store.record("step", 1, {"alarms": ["kl_k3 = 9 is above alarms.kl_above = 1"], "updated": True, "grad_norm": 1.0})
+    store.metrics.record(
+        "step", 1, {"alarms": ["kl_k3 = 9 is above alarms.kl_above = 1"], "updated": True, "grad_norm": 1.0}
+    )
     config = SimpleNamespace(rewards=[])
     seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store, config=config, phase="")
     with caplog.at_level(logging.WARNING), Warnings() as view:
@@ -133,6 +137,16 @@ def test_a_run_from_python_shows_what_the_command_line_shows(
 
 
 def test_the_means_of_each_reward_function_are_those_of_the_first_and_the_last_ten_steps() -> None:
-    """0 … 11 by hand: the first ten have the mean 4.5, the last ten 6.5; a function may come later."""
-    steps = [{"reward_functions": {"right": float(n), **({"form": 1.0} if n > 10 else {})}} for n in range(12)]
-    assert by_function([*steps, {}]) == {"right": {"first": 4.5, "last": 6.5}, "form": {"first": 1.0, "last": 1.0}}
+    """0 to 11 by hand: the first ten have the mean 4.5, the last ten 6.5. `form` came later and abstained
+    mostly: 1 over three episodes and 0 over one are 0.75 of four."""
+    steps = [
+        {"reward_functions": {"right": float(n)}, "reward_functions_judged": {"right": 4}, "reward_functions_late": {}}
+        for n in range(12)
+    ]
+    for step, (mean, count) in zip(steps[10:], ((1.0, 3), (0.0, 1)), strict=True):
+        step["reward_functions"]["form"], step["reward_functions_judged"]["form"] = mean, count
+    steps[0]["reward_functions_late"] = {"right": 2}
+    assert by_function([*steps, {}]) == {
+        "right": {"first": 4.5, "last": 6.5, "judged": 48, "late": 2},
+        "form": {"first": 0.75, "last": 0.75, "judged": 4, "late": 0},
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,17 +102,33 @@ def test_hosts_are_counted_from_what_their_workers_record(tmp_path: Path) -> Non
 
         def record(worker: str, host: str, ended: int, failed: int) -> None:
             counts = {"worker": worker, "host": host, "ended": ended, "failed": failed}
-            store.record("fleet", int(now[0]), counts)
+            store.metrics.record("fleet", int(now[0]), counts)
 
         for step in range(1, 7):
             now[0] = float(step)
-            store.record("step", step, {})
+            store.metrics.record("step", step, {})
             record("worker-0.7", "a", 10 * step, step)
             if step > 4:
                 record("worker-1.8", "a", 2, 1)
                 record("worker-2.9", "b", 7, 0)
         found = read_facts(store, CONFIG, tmp_path, live=False, now=lambda: 6.0)
     assert found.hosts == {"a": HostFacts(ended=32, failed=4), "b": HostFacts(ended=7, failed=0)}
+
+
+def test_a_look_at_a_long_run_takes_no_more_memory_than_one_at_a_shorter_one(tmp_path: Path) -> None:
+    """The supervisor looks after every step: what a look needs at most, its process keeps."""
+    peaks = list[int]()
+    values: dict[str, Any] = {f"measure {at}": 0.1 * at for at in range(60)}
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        for step in range(1, 4001):
+            store.metrics.record("step", step, values)
+            if step in (1000, 4000):
+                tracemalloc.start()
+                found = read_facts(store, CONFIG, tmp_path, live=False)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+    assert found.step == 4000 and len(found.recent) == 3
+    assert peaks[1] < 1.3 * peaks[0]
 
 
 async def test_an_environment_writes_down_which_of_its_tools_failed() -> None:
@@ -146,8 +163,8 @@ def test_who_watches_a_run_hears_of_its_health(tmp_path: Path, caplog: pytest.Lo
     with RunStore.open(run.store_path) as store:
         watched: Any = SimpleNamespace(phase=TRAINING, store=store, config=CONFIG, run=run, started_s=0.0)
         for step in (1, 2, 3):
-            store.confirm_version(store.mint_version(step))
-            store.record("step", step, {"updated": True, "grad_norm": 1.0, "turns_cut": 0.5})
+            store.versions.confirm_version(store.versions.mint_version(step))
+            store.metrics.record("step", step, {"updated": True, "grad_norm": 1.0, "turns_cut": 0.5})
         with caplog.at_level(logging.WARNING), Warnings() as view:
             view.tick(watched)
             view.tick(watched)

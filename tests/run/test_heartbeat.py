@@ -26,7 +26,7 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
+from agentrl.store.async_calls import Aside, Looks
 
 DEADLINE_S = 60
 NAMES = ("silent_s", "stopped_s")
@@ -191,7 +191,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     marks = "import time\nfrom agentrl.run.processes.heartbeat import Heartbeat\nbeat = Heartbeat.of_process()\n"
     marks += "while True:\n    beat.mark(); time.sleep(0.01)\n"
     monkeypatch.setattr(RunProcesses, "_child", _runs(marks, RunProcesses._child))
-    document = {"rollout": {"liveness_deadline_s": 1.0}, "train": {"liveness_deadline_s": 0.5}}
+    document = {"rollout": {"lease_s": 2.0}, "train": {"liveness_deadline_s": 0.5}}
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **document})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()

@@ -18,7 +18,7 @@ from agentrl.errors import UsageError
 from agentrl.run.training_server import kept_engine
 from agentrl.run.training_server.held_adapters import HeldAdapters
 from agentrl.run.training_server.kept_engine import KeptEngine
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 
 @pytest.fixture

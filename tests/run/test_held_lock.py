@@ -18,8 +18,7 @@ from agentrl.run.processes import heartbeat
 from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
-from agentrl.store.interfaces import ControlStore
+from agentrl.store.async_calls import Aside, Looks
 
 from .test_heartbeat import DEADLINE_S, _runs
 
@@ -43,7 +42,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
     """A worker and a learner of a run, who mark and do nothing else."""
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
     monkeypatch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
-    document = {"rollout": {"liveness_deadline_s": 1.0}, "train": {"liveness_deadline_s": 0.5}}
+    document = {"rollout": {"lease_s": 2.0}, "train": {"liveness_deadline_s": 0.5}}
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **document})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
@@ -51,7 +50,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
         with RunStore.open(run.store_path) as store, RunStore.read(run.store_path) as reader:
             with trio.fail_after(DEADLINE_S):
                 async with trio.open_nursery() as nursery:
-                    processes = RunProcesses(run, config, Looks(reader), Aside[ControlStore](store), nursery, mark={})
+                    processes = RunProcesses(run, config, Looks(reader), Aside[RunStore](store), nursery, mark={})
                     await processes.start_workers()
                     processes.start_learner()
                     for child in processes._children:

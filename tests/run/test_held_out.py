@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 from store.play import START
 
 from agentrl.algos.pass_at_k import pass_at, wilson
@@ -16,14 +17,14 @@ from agentrl.records import StopReason
 from agentrl.run.evaluation import held_out
 from agentrl.run.reporting import report, status
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 from agentrl.view.opened_runs import OpenedRun
 from agentrl.view.run_gauges import _samples  # pyright: ignore[reportPrivateUsage]
 
 RUN = {"model": "m", "env": {"id": "e"}, "eval": {"samples": 2, "sets": [{"name": "easy", "n": 3}, {"name": "hard"}]}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("share", "n", "low", "high"),
     [(0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (0.9, 10, 0.5958, 0.9821), (0.2, 100, 0.1334, 0.2888)],
 )
@@ -58,20 +59,22 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path / "run", parse(RUN))
     config = run.config()
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         held_out.schedule(store, config, config.eval.sets[0], "before", 3)
         ends = [1.0, 1.0, 1.0, 0.0, None, 0.0]
-        for claim, outcome in zip(store.claim("w", 9, lease_s=1e9), ends, strict=True):
-            store.begin(claim.episode_id, claim.fence, START)
+        for claim, outcome in zip(store.leases.claim("w", 9, lease_s=1e9), ends, strict=True):
+            store.journal.begin(claim.episode_id, claim.fence, START)
             reason = StopReason.ENGINE_FAILED if outcome is None else StopReason.TURN_LIMIT
             success = None if outcome is None else bool(outcome)
-            store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=success)
+            store.journal.finish(
+                claim.episode_id, claim.fence, Ending(stop_reason=reason, outcome=outcome, success=success)
+            )
     return run
 
 
 def test_an_evaluation_plays_each_task_so_often_and_all_who_report_it_have_pass_at_k(run: RunDir) -> None:
     with RunStore.read(run.store_path) as store:
-        assert sum(store.counts("eval:easy:before").values()) == 3, "a group is a task"
+        assert sum(store.groups.counts("eval:easy:before").values()) == 3, "a group is a task"
         result = held_out.result(store, "easy", "eval:easy:before")
         ((step, same),) = report.measured(store, "easy")
     assert result is not None and (step, same) == (0, result)

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import ModelError, UsageError
 from agentrl.models.resolve import model_dir
@@ -118,7 +119,7 @@ def test_what_is_meant_for_a_registered_id_is_not_looked_up_elsewhere() -> None:
         model_dir("http://h:1")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "said"),
     [
         ("./nowhere", r"there is no folder './nowhere' with a model or a run; '\.' has runs"),

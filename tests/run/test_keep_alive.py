@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
@@ -68,7 +69,25 @@ def test_a_supervisor_that_dies_or_hangs_is_started_again(
     assert "agentrl: the supervisor " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("status", [0, 1, 2, 130])
+def test_one_that_is_reaped_just_before_the_signal_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread waits for it and may reap it between the look whether it runs and the signal."""
+    deliver = os.killpg
+
+    def late(group: int, number: int) -> None:
+        deliver(group, number)
+        while Path(f"/proc/{group}").exists():  # until the waiting thread has reaped it
+            os.sched_yield()
+        deliver(group, number)
+
+    monkeypatch.setattr(os, "killpg", late)
+    answers_no_signal = "signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"  # so that only the last signal ends it
+    kept = Kept(tmp_path, answers_no_signal + STANDS, "beat.retire()\nsys.exit(0)", hang_s=1.0)
+    assert (kept.status(), kept.started) == (0, 2)
+
+
+@each_case("status", [0, 1, 2, 130])
 def test_one_that_ends_on_purpose_is_not(status: int, tmp_path: Path) -> None:
     line = "Path(os.environ['AGENTRL_ERROR_FILE']).write_text('the run cannot go on')\n"
     kept = Kept(tmp_path, line + f"sys.exit({status})")

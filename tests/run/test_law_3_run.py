@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from each_case import each_case
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import parse
@@ -39,12 +40,12 @@ def test_law_3_an_episode_that_its_judge_cannot_score_is_not_scored(tmp_path: Pa
     Trainer(env=f"{ENVS}:Vowels", config=config, reward=f"{ENVS}:judge", out=tmp_path / "run").train()
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []
-        ended = [one for one in store.trajectories("train") if one.stop_reason not in (None, StopReason.EXPIRED)]
+        ended = [one for one in store.reads.trajectories("train") if one.stop_reason not in (None, StopReason.EXPIRED)]
         unscored = [one for one in ended if one.stop_reason is StopReason.ENGINE_FAILED]
         assert {one.outcome for one in unscored} == {None}
         assert {one.outcome for one in ended if one not in unscored} <= {0.2, 0.7, 0.4, 0.9}
         assert len(ended) >= 16 and abs(len(unscored) - len(ended) / 5) <= 2  # the run's end cuts a few off, judged
-        assert "the judge gave no verdict" in store.failures().detail
+        assert "the judge gave no verdict" in store.metrics.failures().detail
 
 
 @pytest.mark.slow
@@ -54,8 +55,10 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []
         lost = kept = 0
-        for group_id in {store.trajectory(id).group_id for step in (1, 2) for id in store.lineage(step)}:
-            group = store.group(group_id)
+        for group_id in {
+            store.reads.trajectory(id).group_id for step in (1, 2) for id in store.lineage.episodes_of(step)
+        }:
+            group = store.reads.group(group_id)
             for member in group.trajectories:
                 if member.stop_reason is StopReason.SANDBOX_FAILED:
                     assert (member.outcome, member.turns[-1].step) == (None, None)
@@ -65,7 +68,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
                     assert message["content"] == "error: 'gone.txt': No such file or directory"
                     assert (member.stop_reason, member.outcome) == (StopReason.DONE, len(member.turns[-1].text) / 100)
                     kept += 1
-            rows = group_rows(group, GRPO(), step_of=store.step_of, step_now=1, max_lag=9)
+            rows = group_rows(group, GRPO(), step_of=store.versions.step_of, step_now=1, max_lag=9)
             scored = [member for member in group.trajectories if member.scored]
             assert {row.episode_id for row in rows.rows} <= {member.episode_id for member in scored}
             for row in rows.rows:  # the baseline is that of the scored siblings alone
@@ -73,7 +76,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
                 own = next(m.outcome for m in scored if m.episode_id == row.episode_id)
                 assert row.columns["advantage"][0].item() == pytest.approx(own - sum(others) / len(others), abs=1e-6)  # type: ignore[arg-type,operator]
         assert lost and kept
-        assert sum(row.values["episodes_left_out"] for row in store.metrics("step")) == lost
+        assert sum(row.values["episodes_left_out"] for row in store.metrics.values("step")) == lost
 
 
 @contextmanager
@@ -104,9 +107,9 @@ def test_a_role_may_be_played_by_an_engine_of_ones_own(tmp_path: Path) -> None:
         Trainer(env=f"{ENVS}:Duel", config=config, out=tmp_path / "run").train()
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []
-        turns = [turn for trajectory in store.trajectories("train") for turn in trajectory.turns]
+        turns = [turn for trajectory in store.reads.trajectories("train") for turn in trajectory.turns]
         assert {(turn.role, turn.learns) for turn in turns} == {("first", False), ("second", True)}
-        one = next(each for each in store.trajectories("train") if each.scored)
+        one = next(each for each in store.reads.trajectories("train") if each.scored)
         assert one.outcome == one.outcomes["second"]
 
 
@@ -118,10 +121,13 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
     assert summary["eval"]["after"]["n"] == 4
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []
-        assert store.counts()[GroupState.TRAINED] == 4
-        scored = sum(row.values["tokens_scored"] for row in store.metrics("step"))
+        assert store.groups.counts()[GroupState.TRAINED] == 4
+        scored = sum(row.values["tokens_scored"] for row in store.metrics.values("step"))
         turns = [
-            turn for step in (1, 2) for episode_id in store.lineage(step) for turn in store.trajectory(episode_id).turns
+            turn
+            for step in (1, 2)
+            for episode_id in store.lineage.episodes_of(step)
+            for turn in store.reads.trajectory(episode_id).turns
         ]
         assert {(turn.role, turn.learns) for turn in turns} == {("first", True), ("second", False)}
         assert scored == sum(len(turn.token_ids) for turn in turns if turn.role == "first")
@@ -143,7 +149,7 @@ def test_a_model_with_another_tokenizer_cannot_play_a_role(tmp_path: Path) -> No
         Trainer(env="agentrl/NimTable-v0", config=config, out=tmp_path / "run").train()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("roles", "said"),
     [
         ({"third": "frozen"}, r"rollout.roles.third = 'frozen': agentrl/NimTable-v0 has the roles first, second"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.config import parse
-from agentrl.config.league import FIRST, Member, from_json, to_json
+from agentrl.config.league import FIRST, Member, from_json, given, to_json
 from agentrl.config.train import Train
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineUnavailable, UsageError
@@ -27,6 +28,7 @@ from agentrl.run.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.store.run_values import LEAGUE
+from tests.learner.making import episode, group_of, turn
 
 from .test_run import ENVS, SMALL
 
@@ -59,7 +61,7 @@ class Place:
         return League(self.config, self, self.store)  # type: ignore[arg-type]
 
     def saved(self, step: int) -> tuple[WeightVersion, Path]:
-        version = self.store.mint_version(step)
+        version = self.store.versions.mint_version(step)
         checkpoint = self.path / f"step-{step}"
         (checkpoint / "adapter").mkdir(parents=True)
         (checkpoint / "adapter" / "weights").write_text(str(version.version))
@@ -97,12 +99,12 @@ async def test_a_member_that_a_restart_undid_is_forgotten(place: Place) -> None:
     league = place.league()
     for step in (2, 4):
         version, checkpoint = place.saved(step)
-        place.store.confirm_version(version)
-        place.store.checkpoint(step, version, checkpoint)
+        place.store.versions.confirm_version(version)
+        place.store.lineage.checkpoint(step, version, checkpoint)
         league.join(version, checkpoint)
     await league.announce(["http://one"])
     first, second = sorted(folders(place))  # type: ignore[arg-type]
-    place.store.rollback(2)
+    place.store.lineage.rollback(2)
     assert [member.version for member in place.league().members] == [0, first]
     assert place.known == [0, first]
     assert folders(place).keys() == {first, second}, "an episode may have begun against it"  # type: ignore[arg-type]
@@ -129,14 +131,29 @@ async def test_members_that_no_group_can_meet_any_more_are_dropped(
 
 
 def test_what_was_won_is_counted_from_the_steps_that_stand(place: Place) -> None:
-    place.store.record("step", 1, {"league": {"0": [3, 1.5]}})
-    place.store.record("step", 2, {"league": {"0": [2, 2.0]}})
+    place.store.metrics.record("step", 1, {"league": {"0": [3, 1.5]}})
+    place.store.metrics.record("step", 2, {"league": {"0": [2, 2.0]}})
     (first,) = place.league().members
     assert (first.version, first.played, first.won) == (0, 5, 3.5)
     assert first.beaten == 4.5 / 7
 
 
 BOTH = [{"name": "first", "plays": "either", "adapter": True}, {"name": "second", "plays": "either"}]
+
+
+def test_a_game_that_ends_before_one_side_has_acted_counts(place: Place) -> None:
+    """By hand: the policy is `first`, a past self `second`. Who breaks the rules loses, 1 to -1."""
+    place.config = parse({**CONFIG, "env": {"id": f"{ENVS}:Duel"}, "roles": [{"name": "second", "plays": "league"}]})
+    won, lost, draw = {"first": 1.0, "second": -1.0}, {"first": -1.0, "second": 1.0}, {"first": 0.0, "second": 0.0}
+    ours, theirs = turn(0, [1], [2], role="first"), turn(0, [1], [2], role="second", learns=False, version=0)
+    games = [((ours, theirs), won), ((ours,), lost), ((ours,), lost), ((theirs,), won), ((ours, theirs), draw)]
+    members = [replace(episode(at, turns, 0.0), outcomes=outcomes) for at, (turns, outcomes) in enumerate(games)]
+    league = place.league()
+    assert league.count([group_of(members)]) == {"league": {"0": [5, 2.5]}, "league_win_rate": 0.5}
+    alone = [member for member in members if member.turns == (ours,)]
+    assert league.count([group_of(alone)]) == {"league": {"0": [2, 0.0]}, "league_win_rate": 0.0}
+    (first,) = league.members
+    assert (first.played, first.won) == (7, 2.5)
 
 
 @pytest.mark.long
@@ -151,6 +168,7 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
     assert summary["steps"] == 4 and summary["eval"]["after"]["n"] == 2
     (result,) = evaluate(*measured(str(out), None, 4, ["league.measured=latest"]), out=tmp_path / "eval")
     assert result.n == 4
+    settings = RunDir.open(out).config()
     run, model = RunDir.open(out), PolicyModel(model_dir(SMALL["model"]), adapter=Train(lora_rank=2))
 
     def proved(turn: Turn, adapters: Path | None) -> None:
@@ -168,7 +186,7 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
         assert audit(store).violations == []
         members = from_json(store.meta(LEAGUE.key))
         assert [member.step for member in members] == [0, 1, 2, 3]
-        episodes = [one for one in store.trajectories("train") if one.scored]
+        episodes = [one for one in store.reads.trajectories("train") if one.scored]
         assert {tuple(sorted({turn.role for turn in one.turns if turn.learns})) for one in episodes} == {
             ("first",),
             ("second",),
@@ -179,18 +197,24 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
         for role, version in drawn:
             turn = next(one for one in theirs if (one.role, {*one.versions}, one.parent) == (role, {version}, None))
             proved(turn, folders(run)[version] if version else None)
-        trained = [store.trajectory(id) for step in range(1, 5) for id in store.lineage(step)]
+        trained = [store.reads.trajectory(id) for step in range(1, 5) for id in store.lineage.episodes_of(step)]
         played, won = Counter[int](), Counter[int]()
         for one in trained:
-            if one.scored and (found := game(one, ["first", "second"])) is not None:
-                played[found[0]] += 1
-                won[found[0]] += 2 * found[1]
+            if one.scored:
+                theirs = given(
+                    {"first": "either", "second": "either"}, settings.league, seed=settings.seed, group_id=one.group_id
+                )
+                version, points = game(one, theirs, -1)
+                played[version] += 1
+                won[version] += 2 * points
         assert {member.version: member.played for member in members if member.played} == played
         assert {member.version: 2 * member.won for member in members if member.won} == +won
-        rates = [row.values["league_win_rate"] for row in store.metrics("step")]
+        rates = [row.values["league_win_rate"] for row in store.metrics.values("step")]
         assert len(rates) == 4 and all(0 <= rate <= 1 for rate in rates)
     with RunStore.open(tmp_path / "eval" / "store.sqlite") as store:
-        turns = [turn for one in store.trajectories("eval:held_out:now") for turn in one.turns if turn.parent is None]
+        turns = [
+            turn for one in store.reads.trajectories("eval:held_out:now") for turn in one.turns if turn.parent is None
+        ]
         assert {turn.versions[0] for turn in turns if not turn.learns} == {members[-1].version}
         for turn in turns:
             proved(
@@ -220,7 +244,7 @@ def test_a_run_with_adapters_is_measured_over_the_model_that_it_began_with(tmp_p
         assert (start.version.step, weights.current.step, weights.base.version) == (7, 7, 0)
         assert weights.adapter is not None and (weights.adapter / "first" / "weights").read_text() == "first"
         assert from_json(store.meta(LEAGUE.key))[-1].version == 5 and folders(run).keys() == {5}
-        assert store.counts() == {}
+        assert store.groups.counts() == {}
     shutil.rmtree(checkpoint)
     with pytest.raises(UsageError, match=r"cannot be copied .*give the same command again"):
         adapters.copy_into(RunDir.create(tmp_path / "late", found))

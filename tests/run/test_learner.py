@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig, Train, changes
 from agentrl.config.sections import BufferSettings
@@ -55,18 +56,20 @@ class Scene:
             _heartbeat=Heartbeat(),
             _saved_at=0.0,
             _publisher=SimpleNamespace(behind=self._behind),
-            _bound=LagBound(full=4, calm_steps=2, now=4),
+            _bound=LagBound(full=4, now=4),
             _held=Patience(math.inf),
             _store=SimpleNamespace(
                 meta=lambda key: self.urls() if key == "engine_urls" else None,
-                still_leads=lambda: None,
                 set_meta=lambda key, value: None,
-                current_version=lambda: WeightVersion(version=6, step=0),
-                step_of=None,
-                is_undone=None,
-                checkpoint=lambda step, version, folder: self.recorded.append(step),
-                record=lambda kind, step, values: self.hashed.append(step),
-                retain=lambda *_, **__: None,
+                versions=SimpleNamespace(
+                    current_version=lambda: WeightVersion(version=6, step=0), step_of=None, is_undone=None
+                ),
+                lineage=SimpleNamespace(
+                    still_leads=lambda: None,
+                    checkpoint=lambda step, version, folder: self.recorded.append(step),
+                    retain=lambda *_, **__: None,
+                ),
+                metrics=SimpleNamespace(record=lambda kind, step, values: self.hashed.append(step)),
             ),
             _take=lambda: ([], 0.0),
             _publish=self._publish,
@@ -158,13 +161,10 @@ def test_steps_go_on_beside_a_write_and_the_next_checkpoint_waits_for_it(scene: 
     assert scene.saved == scene.recorded == [2, 4, 5]
 
 
-def test_without_room_for_a_copy_or_if_asked_the_step_waits(scene: Scene) -> None:
+def test_without_room_for_a_copy_the_step_waits(scene: Scene) -> None:
     scene.room = False
     scene.run(steps=3, checkpoint_every=2)
     assert scene.saved == scene.recorded == [2, 3]
-    scene.room, scene.learner.copy, scene.learner.step_index = True, None, 0
-    scene.run(steps=1, async_checkpoints=False)
-    assert scene.recorded == [2, 3, 1]
 
 
 def test_a_write_that_fails_ends_the_learner_and_records_nothing(scene: Scene) -> None:
@@ -237,7 +237,7 @@ def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene
         if not led.pop(0):
             raise LeaseLost("another learner has begun")
 
-    scene.learning._store.still_leads = still_leads
+    scene.learning._store.lineage.still_leads = still_leads
     publishers = Publishers(EngineSettings(), "full", scene.learning._as_leader, locks=Path())
     tries = list[Sequence[str]]()
 
@@ -264,7 +264,7 @@ def test_law_4_what_fails_once_another_learner_leads_is_no_failure(scene: Scene,
     scene.deliver = deliver
     with pytest.raises(type(error), match=str(error)):
         scene.run()
-    scene.learning._store.still_leads = still_leads
+    scene.learning._store.lineage.still_leads = still_leads
     with pytest.raises(LeaseLost, match="another learner has begun"):
         scene.run()
 
@@ -287,10 +287,9 @@ def test_engines_that_serve_an_undone_version_get_a_new_one_before_the_first_ste
     assert scene.published == ([0, 1] if behind else [1])
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
-def test_the_hash_of_the_weights_is_recorded_every_so_many_steps(every: int, steps: list[int], scene: Scene) -> None:
-    scene.run(steps=4, hash_every=every)
-    assert scene.hashed == steps
+def test_the_hash_of_the_weights_is_recorded_at_every_step(scene: Scene) -> None:
+    scene.run(steps=4)
+    assert scene.hashed == [1, 2, 3, 4]
 
 
 class Waiting:
@@ -327,15 +326,17 @@ class Waiting:
             _returns=None,
             _push=None,
             _watch_at=math.inf,
-            _bound=LagBound(full=4, calm_steps=2, now=4),
+            _bound=LagBound(full=4, now=4),
             _held=Patience(wait),
             _store=SimpleNamespace(
                 meta=self._meta,
                 set_meta=lambda key, value: None,
-                late_open=lambda: int(self.now_s < late_s),
-                ready_count=lambda: int(self.now_s >= self._ready_s),
-                at_bound=lambda *_, **__: AtBound(int(self.now_s < hangs_s), 0),
-                take=self._take,
+                buffer=SimpleNamespace(
+                    late_open=lambda: int(self.now_s < late_s),
+                    ready_count=lambda: int(self.now_s >= self._ready_s),
+                    at_bound=lambda *_, **__: AtBound(int(self.now_s < hangs_s), 0),
+                    take=self._take,
+                ),
                 wait_for_work=lambda role, timeout_s: setattr(self, "now_s", self.now_s + 1.0),
             ),
         )
@@ -350,7 +351,7 @@ class Waiting:
         return ["a group"] if self.now_s >= self._ready_s else None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("step", "late_s", "ready_s", "waited_s"),
     [
         (8, 5.0, 0.0, 0.0),  # the next step trains it
@@ -366,7 +367,7 @@ def test_the_last_step_waits_for_late_members_as_long_as_a_group_has(
     assert scene.learning._take() == (["a group"], waited_s)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("step", "late_s", "ready_s", "waited_s"),
     [(8, 0.0, 0.0, 0.0), (8, 0.0, 500.0, 300.0), (9, 5.0, 0.0, 3.0), (9, 1e9, 1.0, 42.0)],
 )
@@ -388,7 +389,7 @@ def test_a_paused_learner_ends_with_its_run(monkeypatch: pytest.MonkeyPatch) -> 
         scene.learning._take()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ready_s", "hangs_s", "wait", "waited_s", "held_s", "least"),
     [
         (0.0, 0.0, math.inf, 0.0, 0.0, 6),  # a group of eight closes at the bound with its quorum
@@ -447,15 +448,17 @@ def test_a_learner_that_waits_for_long_names_what_it_waits_for(
         _watch_at=math.inf,
         _order=None,
         _returns=None,
-        _bound=LagBound(full=4, calm_steps=2, now=4),
+        _bound=LagBound(full=4, now=4),
         _held=Patience(math.inf),
         _store=SimpleNamespace(
             meta=lambda key: "train" if key == "phase" else None,
             set_meta=lambda key, value: told.update({key: value}),
-            ready_count=lambda: ready,
-            late_open=lambda: late,
-            at_bound=lambda *_, **__: AtBound(5 if late == 5 and looks < 6 else 0, 0),
-            take=take,
+            buffer=SimpleNamespace(
+                ready_count=lambda: ready,
+                late_open=lambda: late,
+                at_bound=lambda *_, **__: AtBound(5 if late == 5 and looks < 6 else 0, 0),
+                take=take,
+            ),
             wait_for_work=lambda *_: (wait(), told.get("learner_waits") and seen.append(told["learner_waits"])),
         ),
     )

@@ -70,7 +70,7 @@ class Scene:
         self.behind, self.asked = False, []
         self.store = RunStore.create(tmp_path / "store.sqlite", "{}")
         for step in range(5):
-            self.store.confirm_version(self.store.mint_version(step))
+            self.store.versions.confirm_version(self.store.versions.mint_version(step))
         self.store.set_meta("engine_urls", json.dumps(URLS))
         self.model = PolicyModel(model_dir("agentrl/tiny-coder"))
         self.pushes = Pushes()
@@ -79,7 +79,7 @@ class Scene:
             _heartbeat=Heartbeat(),
             _held=Patience(math.inf),
             _config=run_config(),
-            _bound=LagBound(4, 10, now=4),
+            _bound=LagBound(full=4, now=4),
             _store=self.store,
             _learner=SimpleNamespace(
                 step_index=4,
@@ -108,7 +108,7 @@ def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:
     version = scene.learning._publish({"loss": 1.0})
     ((sent, parcel, row),) = scene.pushes.made
     assert sent == version == WeightVersion(version=6, step=4) and row == {"loss": 1.0}
-    assert scene.store.weights_path(6) is None
+    assert scene.store.versions.weights_path(6) is None
     before = {name: tensor.clone() for name, tensor in parcel.snapshot}
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     with torch.no_grad():
@@ -128,9 +128,9 @@ def test_a_step_is_told_which_versions_a_restart_abandoned(scene: Scene) -> None
         told.append((undone(gone.version), undone(5)))
         raise Seen
 
-    gone = scene.store.mint_version(9)
-    scene.store.checkpoint(4, 5, "/checkpoints/4")
-    scene.store.rollback(4)
+    gone = scene.store.versions.mint_version(9)
+    scene.store.lineage.checkpoint(4, 5, "/checkpoints/4")
+    scene.store.lineage.rollback(4)
     scene.learning._learner.step, scene.learning._take = step, lambda: ([], 0.0)
     with pytest.raises(Seen):
         scene.learning.run()

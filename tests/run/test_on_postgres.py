@@ -21,7 +21,7 @@ from agentrl.records import EngineKey, GroupState
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .test_run import DEADLINE_S, child, command, last_step, run_file, started, wait_for_step, wait_until
 
@@ -113,5 +113,5 @@ def test_law_2_a_run_outlasts_a_crash_of_the_server_and_goes_on_from_a_file(tmp_
     subprocess.run(more, check=True, capture_output=True, timeout=DEADLINE_S)
     with RunStore.read(run.store_path) as store:
         assert audit(store, run.checkpoints).violations == []
-        assert store.counts()[GroupState.TRAINED] >= 2 * steps
+        assert store.groups.counts()[GroupState.TRAINED] >= 2 * steps
     assert OutsideAuditor(run.store_path).look() == []

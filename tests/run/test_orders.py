@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_case import each_case
 from rich.console import Console
 from store.play import admit, play, serve
 
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, FormatError
 from agentrl.rollout.admitter import bounds_of
 from agentrl.run.alarms import LagBound
 from agentrl.run.processes import learner_process as module
@@ -37,7 +37,7 @@ def run_config(**buffer: Any) -> RunConfig:
 def test_an_order_is_found_by_its_name_or_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     assert take_order(run_config()) == Oldest()
-    assert take_order(run_config(order="windowed", window=0.5)) == Windowed(0.5)
+    assert take_order(run_config(order="windowed")) == Windowed(0.3)
     assert take_order(run_config(order="freshest")) == Freshest()
     assert take_order(run_config(order="prioritised")) == Prioritised(seed=7)
     assert isinstance(take_order(run_config(order=f"{__name__}:Mine")), Mine)
@@ -90,11 +90,11 @@ def test_each_environment_has_the_returns_of_its_own_algorithm() -> None:
     ]
     config = configuration.parse({"model": "m", "tasks": tables, "algo": {"process_weight": 0.25}})
     found = returns_of(config)
-    assert found.of("test/none") == found.of("test/unknown") == found
-    half = found.of("test/half")
+    assert found.for_env("test/none") == found.for_env("test/unknown") == found
+    half = found.for_env("test/half")
     assert (half.process_weight, half.discount, half.skips) == (0.5, 0.9, True)
-    assert found.of("test/same").process_weight == 1.0
-    assert [found.of(f"test/{name}").skips for name in ("none", "critic", "taught", "world")] == [
+    assert found.for_env("test/same").process_weight == 1.0
+    assert [found.for_env(f"test/{name}").skips for name in ("none", "critic", "taught", "world")] == [
         True, False, False, False
     ]  # fmt: skip
 
@@ -103,7 +103,11 @@ def test_each_role_has_the_returns_of_its_own_algorithm() -> None:
     roles = [{"name": "critic", "algo": {"process_weight": 0.5, "discount": 0.9}}, {"name": "solver"}]
     document = {"model": "m", "env": {"id": "test/none"}, "roles": roles}
     found = returns_of(configuration.parse(document))
-    assert (found.made_of("critic"), found.made_of("solver"), found.skips) == ((0.5, 0.9), (1.0, 1.0), True)
+    assert (found.weight_and_discount("critic"), found.weight_and_discount("solver"), found.skips) == (
+        (0.5, 0.9),
+        (1.0, 1.0),
+        True,
+    )
     roles[0]["algo"] = {"kind": "ppo"}
     assert not returns_of(configuration.parse(document)).skips
 
@@ -115,7 +119,7 @@ def test_skipping_is_refused_where_equal_returns_leave_something_to_learn(algo: 
         configuration.parse({**document, "buffer": {"skip_without_signal": True}})
 
 
-@pytest.mark.parametrize("algo", [{"kind": "ppo"}, {"distil_weight": 1.0, "teacher": "t"}, {"baseline": "none"}])
+@each_case("algo", [{"kind": "ppo"}, {"distil_weight": 1.0, "teacher": "t"}, {"baseline": "none"}])
 def test_by_default_a_run_that_learns_from_equal_returns_skips_none(algo: dict[str, Any]) -> None:
     config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "algo": algo})
     assert config.buffer.skip_without_signal == "auto"
@@ -124,42 +128,19 @@ def test_by_default_a_run_that_learns_from_equal_returns_skips_none(algo: dict[s
 
 def test_by_default_a_step_skips_as_many_groups_as_it_takes() -> None:
     assert run_config(groups_per_step=6).buffer.skips == 6
-    assert run_config(groups_per_step=6, skip_at_most=0.25).buffer.skips == 2
     assert run_config(groups_per_step=6, skip_without_signal=False).buffer.skips == 0
 
 
-@pytest.mark.parametrize(
-    ("stored", "skips"),
-    [
-        ({}, 0),  # stored before there was the setting
-        ({"skip_without_signal": False, "skip_at_most": 4.0}, 0),
-        ({"skip_without_signal": True, "skip_at_most": 4.0}, 64),
-        ({"skip_without_signal": "auto", "skip_at_most": 1.0}, 16),
-    ],
-)
-def test_a_stored_run_goes_on_skipping_as_it_did(stored: dict[str, Any], skips: int) -> None:
-    document = json.loads(configuration.to_json(run_config()))
-    for name in ("skip_without_signal", "skip_at_most"):
-        del document["buffer"][name]
-    document["buffer"] |= stored
-    config = configuration.from_json(json.dumps(document))
-    assert config.buffer.skips == skips
-    assert configuration.from_json(configuration.to_json(config)) == config
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"format": 2}', '{"format": "1"}'])
+def test_a_stored_run_of_another_format_is_refused(text: str) -> None:
+    with pytest.raises(FormatError) as refused:
+        configuration.from_json(text, "config.json")
+    assert refused.value.expected == 1 and str(refused.value).startswith("config.json has run format ")
 
 
-def test_a_stored_run_goes_on_computing_prompts_as_it_did() -> None:
-    """To the bit, for `agentrl retrain`."""
-    config = run_config()
-    document = json.loads(configuration.to_json(config))
-    assert config.train.prompt_once and configuration.from_json(json.dumps(document)) == config
-    del document["train"]["prompt_once"]
-    assert not configuration.from_json(json.dumps(document)).train.prompt_once
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '{"buffer": []}', '{"train": 3}'])
-def test_what_is_no_stored_run_is_refused(text: str) -> None:
+def test_a_stored_run_with_a_wrong_setting_is_refused() -> None:
     with pytest.raises(ConfigError):
-        configuration.from_json(text)
+        configuration.from_json('{"format": 1, "buffer": []}')
 
 
 def test_the_capacity_in_tokens_reaches_admission() -> None:
@@ -167,7 +148,7 @@ def test_the_capacity_in_tokens_reaches_admission() -> None:
     assert bounds_of(run_config()).max_tokens is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("skipping", "expected"),
     [
         ({}, [(2, False), (3, True)]),
@@ -183,12 +164,12 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         serve(store, 0)
         admit(store, limit=3)
-        for claim in store.claim("w", 6, lease_s=1e6):
+        for claim in store.leases.claim("w", 6, lease_s=1e6):
             play(store, claim, outcome=float(claim.group_id == 3 or claim.member))
         learning.__dict__.update(
             _run=RunDir(tmp_path),
             _config=config,
-            _bound=LagBound(config.buffer.max_lag, 10, now=config.buffer.max_lag),
+            _bound=LagBound(config.buffer.max_lag, now=config.buffer.max_lag),
             _store=store,
             _learner=SimpleNamespace(step_index=0),
             _heartbeat=Heartbeat(),

@@ -96,31 +96,31 @@ def test_law_2_who_comes_back_from_a_partition_writes_nothing_over_its_successor
     """A worker that holds an episode, and a learner that has taken a step, on a host that is cut off."""
     (tmp_path / "near").mkdir()
     with RunStore.create(tmp_path / "near" / ADDRESS, "{}", url=server.url) as near:
-        near.mint_version(0)
-        near.confirm_version(1)
+        near.versions.mint_version(0)
+        near.versions.confirm_version(1)
         admit(near, limit=2)
         with far_store(hosts, near, tmp_path / "far") as (far, there):
-            old = there(far.claim, "far", 1, lease_s=10.0, now=0.0)[0]
-            there(far.begin, old.episode_id, old.fence, START)
-            there(far.lead)
+            old = there(far.leases.claim, "far", 1, lease_s=10.0, now=0.0)[0]
+            there(far.journal.begin, old.episode_id, old.fence, START)
+            there(far.lineage.lead)
             monkeypatch.setattr(session, "ANSWER_S", 0.5)
             hosts.order("cut", "run")
             there(far.hurry, 0.1)
             with pytest.raises(StoreError):
-                there(far.journal_turn, old.episode_id, old.fence, turn(0, 1))
+                there(far.journal.journal_turn, old.episode_id, old.fence, turn(0, 1))
             monkeypatch.setattr(session, "ANSWER_S", 60.0)
-            new = near.claim("near", 1, lease_s=1e9, now=60.0)[0]
+            new = near.leases.claim("near", 1, lease_s=1e9, now=60.0)[0]
             assert new.episode_id == old.episode_id
-            near.lead()
+            near.lineage.lead()
             hosts.order("mend", "run")
             there(far.hurry, 60.0)
             with pytest.raises(LeaseLost):
-                there(far.journal_turn, old.episode_id, old.fence, turn(0, 1))
+                there(far.journal.journal_turn, old.episode_id, old.fence, turn(0, 1))
             with pytest.raises(LeaseLost, match="another learner has begun"):
-                there(far.mint_version, 1)
-        near.begin(new.episode_id, new.fence, START)
-        near.journal_turn(new.episode_id, new.fence, turn(0, 1))
-        near.journal_step(new.episode_id, new.fence, 0, answer(0))
+                there(far.versions.mint_version, 1)
+        near.journal.begin(new.episode_id, new.fence, START)
+        near.journal.journal_turn(new.episode_id, new.fence, turn(0, 1))
+        near.journal.journal_step(new.episode_id, new.fence, 0, answer(0))
         assert audit(near).violations == []
 
 

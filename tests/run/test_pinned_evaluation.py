@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 from agentrl.config import parse
 from agentrl.engine.weight_sync import canary
@@ -20,7 +21,7 @@ from agentrl.run.evaluation import pinned
 from agentrl.run.evaluation.pinned import Pin, PinnedEvaluations
 from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 from agentrl.store.audit import audit
 from agentrl.store.run_values import PINNED
 
@@ -42,13 +43,13 @@ def run(tmp_path: Path) -> RunDir:
 
 def made(run: RunDir, store: RunStore, step: int) -> int:
     """The learner sends the weights of a step, and keeps them to be measured."""
-    version = store.mint_version(step)
+    version = store.versions.mint_version(step)
     weights = run.path / f"{step}.safetensors"
     weights.write_text(f"weights of {step}")
     canary.beside(weights).write_text("its canary")
     pinned.keep(run, version, weights)
     weights.unlink()
-    store.confirm_version(version)
+    store.versions.confirm_version(version)
     return version.version
 
 
@@ -75,9 +76,9 @@ class Measuring:
 
 def play(store: RunStore, most: int) -> set[str]:
     """End so many episodes of evaluations; of which."""
-    ended = store.claim("w", most, lease_s=1e9, evaluation=True)
+    ended = store.leases.claim("w", most, lease_s=1e9, evaluation=True)
     for one in ended:
-        store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.journal.finish(one.episode_id, one.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True))
     return {one.purpose for one in ended}
 
 
@@ -91,19 +92,19 @@ async def test_versions_are_measured_one_after_the_other_and_finished_after_a_re
         assert one.served == ["weights of 2"] and PINNED.of(store.meta) == first
         both = {"eval:a:during@2", "eval:b:during@2"}
         assert play(store, 3) <= both and one.evaluations.pending
-        store.checkpoint(2, first, run.path / "checkpoint")
-        assert store.rollback(2) == 2, "a kill, and step 2 is what the run goes on from"
+        store.lineage.checkpoint(2, first, run.path / "checkpoint")
+        assert store.lineage.rollback(2) == 2, "a kill, and step 2 is what the run goes on from"
         again = Measuring(run, store)  # after a resume
         await again.for_a_while()
         assert again.served == ["weights of 2"]
-        assert [sum(store.counts(label).values()) for label in sorted(both)] == [2, 2], "nothing is played twice"
+        assert [sum(store.groups.counts(label).values()) for label in sorted(both)] == [2, 2], "nothing is played twice"
         assert play(store, 9) <= both
         await again.for_a_while()
         assert not again.evaluations.pending and set(again.served) == {"weights of 2"}, "4 is undone"
         third = made(run, store, 4)
         await again.for_a_while()
         assert again.served[-1] == "weights of 4" and PINNED.of(store.meta) == third > second
-        assert store.rollback(2) == 3, "amid its evaluation"
+        assert store.lineage.rollback(2) == 3, "amid its evaluation"
         await again.for_a_while()
         assert not again.evaluations.pending
         assert not audit(store).violations
@@ -111,12 +112,14 @@ async def test_versions_are_measured_one_after_the_other_and_finished_after_a_re
 
 def test_a_claim_is_of_evaluations_or_of_training_alone(run: RunDir) -> None:
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         task = parse(RUN)
         for purpose in ("train", "eval:a:during@2"):
-            store.add_groups(tasks(task), size=1, purpose=purpose)
-        assert [one.purpose for one in store.claim("w", 9, lease_s=1e9, evaluation=False)] == ["train"] * 2
-        assert [one.purpose for one in store.claim("w", 9, lease_s=1e9, evaluation=True)] == ["eval:a:during@2"] * 2
+            store.groups.add_groups(tasks(task), size=1, purpose=purpose)
+        assert [one.purpose for one in store.leases.claim("w", 9, lease_s=1e9, evaluation=False)] == ["train"] * 2
+        assert [one.purpose for one in store.leases.claim("w", 9, lease_s=1e9, evaluation=True)] == [
+            "eval:a:during@2"
+        ] * 2
 
 
 def tasks(config: Any) -> Any:
@@ -164,7 +167,7 @@ def test_weights_are_kept_for_every_kth_step_but_the_last() -> None:
     assert not any(pinned.is_due(shared, step) for step in range(10))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "says"),
     [
         ({"engine": {"urls": ["http://h:1"]}}, "the run starts no engines beside engine.urls: leave them out"),
@@ -183,10 +186,10 @@ def test_a_run_measures_each_pinned_version_and_no_token_is_of_another(tmp_path:
     Trainer(env=Vowels, config={**SMALL, "eval": given}, out=tmp_path / "run").train()
     run = RunDir.open(tmp_path / "run")
     with RunStore.open(run.store_path) as store:
-        version = store.version_at(2)
+        version = store.versions.version_at(2)
         assert version is not None
-        assert store.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
-        played = list(store.trajectories("eval:held_out:during@2"))
+        assert store.groups.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
+        played = list(store.reads.trajectories("eval:held_out:during@2"))
         spans = [span.version for one in played for turn in one.turns for span in turn.spans]
         assert len(played) == 4 and set(spans) == {version.version}
         assert not audit(store).violations

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl.config import parse
 from agentrl.config.machine_defaults import Machine
@@ -100,7 +101,7 @@ def test_what_can_be_played_is_not_remarked(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "said"),
     [
         (f"{HERE}:Broken", r"test_preflight:Broken: reset raised KeyError: 'no such table'"),
@@ -135,7 +136,7 @@ def test_tasks_that_the_run_skips_are_not_tried(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("row", "kwargs", "said"),
     [
         (

@@ -29,7 +29,7 @@ from agentrl.errors import RunFailed, WeightSyncError
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
-from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
+from tests.parts.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=300.0)
 FOLDER = model_dir("agentrl/tiny-coder")

@@ -26,8 +26,8 @@ from agentrl.run.cluster.scaling import Size
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.faults import processes
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.faults import processes
+from tests.parts.outside_audit import OutsideAuditor
 
 from .test_run import (
     DEADLINE_S,
@@ -48,9 +48,9 @@ pytestmark = pytest.mark.ray
 def test_ray_reserves_a_place_for_every_child() -> None:
     from agentrl.run.cluster.ray_launcher import bundles
 
-    cluster = {"launcher": "ray", "engine": {"replicas": 2}, "workers": {"replicas": 2, "cpus": 3}}
-    cluster["learner"] = {"ranks": 2, "gpus": 1}
-    config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "cluster": cluster})
+    cluster = {"launcher": "ray", "workers": {"cpus": 3}, "learner": {"gpus": 1}}
+    counts = {"engine": {"replicas": 2}, "rollout": {"workers": 2}, "train": {"parallel": {"ranks": 2}}}
+    config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "cluster": cluster, **counts})
     found = bundles(config, Size.of(config), config.train.parallel.ranks)
     assert found == {
         "engine-0": {"CPU": 1.0},
@@ -168,12 +168,13 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
     run = RunDir(tmp_path / "run")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
         sections = {"launcher": "ray", "address": cluster.address, "lease_s": 10.0, "store": server.url}
-        sections |= {"engine": {"replicas": 2}, "workers": {"replicas": 2}, "learner": {"ranks": 2}}
         file = run_file(
             tmp_path,
             "agentrl/Calculator-v0",
             cluster=sections,
-            train={"steps": 5000, "checkpoint_every": 1},
+            engine={"replicas": 2},
+            rollout={"workers": 2},
+            train={"steps": 5000, "checkpoint_every": 1, "parallel": {"ranks": 2}},
             eval={"sets": [], "every": 0},
         )
         with started("train", file, "--out", run.path, "--keep-alive") as process:
@@ -247,7 +248,7 @@ def test_law_2_a_run_whose_own_node_is_lost_goes_on_when_it_is_there_again_and_s
     assert f"stopped by SIGTERM; go on with agentrl train --resume {run.path}" in errors
     with RunStore.read(run.store_path) as store:
         assert audit(store, run.checkpoints).violations == []
-        trained = [episode for step in range(1, last_step(run) + 1) for episode in store.lineage(step)]
+        trained = [episode for step in range(1, last_step(run) + 1) for episode in store.lineage.episodes_of(step)]
         assert trained and len(trained) == len(set(trained)), "once each, in both lives"
     assert_nothing_remains(run)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 from typer.testing import CliRunner
 
 from agentrl import config as configuration
@@ -94,8 +95,8 @@ def test_the_word_problems_are_those_that_the_script_makes_and_none_is_held_out_
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_case("name", RECIPES)
+@each_case("dtype", ["bfloat16", "float32"])
 def test_every_recipe_is_a_run_of_a_small_real_model_on_a_cpu(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +158,12 @@ def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp
         found = read_architecture(folder)
         assert (found.qk_norm, found.qkv_bias, found.hidden) == (qk_norm, bias, 64)
         assert (tiny.engine.kind, tiny.engine.gpus, tiny.engine.vllm, tiny.train.steps) == ("embedded", [], {}, 2)
+    more = folder / "additional_chat_templates"  # as transformers 5 saves a template beside the default one
+    more.mkdir()
+    (more / "tool_use.jinja").write_text((folder / "chat_template.jinja").read_text())
     again = shrunk(configuration.parse({**run, "model": str(folder)}), tmp_path / "again")
     assert read_architecture(Path(again.model)).qkv_bias
+    assert (Path(again.model) / more.name / "tool_use.jinja").read_text() == (more / "tool_use.jinja").read_text()
     mixture = shrunk(configuration.parse({**run, "model": "Qwen/Qwen3-30B-A3B"}), tmp_path / "mixture")
     assert mixture.engine.kind == "vllm"
     with pytest.raises(ModelError, match="unheard"):
@@ -168,20 +173,23 @@ def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp
 CLUSTER = {
     "launcher": "ray",
     "store": "postgresql://agentrl@db.example/agentrl",
-    "engine": {"replicas": 6, "gpus": 1},
-    "learner": {"ranks": 2, "gpus": 1},
-    "workers": {"replicas": 8},
+    "engine": {"gpus": 1},
+    "learner": {"gpus": 1},
     "controller": {"engines": [4, 7], "ranks": [1, 2, 4]},
 }
 VLLM, CUDA = {"kind": "vllm", "dtype": "bfloat16"}, {"device": "cuda", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "sections",
     [
-        {"cluster": CLUSTER, "engine": VLLM, "train": CUDA},
+        {
+            "cluster": CLUSTER,
+            "engine": VLLM | {"replicas": 6},
+            "train": CUDA | {"parallel": {"ranks": 2}},
+            "rollout": {"workers": 8},
+        },
         {"engine": VLLM, "train": CUDA | {"weights": "bfloat16", "master_weights": False}},
-        {"engine": {"shared": True, "urls": ["http://h/alice/0"]}, "train": {"lora_rank": 8}},
         {"engine": VLLM | {"colocated": True}, "train": CUDA},
         {"engine": {"weights_url": "s3://bucket/x", "sync": "delta"}},
         {"rollout": {"pivot": {"k": 4}}, "algo": {"source_scale": "leave_one_out"}},
@@ -195,7 +203,7 @@ def test_a_file_for_many_machines_is_tried_on_this_one(
     tiny = shrunk(given, tmp_path)
     assert (tiny.cluster.launcher, tiny.cluster.store, tiny.rollout.workers) == ("local", None, 1)
     assert (tiny.engine.replicas, tiny.engine.urls, tiny.train.parallel.ranks, tiny.train.device) == (1, [], 1, "cpu")
-    assert tiny.engine.kind == "embedded" and not (tiny.engine.weights_url or tiny.engine.shared)
+    assert tiny.engine.kind == "embedded" and tiny.engine.weights_url is None
     assert tiny.algo == given.algo and tiny.train.lora_rank == given.train.lora_rank
 
 

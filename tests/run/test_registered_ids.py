@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from each_case import each_case
 
 from agentrl import registry
 from agentrl.cli.registered_ids import KINDS, entries, find
 from agentrl.errors import UnknownIdError
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_everything_that_is_installed_says_what_it_is(kind: registry.Kind) -> None:
     found = entries(kind)
     assert [entry.id for entry in found] == registry.ids(kind)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 from matplotlib import pyplot
 
 from agentrl import config as configuration
@@ -14,7 +15,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("outcomes", "limits"), [([0.2, 0.7], (0, 1)), ([-2.0, -0.5], (-2, 1)), ([0.4, 1.1], (0, 1.1)), ([], (0, 1))]
 )
 def test_the_plot_has_room_for_rewards_below_zero_and_above_one(
@@ -26,6 +27,6 @@ def test_the_plot_has_room_for_rewards_below_zero_and_above_one(
     run = RunDir.create(tmp_path / "run", config)
     with RunStore.open(run.store_path) as store:
         for step, outcome in enumerate(outcomes, start=1):
-            store.record("step", step, {"outcome_mean": outcome, "lag_mean": 0.0, "idle_s": 1.0, "busy_s": 1.0})
+            store.metrics.record("step", step, {"outcome_mean": outcome, "lag_mean": 0.0, "idle_s": 1.0, "busy_s": 1.0})
         assert report.plot(run, config, store).read_bytes().startswith(b"\x89PNG")
     assert figures[0].axes[0].get_ylim() == pytest.approx(limits)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.errors import RunFailed
@@ -57,7 +58,7 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
     assert one.poll() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("raised", "status", "line"),
     [
         ("UsageError('bad thing: mend it')", 2, "part: bad thing: mend it"),

@@ -71,7 +71,7 @@ def test_two_roles_learn_what_one_policy_cannot(tmp_path: Path) -> None:
     run = RunDir.open(out)
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
-        turns = [turn for one in store.trajectories("train") for turn in one.turns]
+        turns = [turn for one in store.reads.trajectories("train") for turn in one.turns]
         assert {turn.role for turn in turns if turn.learns} == {"long", "short"}
     saved, folder = run.checkpoints / f"step-{STEPS:08d}" / "adapter", model_dir(SMALL["model"])
     own = {"long": worth(folder, saved, "long"), "short": worth(folder, saved / "short", "short")}

@@ -31,7 +31,7 @@ from agentrl.run.trainer import Trainer, check_startable
 from agentrl.run.weights.role_policies import Publishers, file_of
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.engine import FakeEngine
+from tests.parts.fake_engine import FakeEngine
 
 from .test_run import ENVS, SMALL
 
@@ -113,11 +113,11 @@ def test_an_engine_of_a_role_starts_with_its_model_and_the_newest_file_of_it(con
     later = replace(first, checkpoint=tmp_path / "step-00000000")
     path = tmp_path / "weights" / "2.safetensors"
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         assert current_weights(config, store, first).model == Path("/m")
         assert current_weights(config, store, first, "short").model == model_dir(SMALL["model"])
         assert current_weights(config, store, later, "short").model == tmp_path / "step-00000000" / "roles" / "short"
-        store.confirm_version(store.mint_version(1, path))
+        store.versions.confirm_version(store.versions.mint_version(1, path))
         for role in (None, "short"):
             with pytest.raises(RunFailed, match="the weights of version 2 are gone"):
                 current_weights(config, store, first, role)
@@ -164,8 +164,8 @@ def test_a_role_trains_a_model_of_its_own_on_engines_of_its_own(tmp_path: Path) 
     assert moved(first, last) and moved(first, of_role(last, "short")) and moved(last, of_role(last, "short"))
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
-        assert {row.values["engines_behind"] for row in store.metrics("step")} == {0}
-        turns = [turn for one in store.trajectories("train") for turn in one.turns]
+        assert {row.values["engines_behind"] for row in store.metrics.values("step")} == {0}
+        turns = [turn for one in store.reads.trajectories("train") for turn in one.turns]
         for role in ("long", "short"):
-            steps = {store.step_of(span.version) for turn in turns if turn.role == role for span in turn.spans}
+            steps = {store.versions.step_of(span.version) for turn in turns if turn.role == role for span in turn.spans}
             assert steps == set(range(STEPS)), role

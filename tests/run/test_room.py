@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl import config as configuration
 from agentrl.errors import ConfigError
@@ -22,7 +23,7 @@ def config(**document: Any) -> configuration.RunConfig:
     return configuration.parse({"model": str(FOLDER), "env": {"id": "e"}, **document})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("document", "files"),
     [
         ({}, 3),

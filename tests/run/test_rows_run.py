@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 
 from agentrl import config as configuration
+from agentrl.algos.grpo import GRPO
+from agentrl.algos.grpo_variants import DAPO
+from agentrl.config import RunConfig
+from agentrl.env.dataset_env import ID
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import StopReason
 from agentrl.run.run_folder import RunDir
+from agentrl.run.task_sources import name_shared_rows, with_held_out_sizes
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
 
@@ -66,7 +73,7 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
     summary = trainer(tmp_path / "run", eval_dataset=ROWS[:1]).train()
     assert summary["steps"] == 2
     with RunStore.read(RunDir.open(tmp_path / "run").store_path) as store:
-        episodes = [*store.trajectories("train"), *store.trajectories("eval:held_out:after")]
+        episodes = [*store.reads.trajectories("train"), *store.reads.trajectories("eval:held_out:after")]
     assert len(episodes) >= 5
     for episode in episodes:
         assert episode.stop_reason is StopReason.DONE
@@ -75,7 +82,17 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
         assert episode.outcome == pytest.approx(vowels(None, turn.text, row) + says(None, turn.text, row))
 
 
-@pytest.mark.parametrize(
+class Halved(GRPO):
+    """A loss of one's own under the kind of another: only the kind reaches the learner's process."""
+
+
+def test_an_algorithm_that_is_an_object_stands_in_the_run_file(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", config={"algo": DAPO(clip_high=0.3)})
+    read = configuration.load(tmp_path / "run.toml").algo
+    assert (type(read), read) == (DAPO, DAPO(clip_high=0.3))
+
+
+@each_case(
     ("changes", "error", "match"),
     [
         ({"reward_funcs": []}, UsageError, "give dataset and reward_funcs, or env"),
@@ -85,6 +102,7 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
         ({"dataset": []}, UsageError, "has no rows"),
         ({"dataset": [{"prompt": {1, 2}}]}, UsageError, "row 0 of the data set is nothing that JSON can carry"),
         ({"config": {"train": {"step": 1}}}, ConfigError, "did you mean 'steps'"),
+        ({"config": {"algo": Halved()}}, ConfigError, "algo = 'Halved': other processes cannot read an object"),
     ],
 )
 def test_what_cannot_be_run_is_refused_and_leaves_no_run_file(
@@ -93,6 +111,62 @@ def test_what_cannot_be_run_is_refused_and_leaves_no_run_file(
     with pytest.raises(error, match=match):
         trainer(tmp_path / "run", **changes)
     assert not (tmp_path / "run.toml").exists()
+
+
+def test_a_held_out_file_is_measured_row_by_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not 256 episodes of three rows; and rows that are trained too are named by what they ask."""
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    train.write_text("".join(json.dumps({"id": at, "prompt": f"say {at}"}) + "\n" for at in range(300)))
+    held_out.write_text("".join(json.dumps({"id": -at, "prompt": f"say {at}"}) + "\n" for at in (298, 299, 300)))
+
+    def config_of(**one: Any) -> RunConfig:
+        rows = {"rows": str(held_out), **one.pop("kwargs", {})}
+        return configuration.parse(
+            {
+                "model": "agentrl/tiny-coder",
+                "env": {"id": ID, "kwargs": {"rewards": ["score.py:one"]}},
+                "tasks": [{"rows": str(train)}],
+                "eval": {"sets": [{"name": "held_out", "kwargs": rows, **one}]},
+            }
+        )
+
+    def size(**one: Any) -> int:
+        return with_held_out_sizes(config_of(**one)).eval.sets[0].n
+
+    assert (size(), size(n=2)) == (3, 2)
+    assert size(kwargs={"rows": str(train)}) == 300
+    assert caplog.messages == []
+    assert size(n=5) == 5
+    name_shared_rows(config_of())
+    assert caplog.messages == [
+        f"held-out rows: eval.sets.0.n = 5 asks 3 rows more than once each: leave n out ({held_out})",
+        f"held-out rows: 2 of 3 rows of eval.sets.0 are training rows too: success on them is memory ({held_out})",
+    ]
+
+
+def test_a_held_out_file_of_another_kind_is_compared_and_an_empty_one_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parquet pads messages with nulls: the same questions are found all the same."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    asked: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": f"say {at}"}]} for at in range(3)]
+    train, held_out, empty = (tmp_path / name for name in ("train.jsonl", "held_out.parquet", "empty.jsonl"))
+    train.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    padded = [*asked, {"prompt": [{"role": "user", "content": "say 9", "name": "me"}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(padded[::-1]), held_out)
+    empty.write_text("\n")
+
+    def config_of(rows: Path) -> RunConfig:
+        env = {"id": ID, "kwargs": {"rewards": ["score.py:one"]}}
+        sets = [{"name": "held_out", "kwargs": {"rows": str(rows)}}]
+        document = {"model": "agentrl/tiny-coder", "env": env, "tasks": [{"rows": str(train)}], "eval": {"sets": sets}}
+        return configuration.parse(document)
+
+    assert with_held_out_sizes(config_of(held_out)).eval.sets[0].n == 4
+    name_shared_rows(config_of(held_out))
+    assert ["3 of 4 rows" in message for message in caplog.messages] == [True]
+    with pytest.raises(UsageError, match=r"empty\.jsonl has no rows"):
+        with_held_out_sizes(config_of(empty))
 
 
 def test_the_trainer_is_found_without_loading_torch() -> None:

@@ -160,10 +160,10 @@ def assert_lawful(run: RunDir, steps: int) -> None:
     with RunStore.open(run.store_path) as store:
         report = audit(store)
         assert not report.violations
-        trained = [episode for step in range(1, steps + 1) for episode in store.lineage(step)]
+        trained = [episode for step in range(1, steps + 1) for episode in store.lineage.episodes_of(step)]
         assert len(trained) == len(set(trained))
-        assert len({store.trajectory(episode).group_id for episode in trained}) == steps * 2
-        assert store.counts()[GroupState.TRAINED] == steps * 2
+        assert len({store.reads.trajectory(episode).group_id for episode in trained}) == steps * 2
+        assert store.groups.counts()[GroupState.TRAINED] == steps * 2
 
 
 @pytest.mark.slow
@@ -176,10 +176,10 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
     assert summary["eval"]["tasks"] == summary["eval"]["before"]["n"] == summary["eval"]["after"]["n"] == 4
     assert summary["max_lag_seen"] <= 4
     with RunStore.open(run.store_path) as store:
-        for trajectory in store.trajectories("train"):
+        for trajectory in store.reads.trajectories("train"):
             if trajectory.outcome is not None:
                 assert trajectory.outcome == length_reward(trajectory)
-        assert store.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
+        assert store.groups.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "after: " in (run.path / "transcripts.md").read_text()
     said = "".join(log.read_text() for log in run.logs.iterdir())
@@ -190,7 +190,7 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
     assert (longer["steps"], longer["episodes"], longer["eval"]["after"]["n"]) == (6, 48, 4)
     assert longer["train_s"] > summary["train_s"]
     with RunStore.open(run.store_path) as store:
-        assert store.counts("eval:held_out:during@4") == {GroupState.SCORED: 4}
+        assert store.groups.counts("eval:held_out:during@4") == {GroupState.SCORED: 4}
     assert_lawful(run, steps=6)
     trained = str(run.checkpoints / "step-00000006")
     again = configuration.parse({**SMALL, "model": trained, "env": {"id": f"{ENVS}:Vowels"}})
@@ -213,7 +213,7 @@ def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: 
     assert_lawful(run, steps=6)
     assert_nothing_remains(run)
     with RunStore.open(run.store_path) as store:
-        assert store.attempt >= 2
+        assert store.lineage.attempt >= 2
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_law_2_a_run_with_a_critic_and_groups_of_one_mends_itself_when_its_learn
     assert_lawful(run, steps=8)
     assert_nothing_remains(run)
     with RunStore.open(run.store_path) as store:
-        steps = [row.values for row in store.metrics("step")]
+        steps = [row.values for row in store.metrics.values("step")]
     assert all(row["episodes"] == 2 and row["updated"] for row in steps)
     assert steps[0]["algorithm"]["value_mean"] == 0, "a new critic says 0"
     assert all(row["algorithm"]["value_mean"] != 0 for row in steps[1:]), "one from a checkpoint does not"
@@ -295,9 +295,9 @@ def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_a
     assert set(json.loads(run.summary.read_text())["restarts"]) == {"worker-0"}
     assert_lawful(run, steps=8)
     with RunStore.open(run.store_path) as store:
-        said = {one.turn_id: one.value for one in store.scores("place") if one.counts}
-        for step in store.metrics("step"):
-            trained = [store.trajectory(episode) for episode in store.lineage(step.step)]
+        said = {one.turn_id: one.value for one in store.scores.recorded("place") if one.counts}
+        for step in store.metrics.values("step"):
+            trained = [store.reads.trajectory(episode) for episode in store.lineage.episodes_of(step.step)]
             assert all(said[turn.id] == turn.index + 1 for one in trained for turn in one.turns)
             process_sums = [0.5 * sum(said[turn.id] for turn in one.turns) for one in trained]
             assert step.values["process_mean"] == pytest.approx(fmean(process_sums)) and min(process_sums) > 0
@@ -419,8 +419,8 @@ def test_an_environment_that_raises_fails_the_run_in_one_line_and_keeps_the_jour
     assert process.returncode == 1
     assert "step raised KeyError: 'no such tool'" in err.strip().splitlines()[-1]
     with RunStore.open(run.store_path) as store:
-        assert store.failures().failed > 8
-        assert any(trajectory.turns for trajectory in store.trajectories("train"))
+        assert store.metrics.failures().failed > 8
+        assert any(trajectory.turns for trajectory in store.reads.trajectories("train"))
     assert_nothing_remains(run)
 
 

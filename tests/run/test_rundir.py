@@ -20,11 +20,11 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.supervisor import _say_what_it_cost  # pyright: ignore[reportPrivateUsage]
-from agentrl.store import RunStore
-from agentrl.store.asynchronous import Looks
-from agentrl.store.interfaces import ReadStore
+from agentrl.store import Ending, RunStore
+from agentrl.store.async_calls import Looks
 from agentrl.store.run_values import WENT_BACK
 from agentrl.testing.sandbox.case import host_processes
+from tests.parts.kill_sweep import REPOSITORY
 
 CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
 
@@ -94,7 +94,7 @@ EACH_CALL = """
 import os, subprocess, sys
 from pathlib import Path
 from agentrl.run import run_folder as rundir
-from agentrl.testing.chaos import killed_after_each_call
+from tests.parts.kill_sweep import killed_after_each_call
 from agentrl.testing.sandbox.case import host_processes
 
 rundir._PATIENCE_S = 0.2
@@ -118,7 +118,7 @@ def test_law_4_scratch_and_processes_go_with_a_killed_supervisor_and_the_next_on
 ) -> None:
     """Killed after each folder and process that it made; those that see no end of their lifeline are killed too."""
     run = RunDir.create(tmp_path / "run", CONFIG)
-    env = {**os.environ, "MARKER": f"4327.{os.getpid()}"}
+    env = {**os.environ, "MARKER": f"4327.{os.getpid()}", "PYTHONPATH": str(REPOSITORY)}
     script = [sys.executable, "-c", EACH_CALL, str(run.path)]
     done = subprocess.run(script, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
     assert int(done.stdout) >= 7
@@ -213,18 +213,18 @@ def model(tmp_path: Path) -> Path:
 
 
 def trained_group(store: RunStore, step: int) -> int:
-    (group,) = store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
-    (claim,) = store.claim("w", 1, lease_s=10, now=0)
-    store.begin(claim.episode_id, claim.fence, ())
-    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-    assert store.take(step, 1, max_lag=10) is not None
+    (group,) = store.groups.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+    (claim,) = store.leases.claim("w", 1, lease_s=10, now=0)
+    store.journal.begin(claim.episode_id, claim.fence, ())
+    store.journal.finish(claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True))
+    assert store.buffer.take(step, 1, max_lag=10) is not None
     return group
 
 
 def checkpoint(run: RunDir, step: int) -> Path:
     folder = run.checkpoints / f"step-{step:08d}"
     folder.mkdir()
-    (folder / "state.json").write_text(json.dumps({"step": step}))
+    (folder / "state.json").write_text(json.dumps({"format": 1, "step": step}))
     return folder
 
 
@@ -236,14 +236,16 @@ def test_law_2_a_kill_between_a_checkpoints_rename_and_its_record_trains_nothing
         assert start_point(run, store).checkpoint is None
         before, after = trained_group(store, 1), trained_group(store, 2)
         for step in (1, 2):
-            store.confirm_version(store.mint_version(step))
+            store.versions.confirm_version(store.versions.mint_version(step))
         folder = checkpoint(run, 1)
         (run.checkpoints / ".draft-00000002").mkdir()
         start = start_point(run, store)
         assert (start.checkpoint, start.model, start.version.step) == (folder, folder, 1)
-        assert store.group(before).state is GroupState.TRAINED
-        assert store.group(after).state is GroupState.SCORED, "its step is not in the checkpoint: it is trained again"
-        assert store.current_version() == start.version
+        assert store.reads.group(before).state is GroupState.TRAINED
+        assert store.reads.group(after).state is GroupState.SCORED, (
+            "its step is not in the checkpoint: it is trained again"
+        )
+        assert store.versions.current_version() == start.version
 
 
 async def test_a_return_to_a_checkpoint_says_what_it_costs(
@@ -254,8 +256,8 @@ async def test_a_return_to_a_checkpoint_says_what_it_costs(
         start_point(run, store)
         for step in (1, 2, 3):
             trained_group(store, step)
-            store.confirm_version(store.mint_version(step))
-            store.record("step", step, {"busy_s": 10.0 * step, "idle_s": 0.5, "tokens_scored": 100 * step})
+            store.versions.confirm_version(store.versions.mint_version(step))
+            store.metrics.record("step", step, {"busy_s": 10.0 * step, "idle_s": 0.5, "tokens_scored": 100 * step})
         checkpoint(run, 1)
         start_point(run, store)
         told = store.meta(WENT_BACK.key)
@@ -264,7 +266,7 @@ async def test_a_return_to_a_checkpoint_says_what_it_costs(
         assert store.meta(WENT_BACK.key) == told, "nothing was lost this time"
     with RunStore.read(run.store_path, away_s=0) as reader:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_say_what_it_cost, Looks[ReadStore](reader), None)
+            nursery.start_soon(_say_what_it_cost, Looks[RunStore](reader), None)
             said = ""
             with trio.fail_after(60):
                 while not said:
@@ -279,7 +281,7 @@ def test_a_start_that_undoes_nothing_leaves_the_lineage_alone(tmp_path: Path, mo
     with RunStore.open(run.store_path) as store:
         first = start_point(run, store)
         assert start_point(run, store) == first
-        assert store.attempt == 1
+        assert store.lineage.attempt == 1
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:

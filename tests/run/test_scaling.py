@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.config import parse
@@ -27,7 +28,7 @@ from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore, run_values
-from agentrl.store.asynchronous import Aside, Looks
+from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.run_values import Value
 
 from .test_heartbeat import _runs
@@ -51,24 +52,19 @@ def test_what_is_asked_for_counts_before_the_run_file_until_a_resume_says_otherw
         assert scaling.wanted(run.config(), store.meta) == Size(2, 1)
         assert Size.of(run.config()).at_most(Size(2, 1)) == Size(1, 1), "a run that grew starts small, and grows again"
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
     resume_overrides.change(run, ["rollout.workers=5"])
     with RunStore.read(run.store_path) as store:
         assert scaling.wanted(run.config(), store.meta) == Size(2, 5)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sections", "words", "told"),
     [
         ({}, [], "say how many: agentrl scale .* --engines N --workers M"),
         ({}, ["--engines", 0], "at least one of each"),
         ({}, ["--workers", -1], "at least one of each"),
         ({"engine": URLS}, ["--engines", 2], r"agentrl train --resume .* --set 'engine.urls="),
-        (
-            {"engine": {**URLS, "shared": True}, "train": {"lora_rank": 8}},
-            ["--engines", 2],
-            "stop agentrl fleet, change engine.replicas in its file",
-        ),
         ({"engine": {"kind": "vllm", "gpus": [[0], [1]]}}, ["--engines", 3], "names GPUs for 2: .*engine.gpus="),
     ],
 )

@@ -21,7 +21,9 @@ from typing import Literal
 import httpx
 import pytest
 import trio
+from commands import agentrl
 from descriptors import readable
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.cli.main import main
@@ -35,9 +37,9 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey
 from agentrl.run.serving.serve import key_of
 from agentrl.run.training_server import training_server
-from agentrl.testing.faults import processes
-from agentrl.testing.http import listening
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.faults import processes
+from tests.parts.served_vllm import listening
+from tests.parts.vllm_server import FakeVLLM
 
 DEADLINE_S = 280
 
@@ -121,7 +123,7 @@ def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tm
     assert kept <= {f"torchinductor_{os.getuid()}"}  # a cache
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "said"),
     [
         (["--lora-rank", "8"], "--lora-rank is for --kind vllm"),
@@ -130,9 +132,8 @@ def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tm
     ],
 )
 def test_what_no_engine_takes_is_refused(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-c", "from agentrl.cli.main import main; main()", "serve", "agentrl/tiny-coder"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and said in done.stderr
+    done = agentrl("serve", "agentrl/tiny-coder", *arguments)
+    assert done.code == 2 and said in done.err
 
 
 def test_a_server_is_started_on_the_gpus_it_is_given(

@@ -111,11 +111,13 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     view = LiveView(console=Console(file=stream, width=80))
     known: list[Any] = []
 
-    def metrics(kind: str, after: int = -1) -> list[Any]:
+    def values(kind: str, after: int = -1) -> list[Any]:
         return [row for row in known if row.step > after]
 
     store = SimpleNamespace(
-        metrics=metrics, failures=lambda: SimpleNamespace(failed=0), failed_tasks=lambda after_s: ()
+        metrics=SimpleNamespace(
+            values=values, failures=lambda: SimpleNamespace(failed=0), failed_tasks=lambda after_s: ()
+        )
     )
     run = SimpleNamespace(path=Path("run"))
     supervisor: Any = SimpleNamespace(
@@ -163,7 +165,7 @@ def test_the_summary_of_a_run_that_learned_nothing_says_so(
     run = RunDir.create(tmp_path / "run", config)
     with RunStore.open(run.store_path) as store:
         for number in (1, 2):
-            store.record("step", number, step(learner, group(0.0, float(learns))))
+            store.metrics.record("step", number, step(learner, group(0.0, float(learns))))
         summary = report.summarise(run, config, store, restarts={})
     report.show(Console(), run.path, summary)
     printed = " ".join(capsys.readouterr().out.split())
@@ -187,7 +189,7 @@ def test_the_live_view_shows_it_beside_the_curves(learner: Learner, tmp_path: Pa
             with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
                 view.tick(supervisor)
             assert "no signal" not in stream.getvalue()
-            store.record("step", number, step(learner, group(0.0, 0.0)))
+            store.metrics.record("step", number, step(learner, group(0.0, 0.0)))
         with LiveView(console=Console(file=stream, width=200, force_terminal=True)) as view:
             view.tick(supervisor)
     assert "no signal" in stream.getvalue() and "easier tasks" in stream.getvalue()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 from agentrl.config import RunConfig
 from agentrl.config.gpu_placement import start_together, starts_apart
@@ -21,8 +22,7 @@ from agentrl.run.start_point import StartPoint
 from agentrl.run.supervisor import Supervisor
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
-from agentrl.store.interfaces import ControlStore
+from agentrl.store.async_calls import Aside, Looks
 
 from .test_learner import Scene
 
@@ -35,7 +35,7 @@ def config(engine: dict[str, Any], device: str = "cpu", **sections: Any) -> RunC
     return RunConfig.model_validate({**document, **sections})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "together", "apart"),
     [
         (config({"kind": "embedded", "replicas": 2}), True, True),
@@ -100,8 +100,8 @@ class Start:
             self.store.set_meta("engine_urls", '["http://before"]')
             if self.before is not None:
                 self.store.set_meta("phase", self.before)
-            writes = Aside[ControlStore](self.store)
-            start = StartPoint(model=Path(), checkpoint=None, version=self.store.mint_version(0))
+            writes = Aside[RunStore](self.store)
+            start = StartPoint(model=Path(), checkpoint=None, version=self.store.versions.mint_version(0))
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(self.run, self.config, Looks(self.store), writes, nursery, mark={})
                 telemetry = Telemetry(self.store, self.run.metrics, "supervisor")

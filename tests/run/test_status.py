@@ -23,7 +23,7 @@ from agentrl.records import StopReason, Task
 from agentrl.run import resume_overrides, supervisor
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore, run_values
+from agentrl.store import Ending, RunStore, run_values
 
 HOLDS = """
 import signal, sys
@@ -60,7 +60,7 @@ def supervised(run: RunDir, how: str = "") -> Iterator[subprocess.Popen[str]]:
 def step(run: RunDir, number: int, time_s: float, **values: object) -> None:
     with RunStore.open(run.store_path, clock=lambda: time_s) as store:
         store.set_meta("phase", "train")
-        store.record("step", number, {"success_mean": 0.5, "lag_mean": 1.0, **values})  # pyright: ignore[reportArgumentType]
+        store.metrics.record("step", number, {"success_mean": 0.5, "lag_mean": 1.0, **values})  # pyright: ignore[reportArgumentType]
 
 
 def typed(*words: object) -> Result:
@@ -160,7 +160,7 @@ def test_a_run_that_goes_on_for_longer_is_not_over_by_its_earlier_end(run: RunDi
     step(run, 80, NOW)
     run.summary.write_text('{"steps": 80}')
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(80))
+        store.versions.confirm_version(store.versions.mint_version(80))
     resume_overrides.change(run, ["train.steps=160"])
     step(run, 81, NOW + 5)
     told = list(status.lines(status.status(run)))
@@ -241,11 +241,13 @@ def test_followed_logs_end_with_the_run_and_miss_nothing(run: RunDir) -> None:
 def test_a_failed_group_is_counted_once_and_with_why_and_where(run: RunDir) -> None:
     detail = "e: step raised KeyError: 'a' (/home/me/env.py:12)"
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
-        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
-        (claim,) = store.claim("w", 1, lease_s=1e9)
-        store.finish(
-            claim.episode_id, claim.fence, stop_reason=StopReason.ENV_FAILED, outcome=None, success=None, detail=detail
+        store.versions.confirm_version(store.versions.mint_version(0))
+        store.groups.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+        (claim,) = store.leases.claim("w", 1, lease_s=1e9)
+        store.journal.finish(
+            claim.episode_id,
+            claim.fence,
+            Ending(stop_reason=StopReason.ENV_FAILED, outcome=None, success=None, detail=detail),
         )
     told = typed("status", run.path).stdout
     assert "groups    1 dropped (env_failed)\n" in told

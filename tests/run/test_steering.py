@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.main import app
-from agentrl.config import RunConfig, parse
+from agentrl.config import RunConfig, from_json, parse
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import StopReason, Task
 from agentrl.run import live_settings
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 from agentrl.store.run_values import CHANGES, CONFIG, PAUSED, TRAIN_ENDED_S
 
 
@@ -90,7 +90,7 @@ def test_settings_hold_from_the_next_step_on(run: RunDir) -> None:
     assert config is not None and config == run.config()
     assert (config.train.lr, config.buffer.max_lag, config.rollout.max_running) == (1e-6, 2, 64)
     with RunStore.read(run.store_path) as store:
-        assert parse(json.loads(CONFIG.of(store.meta) or "")) == config
+        assert from_json(CONFIG.of(store.meta) or "") == config
         (row,) = CHANGES.of(store.meta)
     values = {"train.lr": (3e-4, 1e-6), "buffer.max_lag": (4, 2), "rollout.max_running": (128, 64)}
     assert (row["step"], row["was"]) == (7, {key: was for key, (was, _) in values.items()})
@@ -158,7 +158,7 @@ def test_what_cannot_change_is_named_with_what_to_type_and_nothing_is_asked_for(
     run: RunDir, setting: str, says: str
 ) -> None:
     with run.lock(), pytest.raises(ConfigError, match=says):
-        typed("set", run.path, "alarms.calm_steps=3", setting)
+        typed("set", run.path, "alarms.kl_above=3", setting)
     assert take_up(run, 1) is None
 
 
@@ -172,7 +172,7 @@ def test_a_wish_is_checked_beside_those_before_it(run: RunDir) -> None:
 
 def test_a_run_that_is_not_under_way_has_the_settings_when_it_goes_on(run: RunDir) -> None:
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(4))
+        store.versions.confirm_version(store.versions.mint_version(4))
     with run.lock():
         typed("set", run.path, "train.lr=1e-5", "rollout.max_running=9")
     said = typed("set", run.path, "train.lr=1e-6", "engine.max_batch=2")
@@ -215,13 +215,15 @@ def test_the_settings_of_a_step_are_those_of_its_row(run: RunDir) -> None:
 def failed_group(run: RunDir) -> None:
     """Group 1 is open with a failed member and one that goes on; group 2 is of an evaluation, and failed."""
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         for size, purpose in ((2, "train"), (1, "eval:set:before")):
-            store.add_groups([Task(index=0, env="e", seed=1)], size=size, purpose=purpose)
-        for claim in store.claim("w", 9, lease_s=1e9):
+            store.groups.add_groups([Task(index=0, env="e", seed=1)], size=size, purpose=purpose)
+        for claim in store.leases.claim("w", 9, lease_s=1e9):
             if claim.member == 0:
                 failed = StopReason.SANDBOX_FAILED
-                store.finish(claim.episode_id, claim.fence, stop_reason=failed, outcome=None, success=None)
+                store.journal.finish(
+                    claim.episode_id, claim.fence, Ending(stop_reason=failed, outcome=None, success=None)
+                )
 
 
 def test_failures_are_played_again_in_a_run_that_goes_on_or_is_not_under_way(run: RunDir) -> None:
@@ -236,9 +238,9 @@ def test_failures_are_played_again_in_a_run_that_goes_on_or_is_not_under_way(run
         assert typed("requeue", run.path, "--failed") == said
         assert typed("requeue", run.path, "--failed") == f"{run.path} plays again: nothing\n{left}"
     with RunStore.open(run.store_path) as store:
-        (claim,) = store.claim("w", 9, lease_s=1e9)
+        (claim,) = store.leases.claim("w", 9, lease_s=1e9)
         failed = StopReason.SANDBOX_FAILED
-        store.finish(claim.episode_id, claim.fence, stop_reason=failed, outcome=None, success=None)
+        store.journal.finish(claim.episode_id, claim.fence, Ending(stop_reason=failed, outcome=None, success=None))
     said = typed("requeue", run.path, "--group", 1)
     assert said.endswith(f"\nnext      it is not under way: agentrl train --resume {run.path}")
 

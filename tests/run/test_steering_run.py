@@ -1,10 +1,15 @@
-"""A real run that is paused amid its turns, gets other settings, and goes on."""
+"""A real run that is paused amid its turns, gets other settings, and goes on.
+
+`rollout/test_pausing` and `test_steering` hold the same without processes.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from agentrl.offline.retrain_step import retrain
 from agentrl.records import Turn
@@ -35,7 +40,7 @@ def under_way(run: RunDir) -> dict[int, Partial]:
 
 def steps(run: RunDir) -> int:
     with RunStore.read(run.store_path) as store:
-        return max((row.step for row in store.metrics("step")), default=0)
+        return max((row.step for row in store.metrics.values("step")), default=0)
 
 
 def stand_still(run: RunDir) -> dict[int, Partial]:
@@ -51,6 +56,7 @@ def stand_still(run: RunDir) -> dict[int, Partial]:
     return under_way(run)
 
 
+@pytest.mark.slow
 def test_laws_1_and_2_a_run_is_paused_amid_turns_gets_other_settings_and_goes_on(tmp_path: Path) -> None:
     gate, run = tmp_path / "gate", RunDir(tmp_path / "run")
     slow = {"group_size": 2, "max_running": 6, "max_tokens_per_turn": 400, "max_context": 2000, "checkpoint_tokens": 4}
@@ -84,10 +90,10 @@ def test_laws_1_and_2_a_run_is_paused_amid_turns_gets_other_settings_and_goes_on
     assert f"the run is paused; agentrl resume {run.path} lets it go on" in err
     with RunStore.read(run.store_path) as store:
         for id, part in broken_off.items():
-            turn: Turn = store.trajectory(id).turns[part.index]
+            turn: Turn = store.reads.trajectory(id).turns[part.index]
             assert turn.token_ids[: len(part.token_ids)] == part.token_ids, "they were kept"
             assert turn.logprobs[: len(part.token_ids)] == part.logprobs
-        rows = {row.step: row.values for row in store.metrics("step")}
+        rows = {row.step: row.values for row in store.metrics.values("step")}
         assert audit(store, run.checkpoints).violations == []
     assert len(rows) == 8
     first = next(step for step, row in rows.items() if "settings" in row)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.errors import UsageError, matters
@@ -19,7 +20,7 @@ from agentrl.run import supervisor
 from agentrl.run.cluster import submit as submitting
 from agentrl.run.cluster.submit import entrypoint, submit
 from agentrl.store import RunStore, run_values
-from agentrl.store.asynchronous import Looks
+from agentrl.store.async_calls import Looks
 
 from .test_scaling import made
 from .test_status import typed
@@ -103,7 +104,7 @@ def _nobody(request: httpx.Request) -> httpx.Response:
     raise httpx.ConnectError("Connection refused", request=request)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "told"),
     [
         (_nobody, r"does not answer \(Connection refused\): give that of the head's dashboard, http://HEAD:8265"),

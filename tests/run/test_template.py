@@ -47,7 +47,7 @@ def test_a_run_and_its_evaluations_render_with_its_arguments_and_keep_them(thoug
     marked = renderer.tokens("<think></think>")
     with RunStore.read(run.store_path) as store:
         for purpose in ("train", "eval:held_out:before", "eval:held_out:after"):
-            turns = [turn for episode in store.trajectories(purpose) for turn in episode.turns]
+            turns = [turn for episode in store.reads.trajectories(purpose) for turn in episode.turns]
             assert len(turns) > 2
             assert all(turn.prompt_ids[-len(marked) :] == marked for turn in turns), purpose
     with pytest.raises(ConfigError, match=r"rollout\.template = {'quiet': False}: a run that goes on keeps it"):

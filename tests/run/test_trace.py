@@ -22,7 +22,7 @@ from agentrl.offline.chrome_trace import write_trace
 from agentrl.offline.run_spans import RunSpan, episode_spans, learner_spans
 from agentrl.records import StopReason
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 
 
 @pytest.fixture
@@ -33,23 +33,27 @@ def run(tmp_path: Path) -> RunDir:
     clock = Clock(900.0)
     with RunStore.open(run.store_path, clock=clock) as store:
         serve(store, 0)
-        store.add_groups([task(0)], size=2, purpose="train")
+        store.groups.add_groups([task(0)], size=2, purpose="train")
         clock.now = 1000.0
-        first, second = store.claim("w", 2, lease_s=1e6)
+        first, second = store.leases.claim("w", 2, lease_s=1e6)
         for index, (began, ended) in enumerate([(1001.0, 1003.0), (1005.0, 1009.0)]):
             if not index:
-                store.begin(first.episode_id, first.fence, START)
-            store.journal_turn(first.episode_id, first.fence, replace(turn(index, 1), started_s=began, ended_s=ended))
-            store.journal_step(first.episode_id, first.fence, index, answer(index, last=index == 1))
-        store.begin(second.episode_id, second.fence, START)
+                store.journal.begin(first.episode_id, first.fence, START)
+            store.journal.journal_turn(
+                first.episode_id, first.fence, replace(turn(index, 1), started_s=began, ended_s=ended)
+            )
+            store.journal.journal_step(first.episode_id, first.fence, index, answer(index, last=index == 1))
+        store.journal.begin(second.episode_id, second.fence, START)
         clock.now = 1010.0
-        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.journal.finish(
+            first.episode_id, first.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
         clock.now = 1020.0
-        version = store.mint_version(1)
+        version = store.versions.mint_version(1)
         clock.now = 1022.0
-        store.confirm_version(version)
+        store.versions.confirm_version(version)
         clock.now = 1023.0
-        store.record("step", 1, {"loss": 0.5, "busy_s": 6.0, "idle_s": 4.0})
+        store.metrics.record("step", 1, {"loss": 0.5, "busy_s": 6.0, "idle_s": 4.0})
     return run
 
 

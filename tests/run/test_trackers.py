@@ -128,16 +128,16 @@ def test_tensorboard_reads_each_step_once_also_after_a_rollback(tmp_path: Path) 
     folder = run.path / "tensorboard"
     with RunStore.open(run.store_path) as store:
         serve(store, 0)
-        store.checkpoint(1, step(store, 1), run.checkpoints / "1")
+        store.lineage.checkpoint(1, step(store, 1), run.checkpoints / "1")
         for number in (2, 3):
             step(store, number)
         tell(run, *made(run.config().trackers))
         assert points(folder, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-        store.rollback(1)
-        store.record("step", 2, {"loss": 20.0})
+        store.lineage.rollback(1)
+        store.metrics.record("step", 2, {"loss": 20.0})
         tell(run, *made(run.config().trackers))
         assert points(folder, "loss") == [(1, 1.0), (2, 20.0)]
-        store.record("step", 3, {"loss": 30.0})
+        store.metrics.record("step", 3, {"loss": 30.0})
         tell(run, *made(run.config().trackers))
     assert points(folder, "loss") == [(1, 1.0), (2, 20.0), (3, 30.0)]
 

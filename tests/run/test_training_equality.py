@@ -20,6 +20,7 @@ from agentrl.learner.adapter_learner import ALPHA, AdamStep, AdapterLearner, Ada
 from agentrl.learner.learner import Learner
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.run.training_server.target_losses import target_loss
+from tests.closeness import assert_gradients_alike
 from tests.learner.making import episode, group_of, run_config, tiny_qwen3, turn
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -110,18 +111,16 @@ def test_loss_and_gradients_are_those_of_our_own_trainer(
         members.append(episode(number, made, outcome))  # pyright: ignore
     ours.models.zero_grad()
     accumulated = ours.accumulate([group_of(members)], step_of=lambda _: 0, algo=algo)  # pyright: ignore
-    gradients = {plain(name): one.grad for name, one in ours.model.module.named_parameters() if ".lora_" in name}
+    own = ours.model.module.named_parameters()
+    gradients = {plain(name): one.grad for name, one in own if ".lora_" in name and one.grad is not None}
 
     theirs.load("a", file)
     total, _ = theirs.forward_backward("a", rows(sampled, loss), of_client.compute)
     found = gradients_of(theirs, tmp_path / "after.safetensors")
 
     if loss != "ppo":  # ours says what a clipped token's loss would be unclipped: only its gradient is cut
-        assert total == pytest.approx(accumulated.loss, abs=1e-5)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert isinstance(gradient, Tensor)
-        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
+        assert total == pytest.approx(accumulated.loss, rel=1e-5, abs=1e-4)
+    assert_gradients_alike(found, gradients)
     assert max(float(one.abs().max()) for one in found.values()) > 1e-2
     if loss == "ppo":
         ratio = [math.exp(-0.3 * math.sin(1 + at)) for at in range(len(blank[0]))]
@@ -153,6 +152,6 @@ def test_a_batch_in_small_passes_is_the_same_batch(
         found.append((total, gradients_of(learner, tmp_path / "after.safetensors"), logprobs))
     assert passes == [lengths, lengths[:2], lengths[2:3], lengths[3:]]
     (one, gradients, all_), (other, in_parts, parts) = found
-    assert one == pytest.approx(other, abs=1e-6)
-    torch.testing.assert_close(gradients, in_parts, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(all_, parts, atol=1e-6, rtol=1e-5)
+    assert one == pytest.approx(other, rel=1e-5)
+    assert_gradients_alike(gradients, in_parts)
+    torch.testing.assert_close(all_, parts, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@ twice."""
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
@@ -15,9 +16,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
+from safetensors import SafetensorError
 
+from agentrl.errors import DiskFull
 from agentrl.learner.adapter_learner import AdapterLearner
 from agentrl.models.resolve import model_dir
+from agentrl.run.training_server import disk_waits
 from agentrl.run.training_server.call_log import Call, CallAnswer, CallEffects, CallLog
 from agentrl.run.training_server.training_calls import TrainingCalls, model_id
 
@@ -155,6 +160,60 @@ def test_killed_at_any_call_it_ends_as_if_it_had_not_been(
     assert answers[: at + written] == answered
     assert answers == undisturbed[0]
     assert {name: files.get(name) for name in undisturbed[1]} == undisturbed[1]
+
+
+class FullLog(CallLog):
+    """Its disk is full whenever an answer is to be written for the first time."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.tried = list[int]()
+
+    def answer(self, call: Call, answer: CallAnswer, effects: CallEffects | None = None) -> None:
+        self.tried.append(call.place)
+        if self.tried.count(call.place) == 1:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            with self._writing():
+                raise error
+        super().answer(call, answer, effects)
+
+
+def test_a_full_disk_is_waited_for_and_it_ends_as_if_there_had_been_space(
+    tmp_path: Path,
+    undisturbed: tuple[list[Any], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For every answer, and for every file of weights, of which a part may be there."""
+    saved, saves = AdapterLearner.save, set[Path]()
+
+    def save(learner: AdapterLearner, name: str, file: Path) -> None:
+        if file not in saves:
+            saves.add(file)
+            file.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        saved(learner, name, file)
+
+    monkeypatch.setattr(AdapterLearner, "save", save)
+    monkeypatch.setattr(disk_waits, "_LOOK_S", 0.0)
+    log = FullLog(tmp_path / "calls.sqlite")
+    assert not live(tmp_path, log)
+    answers, files = everything(tmp_path)
+    assert answers == undisturbed[0]
+    assert {name: files.get(name) for name in undisturbed[1]} == undisturbed[1]
+    assert sorted(log.tried) == sorted([*range(len(CALLS))] * 2) and len(saves) > 4
+    assert f"no space left for {tmp_path}: free some; it is waited for" in capsys.readouterr().err
+
+
+async def test_a_disk_that_stays_full_ends_the_server(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    wait, full = disk_waits.SpaceWait(tmp_path), OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(DiskFull, match="for 3600 s"):
+        while True:
+            await wait.after(full)
+    assert 3600 <= trio.current_time() < 3601
+    with pytest.raises(OSError, match="Permission denied"):
+        await wait.after(OSError(errno.EACCES, "Permission denied"))
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+import trio
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from agentrl.errors import UsageError
 from agentrl.models.resolve import model_dir
-from agentrl.run.training_server.training_server import RunningTrainingServer
+from agentrl.run.training_server import training_server as training_server_module
+from agentrl.run.training_server.training_server import (
+    RunningTrainingServer,
+    TrainingServerSettings,
+    training_server,
+)
+from tests.closeness import assert_gradients_alike, norm_of
 
 from .training_servers import MODEL, in_thread
 
@@ -24,6 +35,9 @@ pytestmark = [
 
 ROWS = [[5, 9, 40, 77, 12, 300], [8, 8, 31, 2]]
 RANK = 4
+
+LINEAR = 1e7
+"""A learning rate that is `eps` too, far above any gradient here: then Adam's step is the gradient itself."""
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +92,20 @@ class Plain:
         self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self.adam = torch.optim.AdamW(self.parameters.values(), **adam) if adam else None
 
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
         logits = self.model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
         return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def difference(weights: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
+    assert weights.keys() == others.keys()
+    return {name: weight - others[name] for name, weight in weights.items()}
 
 
 def numbers(result: Any) -> list[list[float]]:
@@ -90,7 +115,7 @@ def numbers(result: Any) -> list[list[float]]:
 def close(found: Sequence[Sequence[float]], wanted: Sequence[Tensor]) -> None:
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
-        assert one == pytest.approx(other.tolist(), abs=1e-5)
+        assert one == pytest.approx(other.tolist(), abs=1e-4)
 
 
 def test_loss_gradient_and_steps_are_those_of_plain_torch(
@@ -101,6 +126,7 @@ def test_loss_gradient_and_steps_are_those_of_plain_torch(
     adam = {"betas": (0.8, 0.9), "eps": 1e-2, "weight_decay": 0.1}
     plain = Plain(exported(client, server[1]), lr=3e-2, **adam)
     assert plain.adam is not None
+    begun = plain.weights()
     data = [datum(row, weights=weights_of(at, row)) for at, row in enumerate(ROWS)]
     settings = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1}
     for clip in (0.0, 0.5):
@@ -113,17 +139,16 @@ def test_loss_gradient_and_steps_are_those_of_plain_torch(
         logprobs = [plain.logprobs(row) for row in ROWS]
         losses = [-(one * torch.tensor(weights_of(at, ROWS[at]))).sum() for at, one in enumerate(logprobs)]
         close(numbers(first.result()), logprobs)
-        assert first.result().metrics["loss:sum"] == pytest.approx(float(sum(losses).detach()), rel=1e-5, abs=1e-5)
-        assert second.result().metrics["loss:sum"] == pytest.approx(float(losses[0].detach()), rel=1e-5, abs=1e-5)
+        assert first.result().metrics["loss:sum"] == pytest.approx(float(sum(losses).detach()), rel=1e-5, abs=1e-4)
+        assert second.result().metrics["loss:sum"] == pytest.approx(float(losses[0].detach()), rel=1e-5, abs=1e-4)
         (2 * losses[0] + losses[1]).backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters.values(), clip or math.inf)
-        assert stepped.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert stepped.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         plain.adam.step()
         plain.adam.zero_grad()
     trained = Plain(exported(client, server[1]))
-    assert trained.parameters.keys() == plain.parameters.keys()
-    for name, one in trained.parameters.items():
-        torch.testing.assert_close(one, plain.parameters[name], atol=1e-5, rtol=1e-5)
+    moved, apart = (difference(plain.weights(), other) for other in (begun, trained.weights()))
+    assert norm_of(apart) <= 1e-3 * norm_of(moved)  # a gradient near `eps` carries its rounding into the weight
     assert max(float(one.detach().abs().max()) for name, one in trained.parameters.items() if "lora_B" in name) > 1e-3
 
 
@@ -146,23 +171,22 @@ def test_a_policy_loss_and_its_gradient_are_those_of_plain_torch(
 ) -> None:
     from tinker import types
 
-    plain = Plain(exported(client, server[1]), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0)
-    assert plain.adam is not None
+    plain = Plain(exported(client, server[1]))
+    begun = plain.weights()
     now = [plain.logprobs(row) for row in ROWS]
     before = [one.detach() + 0.3 * torch.sin(torch.arange(len(one)) + 1) for one in now]
     data = [datum(row, logprobs=before[at].tolist(), advantages=advantages_of(at, row)) for at, row in enumerate(ROWS)]
     config = None if loss is importance_sampling else {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
     result = client.forward_backward(data, loss.__name__, config).result()
-    client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-2)).result()
+    client.optim_step(types.AdamParams(learning_rate=LINEAR, eps=LINEAR)).result()
     total = sum(
         loss((one - before[at]).exp(), one, torch.tensor(advantages_of(at, ROWS[at]))) for at, one in enumerate(now)
     )
     assert isinstance(total, Tensor)
-    assert result.metrics["loss:sum"] == pytest.approx(float(total), rel=1e-5, abs=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(float(total), rel=1e-5, abs=1e-4)
     total.backward()
-    plain.adam.step()
-    for name, one in Plain(exported(client, server[1])).parameters.items():
-        torch.testing.assert_close(one, plain.parameters[name], atol=1e-5, rtol=1e-5)
+    found = difference(begun, Plain(exported(client, server[1])).weights())
+    assert_gradients_alike(found, plain.gradients())
 
 
 def test_a_loss_of_the_clients_own_and_its_gradient(client: Any, server: tuple[RunningTrainingServer, Path]) -> None:
@@ -171,17 +195,16 @@ def test_a_loss_of_the_clients_own_and_its_gradient(client: Any, server: tuple[R
     def squares(data: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         return sum((one**2).sum() for one in logprobs), {"rows": float(len(logprobs))}  # pyright: ignore
 
-    plain = Plain(exported(client, server[1]), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0)
-    assert plain.adam is not None
+    plain = Plain(exported(client, server[1]))
+    begun = plain.weights()
     total, _ = squares(None, [plain.logprobs(row) for row in ROWS])
     result = client.forward_backward_custom([datum(row) for row in ROWS], squares).result()
     assert result.metrics["loss:sum"] == pytest.approx(float(total), rel=1e-5)
     assert result.metrics["rows"] == 2
-    client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-2)).result()
+    client.optim_step(types.AdamParams(learning_rate=LINEAR, eps=LINEAR)).result()
     total.backward()
-    plain.adam.step()
-    for name, one in Plain(exported(client, server[1])).parameters.items():
-        torch.testing.assert_close(one, plain.parameters[name], atol=1e-5, rtol=1e-5)
+    found = difference(begun, Plain(exported(client, server[1])).weights())
+    assert_gradients_alike(found, plain.gradients())
 
 
 def test_several_targets_at_a_place(client: Any) -> None:
@@ -201,7 +224,7 @@ def test_several_targets_at_a_place(client: Any) -> None:
     )
     both, one = client.forward([two, datum(row)], "cross_entropy").result().loss_fn_outputs
     assert both["logprobs"].shape == shape
-    assert both["logprobs"].to_torch()[:, 0].tolist() == pytest.approx(one["logprobs"].tolist(), abs=1e-5)
+    assert both["logprobs"].to_torch()[:, 0].tolist() == pytest.approx(one["logprobs"].tolist(), abs=1e-4)
 
 
 def test_samples_have_the_log_probs_that_the_trainer_computes(client: Any) -> None:
@@ -303,6 +326,52 @@ def test_another_key_is_refused(server: tuple[RunningTrainingServer, Path]) -> N
 
     with pytest.raises(tinker.AuthenticationError, match="another API key: give the key that the server printed"):
         tinker.ServiceClient(base_url=server[0].url, api_key="tml-wrong").create_sampling_client(base_model=MODEL)
+
+
+def test_a_request_that_cannot_be_is_refused_in_a_few_words(server: tuple[RunningTrainingServer, Path]) -> None:
+    """Numbers that the log cannot hold, and bodies that an answer would quote: the server goes on."""
+    running, _ = server
+    headers = {"x-api-key": running.key or "", "content-type": "application/json"}
+    key = "m:train:0"
+    cases: list[tuple[str, bytes]] = [
+        *((route, b"[" * 100_000) for route in ("optim_step", "asample", "create_model", "retrieve_future")),
+        ("create_model", json.dumps({"session_id": "s", "model_seq_id": 1 << 63, "base_model": MODEL}).encode()),
+        *(
+            (route, json.dumps({"model_id": key, "seq_id": number, "path": "x"}).encode())
+            for route in ("optim_step", "save_weights", "load_weights")
+            for number in (1 << 63, 10**40)
+        ),
+        ("create_sampling_session", json.dumps({"session_id": "s", "sampling_session_seq_id": 1 << 63}).encode()),
+        ("optim_step", json.dumps({"model_id": "m" * 1_000_000, "seq_id": 1}).encode()),
+        ("weights_info", json.dumps({"tinker_path": "p" * 1_000_000}).encode()),
+        ("sessions/" + "x" * 3000 + "/finish", b"{}"),
+    ]
+    for route, body in cases:
+        reply = httpx.post(f"{running.url}/api/v1/{route}", content=body, headers=headers, timeout=60)
+        assert 400 <= reply.status_code < 500, (route, reply.status_code)
+        assert len(reply.content) < 5000 and reply.json()["error"], route
+    assert httpx.get(f"{running.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
+def test_a_state_folder_that_was_open_is_closed_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+
+    async def start() -> None:
+        async with training_server(TrainingServerSettings(model=MODEL, state=folder, port=0)):
+            raise AssertionError("it has no engine")
+
+    def no_learner(*_: object) -> None:
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(training_server_module, "_learner", no_learner)
+    with pytest.raises(UsageError, match="far enough"):
+        trio.run(start)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert f"{folder} was open to other users (mode 755): it is yours alone now" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.weights import gpu_turns as module
 from agentrl.run.weights.gpu_turns import Turns
 from agentrl.store import RunStore
-from agentrl.testing.vllm_server import FakeVLLM
+from tests.parts.vllm_server import FakeVLLM
 
 from .gate import Gate
 from .test_publisher import Fakes, parcel
@@ -293,7 +293,7 @@ def test_a_run_that_takes_turns_trains_and_an_engine_wakes_without_its_learner(t
     assert_lawful(run, steps=5)
     assert_nothing_remains(run)
     with RunStore.open(run.store_path) as store:
-        rows = [row.values for row in store.metrics("step")]
+        rows = [row.values for row in store.metrics.values("step")]
     assert len(rows) >= 5
     for row in rows:
         assert row["mismatch_max"] is None or row["mismatch_max"] < 1e-3, "tokens are what was sampled"

@@ -89,8 +89,10 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
     row |= {"busy_s": 1.0, "idle_s": 0.0, "updated": True, "grad_norm": 1.0, "alarms": ["a long line " * 20]}
     rows = [SimpleNamespace(step=number, values=row) for number in range(1, 2_001)]
     store = SimpleNamespace(
-        metrics=lambda kind, after: [one for one in rows if one.step > after],
-        failures=lambda: SimpleNamespace(failed=0),
+        metrics=SimpleNamespace(
+            values=lambda kind, after: [one for one in rows if one.step > after],
+            failures=lambda: SimpleNamespace(failed=0),
+        )
     )
     run = SimpleNamespace(path=Path("run"))
     supervisor: Any = SimpleNamespace(

@@ -37,7 +37,7 @@ def at(clock: Clock, now: float, lines: WaitLines, supervisor: Any) -> list[str]
 def test_scored_groups_that_nobody_takes_are_said_at_30_s_and_at_each_doubling(store: RunStore) -> None:
     admit(store, limit=1)
     play_all(store)
-    assert store.ready_count() == 1
+    assert store.buffer.ready_count() == 1
     clock, supervisor, lines = view_of(store)
     assert at(clock, 0, lines, supervisor) == at(clock, 29, lines, supervisor) == []
     (line,) = at(clock, 32, lines, supervisor)
@@ -47,15 +47,15 @@ def test_scored_groups_that_nobody_takes_are_said_at_30_s_and_at_each_doubling(s
     )
     assert at(clock, 40, lines, supervisor) == []
     assert len(at(clock, 62, lines, supervisor)) == 1
-    assert store.take(1, 1, max_lag=1)
+    assert store.buffer.take(1, 1, max_lag=1)
     assert at(clock, 200, lines, supervisor) == [], "it computes"
 
 
 def test_what_the_learner_says_of_its_wait_is_said_with_the_sources_that_are_waited_for(store: RunStore) -> None:
-    store.declare_sources([Source(name="taste", late="partial", deadline_s=10.0)])
+    store.scores.declare_sources([Source(name="taste", late="partial", deadline_s=10.0)])
     admit(store, limit=1)
     play_all(store)
-    assert store.ready_count() == 0
+    assert store.buffer.ready_count() == 0
     clock, supervisor, lines = view_of(store)
     at(clock, 0, lines, supervisor)
     (line,) = at(clock, 31, lines, supervisor)
@@ -69,16 +69,16 @@ def test_what_the_learner_says_of_its_wait_is_said_with_the_sources_that_are_wai
 def test_law_4_a_source_that_hangs_wakes_the_learner_as_its_deadline_passes(store: RunStore) -> None:
     """With `late = "partial"` the supervisor ends the episodes: the learner's signal changes with that, and the groups
     can be taken."""
-    store.declare_sources([Source(name="taste", late="partial", deadline_s=10.0)])
+    store.scores.declare_sources([Source(name="taste", late="partial", deadline_s=10.0)])
     for _ in range(20):
         admit(store, limit=1)
     play_all(store)
     signal = store.signal("learner")
     signal.changed()
     assert not signal.changed()
-    assert store.episodes_unscored() and store.ready_count() == 0
-    store.expire_sources(store.now() + 11.0)
+    assert store.scores.episodes_unscored() and store.buffer.ready_count() == 0
+    store.scores.expire_sources(store.now() + 11.0)
     assert signal.changed()
-    assert store.episodes_unscored() == {}
-    ready = store.ready_count()
-    assert ready and len(store.take(1, ready, max_lag=1) or ()) == ready
+    assert store.scores.episodes_unscored() == {}
+    ready = store.buffer.ready_count()
+    assert ready and len(store.buffer.take(1, ready, max_lag=1) or ()) == ready

@@ -26,8 +26,8 @@ from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.run.processes.engine_process import WrongWeights, current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Looks
-from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
+from agentrl.store.async_calls import Looks
+from tests.parts.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kind="vllm", liveness_deadline_s=60.0)
 ENV = EnvSource(id="test/none")
@@ -42,11 +42,11 @@ class Scene:
         self.folder, self.hung, self.config = folder, list[str](), FILES
         self.server = FakeVLLM(version="3")
         self.store = RunStore.create(folder / "store.sqlite", "{}")
-        self.store.confirm_version(self.store.mint_version(0))
+        self.store.versions.confirm_version(self.store.versions.mint_version(0))
         for step in (1, 2):
             path = folder / f"{step + 1}.safetensors"
             save_file({}, path)
-            self.store.confirm_version(self.store.mint_version(step, path))
+            self.store.versions.confirm_version(self.store.versions.mint_version(step, path))
         self.model = folder / "model"
         self.model.mkdir()
         save_file({}, self.model / "model.safetensors")
@@ -187,7 +187,7 @@ async def test_an_engine_that_lacks_only_the_newest_adapter_keeps_the_others(sce
 
 @pytest.mark.usefixtures("often")
 async def test_an_engine_ahead_of_the_run_is_left_to_the_learner_that_sends(scene: Scene) -> None:
-    scene.store.mint_version(3)
+    scene.store.versions.mint_version(3)
     scene.server.version = "4"
     async with scene.watched():
         await scene.looks(5)
@@ -298,11 +298,9 @@ async def test_an_engine_that_somebody_else_paused_or_put_to_sleep_goes_on_and_a
 
 
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("engine", [{"sync": "nccl"}, {"shared": True}])
-async def test_a_pause_is_left_alone_where_it_may_be_the_learners_or_a_tenants(
-    scene: Scene, engine: dict[str, object]
-) -> None:
-    scene.config = scene.config.model_copy(update={"engine": scene.config.engine.model_copy(update=engine)})
+async def test_a_pause_is_left_alone_where_it_may_be_the_learners(scene: Scene) -> None:
+    engine = scene.config.engine.model_copy(update={"sync": "nccl"})
+    scene.config = scene.config.model_copy(update={"engine": engine})
     scene.server.version, scene.server.paused = "3", True
     said: list[str] = []
     async with scene.watched() as found:
@@ -333,11 +331,12 @@ def proved(scene: Scene) -> Canary:
 
 
 @pytest.mark.usefixtures("often")
-async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(scene: Scene) -> None:
+async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the version that the engine has: no version tells, and no sync comes."""
     proved(scene)
-    engine = scene.config.engine.model_copy(update={"canary_every_s": 0.01})
-    scene.config = scene.config.model_copy(update={"engine": engine})
+    monkeypatch.setattr(engine_health, "CANARY_EVERY_S", 0.01)
     with pytest.raises(ExceptionGroup) as raised:
         async with scene.watched():
             await scene.until(lambda: scene.server.calls.count("POST /inference/v1/generate") >= 3)  # nothing is found
@@ -350,6 +349,6 @@ async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(scene: 
 
 def test_moments_of_the_canary_are_not_foretold(scene: Scene) -> None:
     found = EngineWatch(url="u", config=scene.config, looks=None, weights=None, locks=scene.folder)  # pyright: ignore[reportArgumentType]
-    mean = scene.config.engine.canary_every_s
+    mean = engine_health.CANARY_EVERY_S
     pauses = [found._pause_s() for _ in range(200)]
     assert mean / 2 <= min(pauses) < 0.7 * mean and 1.3 * mean < max(pauses) <= 1.5 * mean

@@ -29,7 +29,7 @@ from agentrl.engine.weight_sync.canary import Canary, probe_tokens
 from agentrl.engine.weight_sync.file_transport import push
 from agentrl.engine.weight_sync.object_store import ObjectFolder, Outbox, WeightEntry
 from agentrl.engine.weight_sync.publisher import WeightPublisher
-from agentrl.errors import ConfigError, WeightSyncError
+from agentrl.errors import ConfigError, FilesUnseen, WeightSyncError
 from agentrl.learner.model import lora
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.models.resolve import model_dir
@@ -99,9 +99,7 @@ async def test_by_path_it_is_refused_with_the_mend(engine: Elsewhere) -> None:
     file = Weights(engine.learner / "refused").parcel().path
     async with aclosing(EngineClient(engine.url)) as client:
         before = await client.served_version()
-        with pytest.raises(
-            WeightSyncError, match=r"shares no disk with the learner: set engine\.weights_url to a folder"
-        ):
+        with pytest.raises(FilesUnseen, match=r"shares no disk with the learner: set engine\.weights_url to a folder"):
             await push([client], file, 90, deadline_s=60)
         assert await client.served_version() == before and not await client.paused()
 
@@ -262,6 +260,6 @@ def test_a_run_trains_with_an_engine_elsewhere(engine: Elsewhere, tmp_path: Path
     summary = Trainer(config={**document, "engine": there}, out=tmp_path / "run").train()
     assert summary["steps"] == 2
     with RunStore.read(tmp_path / "run" / "store.sqlite") as store:
-        rows = [row.values for row in store.metrics("step")]
+        rows = [row.values for row in store.metrics.values("step")]
         assert len(rows) == 2 and all(row["canary_error"] < 1e-3 and row["sync_bytes"] > 0 for row in rows)
     assert not list((engine.store / "runs").iterdir())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from each_case import each_case
 
 from agentrl.config import RunConfig, parse
 from agentrl.env.agent_programs.session import _command  # pyright: ignore[reportPrivateUsage]
@@ -54,7 +55,7 @@ def seen(names: Any) -> set[str]:
     return {*names} & (SECRETS | HARMLESS)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("child", "engine", "gets"),
     [
         ("engine-0", {}, set[str]()),
@@ -118,7 +119,7 @@ async def test_an_agent_program_gets_neither_the_database_nor_the_runs_engines(m
     assert "PGDATABASE" in names and not names & OWN_ENGINES
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("child", "gets"),
     [("engine-0", OWN_ENGINES), ("learner", OWN_ENGINES), ("worker-0", {"AGENTRL_ENGINE_KEY"})],
 )

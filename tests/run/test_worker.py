@@ -26,10 +26,10 @@ from agentrl.run.processes.worker_process import RunView, await_engines, known_o
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore, Looks
-from agentrl.store.interfaces import ReadStore
-from agentrl.testing.engine import FakeEngine
-from agentrl.testing.vllm_server import FakeVLLM
+from agentrl.store.async_calls import Looks
+from agentrl.store.journal_writer import JournalWriter
+from tests.parts.fake_engine import FakeEngine
+from tests.parts.vllm_server import FakeVLLM
 
 BUSY = {"vllm:num_requests_running": 8.0, "vllm:num_requests_waiting": 8.0}
 
@@ -42,16 +42,16 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
         RunStore.create(tmp_path / "store.sqlite", "{}") as store,
         Telemetry(store, tmp_path / "metrics.jsonl", "worker-0.7", clock=trio.current_time) as telemetry,
     ):
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(fleet.control, period_s=4.0, start=Aimd(limit=16.0)))
-            nursery.start_soon(report, fleet, telemetry, AsyncStore(store, inline=True))
+            nursery.start_soon(report, fleet, telemetry, JournalWriter(store, inline=True))
             await trio.sleep(6)
-            store.confirm_version(store.mint_version(1))
+            store.versions.confirm_version(store.versions.mint_version(1))
             fleet.replicas[1].state = ReplicaState.DRAINING
             await trio.sleep(5)
             nursery.cancel_scope.cancel()
-        assert [row.values["limit"] for row in store.metrics("fleet")] == [[12.0, 16.0], [9.0, 16.0]]
+        assert [row.values["limit"] for row in store.metrics.values("fleet")] == [[12.0, 16.0], [9.0, 16.0]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = {"kind": "fleet", "process": "worker-0.7", "attempt": lines[0]["attempt"], "running": [0, 0]}
     told |= {"hedges": {"asked": 0, "won": 0}}
@@ -64,12 +64,12 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
 
 async def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp_path: Path) -> None:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        old, current, coming = (store.mint_version(step).version for step in range(3))
-        store.confirm_version(old)
-        store.confirm_version(current)  # an engine that has the next one already is no worse
+        old, current, coming = (store.versions.mint_version(step).version for step in range(3))
+        store.versions.confirm_version(old)
+        store.versions.confirm_version(current)  # an engine that has the next one already is no worse
         unminted = (0, coming + 1)  # a server that was started anew, one of another run
         config = parse({"model": "m", "env": {"id": "test/Env"}})
-        sight = RunView(config, Looks[ReadStore](store), known_of(config, store))
+        sight = RunView(config, Looks[RunStore](store), known_of(config, store))
         fitting = [version for version in (*unminted, old, current, coming) if await sight.fits(version)]
         assert fitting == [current, coming]
         known = [version for version in (*unminted, old, current, coming) if await sight.knows(version)]
@@ -85,11 +85,11 @@ async def test_a_worker_takes_no_tokens_of_another_runs_weights(
     settings = {"outage_deadline_s": 5.0}
     config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}, "engine": settings})
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0).version)
+        store.versions.confirm_version(store.versions.mint_version(0).version)
         store.set_meta("engine_urls", json.dumps([server.url]))
         known = known_of(config, store)
         fleet = worker_process._fleet(
-            RunView(config, Looks[ReadStore](store), known), known, SimpleNamespace(decode=str)
+            RunView(config, Looks[RunStore](store), known), known, SimpleNamespace(decode=str)
         )  # type: ignore[arg-type]
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineTimeout, match=r"http://engine is stale \(it serves version 999"):
@@ -108,10 +108,10 @@ async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
     monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda socket: transport)
     config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}})
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0).version)
+        store.versions.confirm_version(store.versions.mint_version(0).version)
         store.set_meta("engine_urls", json.dumps(["http://engine"]))
         known = known_of(config, store)
-        sight = RunView(config, Looks[ReadStore](store), known)
+        sight = RunView(config, Looks[RunStore](store), known)
         fleet = worker_process._fleet(sight, known, SimpleNamespace(decode=str))  # type: ignore[arg-type]
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineBroke, match="token 9, and the model has 9"):
@@ -124,7 +124,7 @@ async def test_a_worker_that_is_there_first_waits_for_engines_and_is_no_hang(
     config, beat = parse({"model": "m", "env": {"id": "test/Env"}}), tmp_path / "beat"
     heartbeat.prepare(beat)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        store.confirm_version(store.mint_version(0).version)
+        store.versions.confirm_version(store.versions.mint_version(0).version)
         store.set_meta("engine_urls", "[]")
         began = trio.current_time()
 
@@ -135,7 +135,7 @@ async def test_a_worker_that_is_there_first_waits_for_engines_and_is_no_hang(
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
-            known = await await_engines(config, Looks[ReadStore](store), Heartbeat(beat))
+            known = await await_engines(config, Looks[RunStore](store), Heartbeat(beat))
         assert known.urls == {None: ["http://engine"]}
         assert 600 <= trio.current_time() - began < 601
 
@@ -147,18 +147,18 @@ async def test_a_full_disk_ends_no_worker(
         RunStore.create(tmp_path / "store.sqlite", "{}") as store,
         Telemetry(store, tmp_path / "metrics.jsonl", "worker-0.7") as telemetry,
     ):
-        store.confirm_version(store.mint_version(0))
-        record, full = store.record, [True, False]
+        store.versions.confirm_version(store.versions.mint_version(0))
+        record, full = store.metrics.record, [True, False]
 
         def recorded(*args: object) -> None:
             if full.pop(0):
                 raise DiskFull("no space")
             record(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(store, "record", recorded)
+        monkeypatch.setattr(store.metrics, "record", recorded)
         with trio.move_on_after(11):
-            await report(Fleet([FakeEngine()]), telemetry, AsyncStore(store, inline=True))
-        assert len(store.metrics("fleet")) == 1
+            await report(Fleet([FakeEngine()]), telemetry, JournalWriter(store, inline=True))
+        assert len(store.metrics.values("fleet")) == 1
 
 
 def test_a_busy_loop_lets_the_thread_that_writes_the_journal_on(

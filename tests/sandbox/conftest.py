@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,34 @@ def docker_engine() -> Iterator[str]:
         return
     with daemon() as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def busybox_image(docker_engine: str) -> str:
+    """The name of an image with nothing but busybox, as `FROM scratch` and one static program make it."""
+    with busybox_root() as root:
+        import_root(docker_engine, root, "agentrl-busybox:1")
+    return "agentrl-busybox:1"
+
+
+@contextlib.contextmanager
+def busybox_root(without: Collection[str] = ()) -> Iterator[Path]:
+    """A root file system with busybox and links for all that it can be, but those in `without`."""
+    program = shutil.which("busybox")
+    if program is None:
+        pytest.skip("busybox is not installed (apt-get install busybox-static)")
+    names = subprocess.run([program, "--list"], capture_output=True, text=True, check=True).stdout.split()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name, "root")
+        for folder in ("bin", "etc", "proc", "dev", "tmp", "workspace"):
+            (root / folder).mkdir(parents=True)
+        shutil.copy2(program, root / "bin/busybox")
+        for applet in {*names} - {"busybox", *without}:
+            (root / "bin" / applet).symlink_to("busybox")
+        (root / "etc/passwd").write_text("root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n")
+        (root / "tmp").chmod(0o1777)
+        root.chmod(0o755)
+        yield root
 
 
 @dataclass(frozen=True)
@@ -120,10 +149,15 @@ def import_image(address: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "root")
         rootfs.build(root)
-        settings = ["-c", "ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "-c", "WORKDIR /workspace"]
-        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
-            command = ["docker", "import", *settings, "-", IMAGE]
-            subprocess.run(command, stdin=tar.stdout, env=env(address), check=True, capture_output=True, timeout=120)
+        import_root(address, root, IMAGE)
+
+
+def import_root(address: str, root: Path, image: str) -> None:
+    """Make an image of a folder, without a registry."""
+    settings = ["-c", "ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "-c", "WORKDIR /workspace"]
+    with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
+        command = ["docker", "import", *settings, "-", image]
+        subprocess.run(command, stdin=tar.stdout, env=env(address), check=True, capture_output=True, timeout=120)
 
 
 def env(address: str) -> dict[str, str]:

@@ -19,10 +19,11 @@ import trio
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap, BubblewrapBox
-from agentrl.testing.chaos import left_by, sweep
-from agentrl.testing.sandbox import CASES, Case
+from agentrl.testing.sandbox import CASES
+from tests.parts.kill_sweep import left_by, sweep
 
 from . import rootfs
+from .promises import ROOMS, keep
 
 pytestmark = pytest.mark.bubblewrap
 
@@ -42,16 +43,15 @@ def public_path() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-async def test_keeps_promise(case: Case, backend: Bubblewrap) -> None:
-    await case.run(backend)
+@pytest.mark.parametrize("room", ROOMS)
+async def test_keeps_promise(room: str, backend: Bubblewrap) -> None:
+    await keep(backend, ROOMS[room])
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if "memory" in each.name or "fork" in each.name], ids=str)
-async def test_keeps_promise_without_control_groups(case: Case) -> None:
+async def test_keeps_promise_without_control_groups() -> None:
     backend = Bubblewrap(control_groups=False)
     try:
-        await case.run(backend)
+        await keep(backend, [case for case in CASES if "memory" in case.name or "fork" in case.name])
     finally:
         await backend.aclose()
 
@@ -126,7 +126,7 @@ EACH_CALL = """
 import sys, trio
 from agentrl.host import janitor as owner
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap
-from agentrl.testing.chaos import killed_after_each_call
+from tests.parts.kill_sweep import killed_after_each_call
 
 owner.reap = lambda home: []  # nobody else cleans up here
 

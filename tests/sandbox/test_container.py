@@ -13,14 +13,22 @@ import trio.testing
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
 from agentrl.host import clocks
+from agentrl.host.cpu_time import GroupCpuTime
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker import container, shell_scripts
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
 from agentrl.sandbox.docker.container import Container, ContainerEngine
 
 
+def unknown_cpu_time(container: str, cpus: float) -> GroupCpuTime:
+    """As of an engine on another machine."""
+    return GroupCpuTime(None, None, cpus=cpus)
+
+
 class Gone:
     """An engine whose container is gone. `starved`: because the kernel ended its process 1 for want of memory."""
+
+    cpu_time = staticmethod(unknown_cpu_time)
 
     def __init__(self, *, starved: bool) -> None:
         self.starved = starved
@@ -95,6 +103,8 @@ async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure(
 
 class Late:
     """An engine that learns `by` askings after the streams of a command have ended that the command has ended too."""
+
+    cpu_time = staticmethod(unknown_cpu_time)
 
     def __init__(self, *, by: float) -> None:
         self.by, self.asked, self.removed = by, 0, 0

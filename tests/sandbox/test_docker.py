@@ -17,9 +17,9 @@ from agentrl.sandbox.docker import backend as docker
 from agentrl.sandbox.docker import container
 from agentrl.sandbox.docker.backend import Docker
 from agentrl.sandbox.warm_python import WarmPython
-from agentrl.testing.sandbox import CASES, Case
 
 from .conftest import IMAGE, env
+from .promises import ROOMS, keep, named
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
 
@@ -46,14 +46,16 @@ OVER_A_SOCKET = (  # where the connection or the count of processes is another t
 )
 
 
-def test_the_cases_over_a_socket_exist() -> None:
-    assert set(OVER_A_SOCKET) <= {case.name for case in CASES}
+async def test_keeps_promise(backend: Docker) -> None:
+    """`test_keeps_every_promise` has all of them, `test_docker_tls` those that pass a connection over TLS."""
+    await keep(backend, named(OVER_A_SOCKET))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in OVER_A_SOCKET], ids=str)
-async def test_keeps_promise(case: Case, backend: Docker) -> None:
-    """`test_docker_tls` has all cases, on an engine over TLS."""
-    await case.run(backend)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("room", ROOMS)
+async def test_keeps_every_promise(room: str, backend: Docker) -> None:
+    await keep(backend, ROOMS[room])
 
 
 async def test_runs_that_only_compute_are_forks_in_a_container(backend: Docker) -> None:

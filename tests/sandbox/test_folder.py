@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.host.janitor import is_dead, label, reap
@@ -32,7 +33,7 @@ def made(*members: tuple[str, bytes, str, bytes]) -> bytes:
     return data.getvalue()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "members",
     [
         [("../out", tarfile.REGTYPE, "", b"x")],
@@ -55,6 +56,16 @@ def test_hostile_archive_stays_inside(members: list[tuple[str, bytes, str, bytes
         assert path.resolve().is_relative_to(target) and (path.is_file() or path.is_dir())
 
 
+def test_a_single_file_is_uploaded_with_its_mode(tmp_path: Path) -> None:
+    (box := tmp_path / "box").mkdir()
+    (program := tmp_path / "program").write_text("#!/bin/sh\n")
+    program.chmod(0o750)
+    folder = Folder(box, limit=MB)
+    folder.upload(program, "run")
+    folder.close()
+    assert (box / "run").stat().st_mode & 0o777 == 0o750
+
+
 def test_archive_keeps_modes_but_no_setuid_and_bounds_sizes(tmp_path: Path) -> None:
     archive.unpack(made(("f", tarfile.REGTYPE, "", b"x")), tmp_path / "a", MB)
     assert (tmp_path / "a" / "f").stat().st_mode & 0o7777 == 0o755
@@ -64,7 +75,7 @@ def test_archive_keeps_modes_but_no_setuid_and_bounds_sizes(tmp_path: Path) -> N
         archive.unpack(b"no archive at all" * 100, tmp_path / "c", MB)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("target", "depth", "inside"),
     [
         ("x", 0, True),

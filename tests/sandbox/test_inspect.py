@@ -7,17 +7,18 @@ import warnings
 import pytest
 
 from agentrl.sandbox.remote.inspect_sandboxes import Inspect
-from agentrl.testing.sandbox import CASES, Case
+
+from .promises import WITHOUT_WALLS, keep
 
 
 @pytest.mark.slow
 @pytest.mark.remote
-@pytest.mark.parametrize("case", [each for each in CASES if not each.isolation], ids=str)
-async def test_a_local_box_keeps_promise(case: Case) -> None:
+@pytest.mark.parametrize("room", WITHOUT_WALLS)
+async def test_a_local_box_keeps_promise(room: str) -> None:
     backend = Inspect(kind="local", network=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no wall
         try:
-            await case.run(backend)
+            await keep(backend, WITHOUT_WALLS[room])
         finally:
             await backend.aclose()

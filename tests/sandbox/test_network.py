@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
@@ -116,7 +117,7 @@ async def test_setup_fetches_what_is_allowed_and_the_agent_nothing(
     assert len(heads) == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ask", "why"),
     [
         (b"GET http://other.example:{port}/ HTTP/1.1\r\n\r\n", "not among the hosts"),
@@ -310,7 +311,7 @@ def test_names_in_a_client_hello_are_read_as_openssl_writes_them() -> None:
         assert network_policy._server_name(parted) == host
 
 
-@pytest.mark.parametrize("allow", [[], "pypi.org:443", ["pypi.org"], ["*.org:443"], ["http://x:80"], [3], ["x:0"]])
+@each_case("allow", [[], "pypi.org:443", ["pypi.org"], ["*.org:443"], ["http://x:80"], [3], ["x:0"]])
 def test_a_policy_that_is_none_is_refused(allow: Any) -> None:
     with pytest.raises(ConfigError, match=r"network\.allow"):
         NetworkPolicy(allow=allow)

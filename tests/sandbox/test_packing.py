@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from each_case import each_case
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.sandbox.pack_files import pack, unpack
@@ -206,7 +207,7 @@ def hostile(*entries: bytes, root: bytes = b"work") -> bytes:
     return b"agentrl1" + zstandard.compress(entry(b"R", root) + b"".join(entries) + entry(b"U") + entry(b"E"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     {
         "dots": hostile(entry(b"F", b"..", content=b"x")),
@@ -236,7 +237,6 @@ def hostile(*entries: bytes, root: bytes = b"work") -> bytes:
         "no zstd": b"agentrl1" + os.urandom(1000),
         "cut": hostile(entry(b"F", b"f", content=os.urandom(1000)))[:-100],
     }.items(),
-    ids=lambda pair: pair[0],
 )
 def test_hostile_bytes_stay_inside_and_say_what_is_wrong(data: tuple[str, bytes], tmp_path: Path) -> None:
     before = list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 
 import pytest
+from each_case import each_case
 
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.local_unsafe import LocalUnsafe
@@ -66,7 +67,7 @@ def says(text: bytes) -> WeakBackend:
     return WeakBackend(lambda argv, files: ExecResult(exit_code=0, stdout=text, stderr=b""))
 
 
-@pytest.mark.parametrize("answer", [b"", b"open\n", b"0\n", b"alive\n"])
+@each_case("answer", [b"", b"open\n", b"0\n", b"alive\n"])
 async def test_no_harmful_command_reaches_a_backend_without_walls(answer: bytes) -> None:
     for case in RED_TEAM:
         backend = says(answer)
@@ -77,7 +78,7 @@ async def test_no_harmful_command_reaches_a_backend_without_walls(answer: bytes)
             assert not hit, f"{case.name}: {kind}: {hit[0][:200]}"
 
 
-@pytest.mark.parametrize("name", NEEDS_A_WALL)
+@each_case("name", NEEDS_A_WALL)
 async def test_a_missing_wall_is_reported_and_the_attack_left_out(name: str) -> None:
     (case,) = [each for each in RED_TEAM if each.name == name]
     backend = says(b"open\n")
@@ -86,7 +87,7 @@ async def test_a_missing_wall_is_reported_and_the_attack_left_out(name: str) -> 
     assert backend.commands, "the wall was not even probed"
 
 
-@pytest.mark.parametrize("name", NEEDS_A_WALL)
+@each_case("name", NEEDS_A_WALL)
 async def test_the_attack_is_made_where_the_wall_is_proven(name: str) -> None:
     (case,) = [each for each in RED_TEAM if each.name == name]
     backend = says(b"closed\n")

@@ -24,10 +24,10 @@ from agentrl.sandbox.remote import box as remote_box
 from agentrl.sandbox.remote.box import ProviderBox, RemoteBackend
 from agentrl.sandbox.remote.inspect_sandboxes import Inspect
 from agentrl.sandbox.remote.swe_rex import SweRex
-from agentrl.testing.sandbox import CASES, Case
 from agentrl.testing.sandbox.case import must_vanish
 
 from .conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
+from .promises import ROOMS, WITHOUT_WALLS, keep
 
 
 class Here:
@@ -223,14 +223,11 @@ async def test_a_box_that_is_to_have_no_network_is_not_made_open() -> None:
 # --- the promises
 
 
-PROMISES = [each for each in CASES if not each.isolation]
-
-
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("case", PROMISES, ids=str)
-async def test_a_box_behind_calls_keeps_promise(case: Case, here: HereBackend) -> None:
-    await case.run(here)
+@pytest.mark.parametrize("room", WITHOUT_WALLS)
+async def test_a_box_behind_calls_keeps_promise(room: str, here: HereBackend) -> None:
+    await keep(here, WITHOUT_WALLS[room])
 
 
 PROVIDERS = (  # walls that a provider's container has or has not: no program in it can make them
@@ -274,15 +271,15 @@ class InContainer(Here):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.docker
-@pytest.mark.parametrize("case", [each for each in CASES if each.name not in PROVIDERS], ids=str)
-async def test_a_container_behind_calls_keeps_promise(case: Case, docker_engine: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("room", ROOMS)
+async def test_a_container_behind_calls_keeps_promise(room: str, docker_engine: str) -> None:  # noqa: F811
     class Backend(HereBackend):
         async def connect(self, spec: SandboxSpec) -> ProviderBox:
             return await trio.to_thread.run_sync(InContainer, docker_engine, spec)
 
     backend = Backend()
     try:
-        await case.run(backend)
+        await keep(backend, [case for case in ROOMS[room] if case.name not in PROVIDERS])
     finally:
         await backend.aclose()
 

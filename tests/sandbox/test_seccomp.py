@@ -7,6 +7,7 @@ import struct
 import tempfile
 
 import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,23 +57,26 @@ def number_of(name: str, machine: str) -> int:
     return pyseccomp.resolve_syscall(arch, name)
 
 
-@pytest.mark.parametrize("kind", ["seccomp", "uncounted"])
-@pytest.mark.parametrize("machine", seccomp.MACHINES)
+@each_case("kind", ["seccomp", "uncounted"])
+@each_case("machine", seccomp.MACHINES)
 def test_shipped_filter_is_the_compiled_list(machine: str, kind: str) -> None:
     with tempfile.TemporaryFile() as file:
         seccomp.compile_filter(machine, file, counted=kind == "seccomp")
         file.seek(0)
         compiled = file.read()
     shipped = seccomp.shipped(machine, kind)
-    some = (0, 1, 2, 7, 8, 16, 17, 40, 60, 1031, 0x5412, 0x541C, 0x10000000, 1 << 32 | 0x5412, 0xFFFFFFFF, 2**64 - 1)
+    if compiled == shipped:
+        return  # another version of libseccomp orders its jumps otherwise: then verdicts are compared
+    small = (0, 1, 2, 7, 8, 16, 17, 31, 32, 40, 60, 1031, 4095, 4096)
+    some = (*small, 0x5412, 0x541C, 0x10000000, 1 << 32 | 0x5412, 0xFFFFFFFF, 2**64 - 1)
     for number in (*range(600), 0x40000000, 0xFFFFFFFF):
         for argument in some:
             call = (AUDIT[machine], number, argument, argument)
             assert verdict(shipped, *call) == verdict(compiled, *call), call
 
 
-@pytest.mark.parametrize("machine", seccomp.MACHINES)
-@pytest.mark.parametrize(
+@each_case("machine", seccomp.MACHINES)
+@each_case(
     ("name", "arguments", "expected"),
     [
         ("read", (), ALLOW),
@@ -105,8 +109,8 @@ def test_verdicts(machine: str, name: str, arguments: tuple[int, ...], expected:
 HIGH = 1 << 32  # the kernel looks at the low word of an int
 
 
-@pytest.mark.parametrize("machine", seccomp.MACHINES)
-@pytest.mark.parametrize(
+@each_case("machine", seccomp.MACHINES)
+@each_case(
     ("name", "arguments", "counted", "uncounted"),
     [
         ("setsockopt", (3, 1, 2), ALLOW, ALLOW),  # SO_REUSEADDR
@@ -165,7 +169,7 @@ def test_code_that_only_computes_has_ten_system_calls(machine: str) -> None:
         assert verdict(program, AUDIT[machine], number) == (ALLOW if number in allowed else TRAP), number
 
 
-@pytest.mark.parametrize("kind", ["seccomp", "uncounted", "computing"])
+@each_case("kind", ["seccomp", "uncounted", "computing"])
 def test_other_instruction_sets_are_killed(kind: str) -> None:
     for machine in seccomp.MACHINES:
         assert verdict(seccomp.shipped(machine, kind), I386, 4) in (KILL_PROCESS, KILL_THREAD)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import trio
+from each_case import each_case
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
@@ -112,14 +113,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE.keys())
+@each_case("code", HOSTILE.values())
 async def test_a_run_that_does_more_than_compute_has_no_answer_and_leaves_nothing(boxes: Counted, code: str) -> None:
-    warm = warm_in(boxes)
+    warm, before = warm_in(boxes), len(boxes.boxes)
     fresh = await warm.run(PROBE.encode())
     assert fresh is not None
     assert await warm.run(code.encode()) is None
     assert await warm.run(PROBE.encode()) == fresh
-    assert len(boxes.boxes) <= 2
+    assert len(boxes.boxes) <= before + 2
 
 
 HARMLESS = {
@@ -134,13 +135,13 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("code", HARMLESS.values(), ids=HARMLESS.keys())
+@each_case("code", HARMLESS.values())
 async def test_changes_to_its_own_memory_end_with_a_run(boxes: Counted, code: str) -> None:
-    warm = warm_in(boxes)
+    warm, before = warm_in(boxes), len(boxes.boxes)
     fresh = await warm.run(PROBE.encode())
     await warm.run(code.encode())
     assert fresh is not None and await warm.run(PROBE.encode()) == fresh
-    assert len(boxes.boxes) == 1
+    assert len(boxes.boxes) == before + 1
 
 
 async def test_a_run_that_writes_without_end_is_ended(boxes: Counted) -> None:

@@ -41,31 +41,25 @@ def test_a_sweep_prints_a_row_a_case_and_says_what_to_change(file: Path, tmp_pat
     out = tmp_path / "found.json"
     text = simulate(file, "--episode", "lognormal:1", "--step-s", 1, "--max-lag", "2,4", "--steps", 12, "--json", out)
     rows = json.loads(out.read_text())
-    assert [(row["max_lag"], row["policy"]) for row in rows if row["policy"].startswith("ours")] == [
-        (2, "ours, full"),
-        (2, "ours, 6 of 8"),
-        (4, "ours, full"),
-        (4, "ours, 6 of 8"),
+    assert [(row["max_lag"], row["policy"]) for row in rows] == [
+        (2, "full"),
+        (2, "6 of 8"),
+        (4, "full"),
+        (4, "6 of 8"),
     ]
-    assert [row["policy"] for row in rows if row["present"]] == ["ours, full"]
-    assert {row["policy"] for row in rows} >= {
-        "synchronous",
-        "discard late groups",
-        "first 8 of 10",
-        "windowed FIFO 0.3",
-    }
+    assert [row["policy"] for row in rows if row["present"]] == ["full"]
     assert all(row["policy"] in text for row in rows)
     assert "and a quorum of 6 of 8 the learner would be idle" in text
 
 
 def test_settings_that_nothing_beats_are_left_alone(file: Path) -> None:
-    text = simulate(file, "--episode", "constant:1", "--step-s", 5, "--no-others", "--steps", 8)
+    text = simulate(file, "--episode", "constant:1", "--step-s", 5, "--steps", 8)
     assert "Leave it as it is" in text
 
 
 def test_gpus_are_split_in_every_way_and_the_best_one_is_named(file: Path) -> None:
     """A step of 3 s on one GPU for the 64 episodes of a second on another: of four, three belong to the learner."""
-    text = simulate(file, "--episode", "constant:1", "--step-s", 3, "--gpus", 4, "--no-others", "--steps", 8)
+    text = simulate(file, "--episode", "constant:1", "--step-s", 3, "--gpus", 4, "--steps", 8)
     assert all(split in text for split in ("1 + 3", "2 + 2", "3 + 1"))
     assert "With GPUs split 1 + 3 (engines + learner)" in text
 
@@ -73,7 +67,7 @@ def test_gpus_are_split_in_every_way_and_the_best_one_is_named(file: Path) -> No
 def test_a_batch_that_grows_with_the_slots_keeps_the_learner_as_busy(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     times = ["--episode", "constant:1", "--step-s", 2]
-    simulate(file, *times, "--slots", 128, "--scale-batch", "--no-others", "--steps", 8, "--json", out)
+    simulate(file, *times, "--slots", 128, "--scale-batch", "--steps", 8, "--json", out)
     batches = {row["slots"]: row["groups_per_step"] for row in json.loads(out.read_text())}
     assert batches == {64: 8, 128: 16}
 

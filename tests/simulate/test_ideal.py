@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from agentrl.planning.simulate.policies import ours, parse_close
+from agentrl.planning.simulate.policies import parse_close, policies
 from agentrl.planning.simulate.service import Constant, Play, parse_episodes
 from agentrl.planning.simulate.simulation import SimulatedWorld, Simulation
 from agentrl.planning.simulate.sweep import best_of_bound
@@ -61,7 +61,7 @@ def test_a_slot_waits_for_a_place_and_the_learner_for_an_episode(lag: int, share
 @pytest.mark.parametrize("close", ["full", "7/8", "6/8", "5/8"])
 def test_our_schedules_do_not_exceed_it(close: str) -> None:
     given = world("lognormal:1")
-    (policy,) = ours(LAG, [parse_close(close, 8)])
+    (policy,) = policies(LAG, [parse_close(close, 8)])
     found = Simulation(given, policy, steps=800, start_up=9, seed=3).run()
     assert found.of_bound <= best_of_bound(given, LAG, steps=800, start_up=9, seed=3) + 0.002
 

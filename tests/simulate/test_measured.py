@@ -15,7 +15,7 @@ from agentrl.planning.simulate.measured import MeasuredRun, measure
 from agentrl.planning.simulate.service import MeasuredSteps
 from agentrl.planning.simulate.sweep import limits
 from agentrl.records import StopReason, Task, Turn, VersionSpan
-from agentrl.store import Returns, RunStore
+from agentrl.store import Ending, Returns, RunStore
 from agentrl.store.buffer.admission import AdmissionBounds
 
 BOUNDS = AdmissionBounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
@@ -41,13 +41,13 @@ def finished(
     have the `outcomes` in turn."""
     clock, outcome = clock or Clock(), cycle(outcomes)
     store = RunStore.create(path / "store.sqlite", "{}", clock=clock)
-    version = store.mint_version(0)
+    version = store.versions.mint_version(0)
     clock.now += 0.5
-    store.confirm_version(version)
+    store.versions.confirm_version(version)
     for k in range(groups):
         start = 1100.0 + 100 * k
-        store.admit([Task(index=k, env="t", seed=k)], first=k, bounds=BOUNDS, limit=1)
-        for claim, seconds in zip(store.claim("w", 2, lease_s=1e9, now=start), (3.0, 5.0), strict=True):
+        store.groups.admit([Task(index=k, env="t", seed=k)], first=k, bounds=BOUNDS, limit=1)
+        for claim, seconds in zip(store.leases.claim("w", 2, lease_s=1e9, now=start), (3.0, 5.0), strict=True):
             clock.now = start + seconds
             turn = Turn(
                 index=0,
@@ -61,14 +61,14 @@ def finished(
                 started_s=start + 1,
                 ended_s=start + seconds - 1,
             )
-            store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
-            store.journal_turn(claim.episode_id, claim.fence, turn)
-            store.finish(
-                claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=next(outcome), success=None
+            store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
+            store.journal.journal_turn(claim.episode_id, claim.fence, turn)
+            store.journal.finish(
+                claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=next(outcome), success=None)
             )
     for step in range(1, steps + 1):
         clock.now = 5000.0 + 14 * step
-        store.record("step", step, {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20})
+        store.metrics.record("step", step, {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20})
     return store
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_skipped_groups_gives_their_share(tmp_path: Path) -> None:
         assert of(store, start_up=2).skipped == 0
         for step, skipped in ((11, 0), (12, 4)):
             row = {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20, "group_count": 4, "groups_skipped": skipped}
-            store.record("step", step, row)
+            store.metrics.record("step", step, row)
         run = of(store, start_up=2)
     assert run.skipped == pytest.approx(4 / 12)
 
@@ -113,7 +113,7 @@ def test_times_that_are_drawn_have_no_group_without_signal_and_a_run_has(tmp_pat
 def test_the_last_steps_of_a_run_are_left_out_because_no_group_is_admitted_behind_theirs(tmp_path: Path) -> None:
     with finished(tmp_path, groups=8, steps=8) as store:
         for step in (9, 10):
-            store.record("step", step, {"idle_s": 500.0, "busy_s": 10.0, "tokens_scored": 20})
+            store.metrics.record("step", step, {"idle_s": 500.0, "busy_s": 10.0, "tokens_scored": 20})
         assert measure(store, BufferSettings(max_lag=2), start_up=2, end=10).idle == pytest.approx(3 / 13)
         assert measure(store, BufferSettings(max_lag=0), start_up=2, end=10).idle == pytest.approx(
             (6 * 3 + 500) / (7 * 10 + 6 * 3 + 500)
@@ -125,10 +125,12 @@ def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episod
     clock = Clock()
     with finished(tmp_path, groups=8, steps=10, clock=clock) as store:
         clock.now = 1806.0  # the episodes before took 5 s at most, and ended at 1805 s
-        store.admit([Task(index=8, env="t", seed=8)], first=8, bounds=BOUNDS, limit=1)
-        for claim in store.claim("w", 2, lease_s=1e9, now=1806.0):
+        store.groups.admit([Task(index=8, env="t", seed=8)], first=8, bounds=BOUNDS, limit=1)
+        for claim in store.leases.claim("w", 2, lease_s=1e9, now=1806.0):
             clock.now = 1807.0
-            store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=None)
+            store.journal.finish(
+                claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=None)
+            )
         found = of(store, start_up=0).episodes.groups
     assert len(found) == 8
 

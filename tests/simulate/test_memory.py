@@ -8,11 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 from agentrl.planning.simulate.memory import MemoryBuffer, SimulatedMember, ids
-from agentrl.planning.simulate.policies import WindowedFifo
 from agentrl.records import GroupState, StopReason, Task, Turn, VersionSpan
-from agentrl.store import FULL, Claim, ClosePolicy, Quorum, RunStore
+from agentrl.store import FULL, Claim, ClosePolicy, Ending, Quorum, RunStore
 from agentrl.store.buffer.admission import AdmissionBounds
-from agentrl.store.buffer.group_order import OLDEST, Windowed
+from agentrl.store.buffer.group_order import OLDEST
 
 DEADLINE_S = 50.0
 
@@ -24,15 +23,13 @@ class Pair:
         self,
         folder: str,
         policy: ClosePolicy,
-        windowed: bool,
         chance: random.Random,
         seen: Counter[str],
         bounds: AdmissionBounds,
     ) -> None:
         self.now = 1000.0
         self.store = RunStore.create(Path(folder) / "store.sqlite", "{}", clock=lambda: self.now)
-        self.memory = WindowedFifo() if windowed else MemoryBuffer()
-        self.order = Windowed(0.3) if windowed else OLDEST
+        self.memory = MemoryBuffer()
         self.policy, self.bounds = policy, bounds
         self.step = 0
         self.playing: list[tuple[Claim, SimulatedMember, int]] = []
@@ -42,26 +39,26 @@ class Pair:
         self.serve()
 
     def serve(self) -> None:
-        version = self.store.mint_version(self.step)
-        self.store.confirm_version(version)
+        version = self.store.versions.mint_version(self.step)
+        self.store.versions.confirm_version(version)
         self.memory.step = self.step
 
     def admit(self) -> None:
-        first = self.store.tasks_started()
+        first = self.store.groups.tasks_started()
         tasks = [Task(index=first + ahead, env="t", seed=0) for ahead in range(50)]
-        n = self.store.admit(tasks, first=first, bounds=self.bounds, limit=50)
+        n = self.store.groups.admit(tasks, first=first, bounds=self.bounds, limit=50)
         groups = self.memory.admit(self.bounds)
         assert n == len(groups)
         for group in groups:  # a member without siblings is judged by nobody
             group.silent = len(group.members) == 1 or self.chance.random() < 0.3
 
     def claim(self, limit: int) -> None:
-        claims = self.store.claim("worker", limit, lease_s=1e9, now=self.now)
+        claims = self.store.leases.claim("worker", limit, lease_s=1e9, now=self.now)
         members = self.memory.claim(limit, self.now)
         assert [claim.episode_id for claim in claims] == ids(members)
         self.playing += [(claim, member, self.step) for claim, member in zip(claims, members, strict=True)]
         for claim in claims:
-            self.store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
+            self.store.journal.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
 
     def act(self, at: int) -> None:
         """A member samples its tokens, and its environment does not answer yet."""
@@ -71,7 +68,7 @@ class Pair:
             self.sample(claim, self.step, self.step)
 
     def sample(self, claim: Claim, oldest: int, newest: int) -> None:
-        made = {self.store.step_of(version): version for version in range(1, self.step + 2)}
+        made = {self.store.versions.step_of(version): version for version in range(1, self.step + 2)}
         spans = (VersionSpan(made[oldest], 0, 1), VersionSpan(made[newest], 1, 2))
         turn = Turn(
             index=0,
@@ -83,7 +80,7 @@ class Pair:
             finish="stop",
             text="",
         )
-        self.store.journal_turn(claim.episode_id, claim.fence, turn)
+        self.store.journal.journal_turn(claim.episode_id, claim.fence, turn)
 
     def finish(self, at: int, scored: bool, old: bool) -> None:
         claim, member, oldest = self.playing.pop(at % len(self.playing))
@@ -98,13 +95,15 @@ class Pair:
         reason = StopReason.DONE if scored else StopReason.ENV_FAILED
         group = member.group
         outcome = (1.0 if group.silent else 1.0 + group.members.index(member)) if scored else None
-        self.store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None)
+        self.store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=reason, outcome=outcome, success=None)
+        )
         self.memory.finish(member, self.now, newest=newest, oldest=oldest, scored=scored)
         if scored and group.running and len(group.scored_s) == self.policy.at_least:
             self.memory.quorate(group)
 
     def expire(self) -> None:
-        wanted = self.store.expire(self.now, DEADLINE_S, close_policy=self.policy)
+        wanted = self.store.buffer.expire(self.now, DEADLINE_S, close_policy=self.policy)
         assert self.memory.expire(self.now, DEADLINE_S, close_policy=self.policy) == wanted
         for what, found in zip(("closed early", "group expired", "member expired"), wanted, strict=True):
             self.seen[what] += len(found)
@@ -112,7 +111,7 @@ class Pair:
     def at_bound(self) -> None:
         step, max_lag = self.step + 1, self.bounds.max_lag
         quorum = None if self.policy == FULL else self.policy.at_least
-        wanted = self.store.at_bound(step, max_lag=max_lag, quorum=quorum)
+        wanted = self.store.buffer.at_bound(step, max_lag=max_lag, quorum=quorum)
         found = self.memory.at_bound(step, max_lag=max_lag, quorum=quorum, acts=lambda one: self.acted.get(one.id))
         assert (found.episodes > 0, found.closable) == (wanted.episodes > 0, wanted.closable)
         self.seen["waited for"] += wanted.episodes > 0
@@ -121,7 +120,9 @@ class Pair:
     def take(self, n: int, least: int | None, skips: int) -> None:
         expired, running = self.memory.counts[GroupState.EXPIRED], self.memory.counts[GroupState.RUNNING]
         step, max_lag = self.step + 1, self.bounds.max_lag
-        wanted = self.store.take(step, n, max_lag=max_lag, order=self.order, close_at_bound=least, skip_at_most=skips)
+        wanted = self.store.buffer.take(
+            step, n, max_lag=max_lag, order=OLDEST, close_at_bound=least, skip_at_most=skips
+        )
         found = self.memory.take(step, n, max_lag=max_lag, close_at_bound=least, skip_at_most=skips)
         self.skipped += [group.id for group in self.memory.skipped]
         self.seen["closed at the bound"] += running - self.memory.counts[GroupState.RUNNING]
@@ -145,7 +146,7 @@ class Pair:
             self.serve()
 
     def compare(self) -> None:
-        assert {state: n for state, n in self.memory.counts.items() if n} == self.store.counts()
+        assert {state: n for state, n in self.memory.counts.items() if n} == self.store.groups.counts()
 
 
 def play(seed: int, seen: Counter[str]) -> None:
@@ -156,7 +157,6 @@ def play(seed: int, seen: Counter[str]) -> None:
         pair = Pair(
             folder,
             chance.choice([FULL, *quorums]),
-            chance.random() < 0.3,
             chance,
             seen,
             AdmissionBounds(

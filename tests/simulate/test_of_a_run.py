@@ -26,24 +26,25 @@ from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.run.take_orders import returns_of
 from agentrl.store import Patience, RunStore, close_policy
-from agentrl.store.asynchronous import Aside, AsyncStore, Waiting
+from agentrl.store.async_calls import Aside, Waiting
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import PHASE
-from agentrl.testing.engine import FakeEngine
 from agentrl.tokens.staleness import lag_in_step, trains
+from tests.parts.fake_engine import FakeEngine
 
 TICK_S = 0.25  # the supervisor's
 BUSY_S, PUSH_S, CHUNK_S = 1.0, 0.25, 0.1
 LATE_S = 60.0
 
 
-def config(**buffer: Any) -> RunConfig:
+def config(steps: int = 30, **buffer: Any) -> RunConfig:
     return parse(
         {
             "model": "m",
             "env": {"id": "test/Env"},
             "rollout": {"group_size": 4, "max_running": 24, "group_deadline_s": LATE_S},
             "buffer": {"groups_per_step": 4, "max_lag": 1, "quorum_after_s": 0.5, **buffer},
-            "train": {"steps": 30},
+            "train": {"steps": steps},
         }
     )
 
@@ -72,6 +73,7 @@ class Played:
     engine: FakeEngine
     tokens: int = 0  # of the members that left the buffer in a measured step, unless their group was skipped
     fresh: int = 0  # of these, the trained ones
+    sampled_meanwhile: list[int] = field(default_factory=list)  # turns that began while the learner was in each step
     pushed: trio.Event = field(default_factory=trio.Event)
 
     async def learn(self) -> None:
@@ -84,7 +86,9 @@ class Played:
                 while (groups := self.take(step, patience, trio.current_time() - freed)) is None:
                     await waiting("learner", TICK_S)
                 idle_s = trio.current_time() - freed
+                turns = len(self.engine.requests)
                 await trio.sleep(BUSY_S)
+                self.sampled_meanwhile.append(len(self.engine.requests) - turns)
                 ended = trio.current_time()
                 await self.pushed.wait()
                 patience.worked(BUSY_S)
@@ -96,14 +100,14 @@ class Played:
 
     def take(self, step: int, patience: Patience, waited_s: float) -> list[Group] | None:
         store, buffer, quorum = self.store, self.config.buffer, self.config.quorum
-        if step == self.config.train.steps and store.late_open() and waited_s < LATE_S:
+        if step == self.config.train.steps and store.buffer.late_open() and waited_s < LATE_S:
             return None
-        found = store.at_bound(step, max_lag=buffer.max_lag, quorum=quorum)
-        ready = store.ready_count() + found.closable >= buffer.groups_per_step
+        found = store.buffer.at_bound(step, max_lag=buffer.max_lag, quorum=quorum)
+        ready = store.buffer.ready_count() + found.closable >= buffer.groups_per_step
         waits = found.episodes > 0 and ready
         if patience.holds(waits, trio.current_time()):
             return None
-        return store.take(
+        return store.buffer.take(
             step,
             buffer.groups_per_step,
             max_lag=buffer.max_lag,
@@ -121,7 +125,7 @@ class Played:
 
     def tokens_of(self, one: Trajectory, step: int | None = None) -> int:
         """Those that `step` may train; without it all."""
-        lag, made_at = self.config.buffer.max_lag, self.store.step_of
+        lag, made_at = self.config.buffer.max_lag, self.store.versions.step_of
         return sum(
             span.end - span.start
             for turn in one.turns
@@ -130,30 +134,30 @@ class Played:
         )
 
     async def push(self, step: int, row: dict[str, Any]) -> None:
-        pushed, version = self.pushed, self.store.mint_version(step)
+        pushed, version = self.pushed, self.store.versions.mint_version(step)
         await trio.sleep(PUSH_S)
         self.engine.version = version.version
-        self.store.confirm_version(version)
-        self.store.record("step", step, row)
+        self.store.versions.confirm_version(version)
+        self.store.metrics.record("step", step, row)
         pushed.set()
 
     async def supervise(self) -> None:
         policy = close_policy(self.config.quorum, after_s=self.config.buffer.quorum_after_s)
         while True:
-            self.store.expire(trio.current_time(), LATE_S, close_policy=policy)
+            self.store.buffer.expire(trio.current_time(), LATE_S, close_policy=policy)
             await trio.sleep(TICK_S)
 
 
 async def play(folder: Path, run: RunConfig) -> Played:
     store, engine = RunStore.create(folder / "store.sqlite", "{}", clock=trio.current_time), FakeEngine(chunk_s=CHUNK_S)
-    version = store.mint_version(0)
-    store.confirm_version(version)
+    version = store.versions.mint_version(0)
+    store.versions.confirm_version(version)
     engine.version, chance = version.version, Random(5)
 
     def env(task: Task) -> Any:
         return Waits(chance)
 
-    written = AsyncStore(store, inline=True, disk_wait_s=60.0)
+    written = JournalWriter(store, inline=True, disk_wait_s=60.0)
     place = RolloutContext(
         engine=engine,
         renderer=Renderer(write_tokenizer(folder)),
@@ -173,7 +177,7 @@ async def play(folder: Path, run: RunConfig) -> Played:
 
 
 def simulated(run: RunConfig, measured: MeasuredRun) -> Found:
-    [own] = [case for case in plan(run, Wishes(others=False), measured) if case.present]
+    [own] = [case for case in plan(run, Wishes(), measured) if case.present]
     return own.run()
 
 
@@ -191,3 +195,18 @@ async def test_a_simulation_gives_the_idle_share_and_the_dropped_tokens_of_its_r
     found = simulated(run, measured)
     assert found.idle == pytest.approx(measured.idle, abs=0.05)
     assert found.tokens_discarded == pytest.approx(1 - played.fresh / played.tokens, abs=0.05)
+
+
+async def test_law_6_turns_begin_while_the_learner_is_in_a_step(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the lag bound, episodes go on during the eight steps. At a `max_lag` of 0, all groups of a step have ended
+    before it starts, and the next ones wait for its weights."""
+    monkeypatch.setattr(episode, "time", SimpleNamespace(time=trio.current_time))
+    overlapping = await play(tmp_path, config(steps=8))
+    overlapping.store.close()
+    assert sum(overlapping.sampled_meanwhile) > 8
+    (tmp_path / "alternating").mkdir()
+    alternating = await play(tmp_path / "alternating", config(steps=3, max_lag=0))
+    alternating.store.close()
+    assert alternating.sampled_meanwhile == [0, 0, 0]

@@ -21,9 +21,9 @@ from agentrl.env.tasks import Seeds
 from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, Message, StopReason
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import FULL, Claim, EnvSnapshot, EpisodeFilter, Quorum, Requeued, Source
-from agentrl.store.interfaces import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
-from agentrl.store.lineage import Saved
+from agentrl.store import FULL, Claim, Ending, EnvSnapshot, EpisodeFilter, Quorum, Requeued, RunStore, Source
+from agentrl.store.interfaces import RewardStore, RolloutStore
+from agentrl.store.recovery import Saved
 from agentrl.tokens import images
 
 from .play import START, answer, bounds, part, turn
@@ -52,12 +52,12 @@ class Offer:
 
     rollout: RolloutStore
     rewards: RewardStore
-    learner: LearnerStore
-    control: ControlStore
-    read: ReadStore
+    learner: RunStore
+    control: RunStore
+    read: RunStore
 
 
-Again = Callable[[], AbstractContextManager[LearnerStore]]
+Again = Callable[[], AbstractContextManager[RunStore]]
 """The fixture `store_again`: one more handle of the same store, as another learner's process holds it."""
 
 
@@ -71,7 +71,7 @@ async def claim(offer: Offer, n: int = 99, worker: str = "w", **how: Any) -> lis
 
 def members(offer: Offer, *groups: int) -> list[int]:
     """The ids of the episodes of groups, as the store numbers them."""
-    return sorted(row.id for group in groups for row in offer.read.episodes(group_id=group))
+    return sorted(row.id for group in groups for row in offer.read.reads.episodes(group_id=group))
 
 
 async def play(offer: Offer, one: Claim, *, stop: StopReason = StopReason.DONE, outcome: float | None = 1.0) -> None:
@@ -81,7 +81,7 @@ async def play(offer: Offer, one: Claim, *, stop: StopReason = StopReason.DONE, 
     for index in range(len(one.turns), 2):
         await store.journal_turn(id, fence, turn(index, 1))
         await store.journal_step(id, fence, index, answer(index, last=index == 1))
-    await store.finish(id, fence, stop_reason=stop, outcome=outcome, success=None)
+    await store.finish(id, fence, Ending(stop_reason=stop, outcome=outcome, success=None))
 
 
 async def test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it(offer: Offer) -> None:
@@ -123,7 +123,7 @@ async def test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker(off
         await store.journal_turn(id, again.fence, turn(2, 1))
     await play(offer, again)
     assert await store.snapshot(id) is None
-    assert len(offer.read.trajectory(id).turns) == 2
+    assert len(offer.read.reads.trajectory(id).turns) == 2
 
 
 async def test_images_are_kept_once_and_come_back_with_the_messages(offer: Offer) -> None:
@@ -139,10 +139,10 @@ async def test_images_are_kept_once_and_come_back_with_the_messages(offer: Offer
     await offer.rollout.hand_back("w")
     for member in await claim(offer, worker="next"):
         assert (member.start, [turn.step for turn in member.turns]) == (start, [seen])
-    assert offer.read.trajectory(one.episode_id).start == start
-    assert offer.read.image(red.digest) == red.data
+    assert offer.read.reads.trajectory(one.episode_id).start == start
+    assert offer.read.reads.image(red.digest) == red.data
     with pytest.raises(StoreError, match="no image"):
-        offer.read.image("0" * 64)
+        offer.read.reads.image("0" * 64)
     broken = replace(answer(1), observation=({**start[0], "images": [{"at": 0, "url": "data:image/png;base64,AAAA"}]},))
     with pytest.raises(StoreError, match="observation: data that begin with"):
         await offer.rollout.journal_turn(one.episode_id, one.fence + 1, turn(1, 1, step=broken))
@@ -152,15 +152,15 @@ async def test_each_member_is_trained_once(offer: Offer) -> None:
     admit(offer, 3)
     for one in await claim(offer):
         await play(offer, one)
-    first = offer.learner.take(1, 2, max_lag=1) or []
+    first = offer.learner.buffer.take(1, 2, max_lag=1) or []
     assert [group.id for group in first] == [1, 2]
-    assert offer.learner.take(2, 2, max_lag=1) is None, "one group is left"
-    second = offer.learner.take(2, 1, max_lag=1) or []
+    assert offer.learner.buffer.take(2, 2, max_lag=1) is None, "one group is left"
+    second = offer.learner.buffer.take(2, 1, max_lag=1) or []
     assert [group.id for group in second] == [3]
-    trained = [offer.read.lineage(step) for step in (1, 2)]
+    trained = [offer.read.lineage.episodes_of(step) for step in (1, 2)]
     assert trained == [members(offer, 1, 2), members(offer, 3)]
     with pytest.raises(StoreError, match="roll back first"):
-        offer.learner.take(2, 1, max_lag=1)
+        offer.learner.buffer.take(2, 1, max_lag=1)
 
 
 async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts(offer: Offer) -> None:
@@ -170,12 +170,14 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
     for one, outcome in zip(claims[:5], (0.5, 0.0, 1.0, 1.0, 0.25), strict=True):
         await play(offer, one, outcome=outcome)
     await offer.rollout.begin(claims[5].episode_id, claims[5].fence, ({"role": "user", "content": 'say "100%"'},))
-    offer.learner.take(1, 1, max_lag=1)
-    offer.learner.checkpoint(1, 1, "there")
+    offer.learner.buffer.take(1, 1, max_lag=1)
+    offer.learner.lineage.checkpoint(1, 1, "there")
     read = offer.read
 
     def found(by: Any = "episode", *, descending: bool = False, offset: int = 0, limit: int = 9, **what: Any) -> Any:
-        rows = read.find_episodes(EpisodeFilter(**what), by=by, descending=descending, offset=offset, limit=limit)
+        rows = read.search.find_episodes(
+            EpisodeFilter(**what), by=by, descending=descending, offset=offset, limit=limit
+        )
         return [ids.index(row.id) for row in rows]
 
     assert found("outcome") == [1, 4, 0, 2, 3, 5], "the one without an outcome is last"
@@ -187,19 +189,19 @@ async def test_episodes_are_found_by_what_they_have_in_common_and_by_their_texts
     assert (
         found(least_turns=2, most_turns=2, late=False, dropped=False) == [0, 1, 2, 3, 4] and found(dropped=True) == []
     )
-    assert found(role="policy") == [0, 1, 2, 3, 4] and found(role="critic") == [] and read.roles() == ["policy"]
+    assert found(role="policy") == [0, 1, 2, 3, 4] and found(role="critic") == [] and read.search.roles() == ["policy"]
     assert found(from_weights=0, to_weights=0) == [0, 1, 2, 3, 4], "weights of step 0 sampled them"
     assert found(from_weights=1) == [] == found(from_weights=0, to_weights=-1)
-    assert read.outcomes(EpisodeFilter()) == {None: 1, 0.0: 1, 0.25: 1, 0.5: 1, 1.0: 2}
-    assert read.checkpoint_steps() == [1]
+    assert read.search.outcomes(EpisodeFilter()) == {None: 1, 0.0: 1, 0.25: 1, 0.5: 1, 1.0: 2}
+    assert read.lineage.checkpoint_steps() == [1]
 
     def texts(text: str) -> Any:
-        return [ids.index(id) for id in read.search_texts(text).ids]
+        return [ids.index(id) for id in read.search.search_texts(text).ids]
 
     assert texts("action 1") == texts("Seen 1") == [4, 3, 2, 1, 0] and texts("action 2") == texts("seen _") == []
     assert texts('"100%"') == [5], "what it was asked, with characters that patterns and JSON write otherwise"
-    assert [ids.index(id) for id in read.search_texts("action", before=ids[2]).ids] == [1, 0]
-    late = read.search_texts("action", limit=2, budget_s=0.0)
+    assert [ids.index(id) for id in read.search.search_texts("action", before=ids[2]).ids] == [1, 0]
+    late = read.search.search_texts("action", limit=2, budget_s=0.0)
     assert (len(late.ids), late.back_to) == (2, None), "all fit into one look"
 
 
@@ -209,19 +211,19 @@ async def test_lengths_times_and_relatives_of_an_episode_are_read(offer: Offer) 
     await play(offer, first)
     await offer.rollout.begin(second.episode_id, second.fence, START)
     read = offer.read
-    sizes = read.turn_sizes(first.episode_id)
+    sizes = read.search.turn_sizes(first.episode_id)
     assert [(one.index, one.prompt_tokens, one.tokens, one.versions) for one in sizes] == [
         (index, 3, 3, (1,)) for index in (0, 1)
     ]
-    found = read.activity(1)
+    found = read.metrics.activity(1)
     assert found.turns == [(11.0, 11.5, 3)], "the newest turn alone"
     assert sorted(ended is None for _, ended in found.episodes) == [False, True], "one goes on"
-    assert read.family(first.episode_id) == []
-    group = offer.control.fork(first.episode_id, turn=1, k=2)
+    assert read.search.family(first.episode_id) == []
+    group = offer.control.groups.fork(first.episode_id, turn=1, k=2)
     forked = members(offer, group)
-    again = offer.control.fork(forked[0], turn=1, k=2)
+    again = offer.control.groups.fork(forked[0], turn=1, k=2)
     for id in (first.episode_id, *forked, *members(offer, again)):
-        family = read.family(id)
+        family = read.search.family(id)
         assert [(one.group_id, one.of, one.trial, one.turn) for one in family] == [
             (group, first.episode_id, 0, 1),
             (again, forked[0], 0, 1),
@@ -234,14 +236,14 @@ async def test_a_late_member_is_trained_later_against_its_groups_record(offer: O
     fast, other, slow = await claim(offer, now=1000.0)
     for outcome, one in ((0.0, fast), (1.0, other)):
         await play(offer, one, outcome=outcome)
-    assert offer.control.expire(1e10, 1e12, close_policy=FULL).closed == ()
-    assert offer.control.expire(1e10, 1e12, close_policy=Quorum(2, 0.0)).closed == (1,)
-    (group,) = offer.learner.take(1, 1, max_lag=1) or []
+    assert offer.control.buffer.expire(1e10, 1e12, close_policy=FULL).closed == ()
+    assert offer.control.buffer.expire(1e10, 1e12, close_policy=Quorum(2, 0.0)).closed == (1,)
+    (group,) = offer.learner.buffer.take(1, 1, max_lag=1) or []
     assert [one.member for one in group.trajectories] == [0, 1]
     record = group.record
     assert record is not None
     await play(offer, slow, outcome=7.0)
-    (late,) = offer.learner.take(2, 0, max_lag=1) or []
+    (late,) = offer.learner.buffer.take(2, 0, max_lag=1) or []
     assert [one.member for one in late.trajectories] == [2]
     assert late.record == record, "it changes nothing for the others"
 
@@ -253,41 +255,41 @@ async def test_a_group_at_the_lag_bound_is_waited_for_and_closes(offer: Offer) -
     await play(offer, fast)
     await offer.rollout.begin(hangs.episode_id, hangs.fence, START)
     await offer.rollout.journal_turn(hangs.episode_id, hangs.fence, turn(0, 1))
-    assert offer.learner.at_bound(1, max_lag=1, quorum=2) == (0, 0)
-    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (2, 0)
+    assert offer.learner.buffer.at_bound(1, max_lag=1, quorum=2) == (0, 0)
+    assert offer.learner.buffer.at_bound(2, max_lag=1, quorum=2) == (2, 0)
     await play(offer, other)
-    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (1, 1), "an action that hangs"
-    assert offer.learner.at_bound(2, max_lag=1, quorum=None) == (1, 0)
-    assert offer.learner.take(1, 1, max_lag=1, close_at_bound=2) is None
-    (group,) = offer.learner.take(2, 1, max_lag=1, close_at_bound=2) or []
+    assert offer.learner.buffer.at_bound(2, max_lag=1, quorum=2) == (1, 1), "an action that hangs"
+    assert offer.learner.buffer.at_bound(2, max_lag=1, quorum=None) == (1, 0)
+    assert offer.learner.buffer.take(1, 1, max_lag=1, close_at_bound=2) is None
+    (group,) = offer.learner.buffer.take(2, 1, max_lag=1, close_at_bound=2) or []
     assert [one.member for one in group.trajectories] == [0, 1]
-    assert offer.learner.at_bound(2, max_lag=1, quorum=2) == (1, 0), "it is late, and waited for"
+    assert offer.learner.buffer.at_bound(2, max_lag=1, quorum=2) == (1, 0), "it is late, and waited for"
 
 
 async def test_a_lost_task_is_played_again_before_new_ones(offer: Offer) -> None:
     admit(offer, 1, max_replays=1)
     for one in await claim(offer):
         await play(offer, one, stop=StopReason.ENGINE_FAILED, outcome=None)
-    assert offer.read.counts() == {GroupState.FAILED: 1}
+    assert offer.read.groups.counts() == {GroupState.FAILED: 1}
     assert admit(offer, 2, max_replays=1) == 2
-    rows = sorted(offer.read.episodes("train"), key=lambda row: row.group_id)
+    rows = sorted(offer.read.reads.episodes("train"), key=lambda row: row.group_id)
     assert [row.task.seed for row in rows][::2] == [0, 0, 1]
-    assert offer.read.replays(1).played == 1
+    assert offer.read.replays.counts(1).played == 1
 
 
 async def test_an_episode_waits_for_its_sources_and_each_score_counts_once(offer: Offer) -> None:
-    offer.control.declare_sources([Source(name="prm", deadline_s=60.0)])
+    offer.control.scores.declare_sources([Source(name="prm", deadline_s=60.0)])
     admit(offer, 1)
     for one in await claim(offer):
         await play(offer, one)
-    assert offer.read.ready_count() == 0
+    assert offer.read.buffer.ready_count() == 0
     turns = await offer.rewards.awaiting("prm", 99)
     assert sorted(turns) == [f"{id}.0.{index}" for id in members(offer, 1) for index in range(2)]
     for id in turns:
         assert await offer.rewards.score(id, "prm", 0.5, took_s=0.1, cost=1.0)
         assert not await offer.rewards.score(id, "prm", 9.0, took_s=0.1, cost=1.0)
-    assert offer.read.ready_count() == 1
-    assert [one.value for one in offer.read.scores("prm")] == [0.5] * 4
+    assert offer.read.buffer.ready_count() == 1
+    assert [one.value for one in offer.read.scores.recorded("prm")] == [0.5] * 4
 
 
 async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offer: Offer, store_again: Again) -> None:
@@ -295,32 +297,32 @@ async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offe
     admit(offer, 2)
     for one in await claim(offer):
         await play(offer, one)
-    first, version = offer.learner, offer.learner.current_version()
-    first.lead()
-    assert first.take(1, 1, max_lag=9)
+    first, version = offer.learner, offer.learner.versions.current_version()
+    first.lineage.lead()
+    assert first.buffer.take(1, 1, max_lag=9)
     with store_again() as second:
-        second.lead()
-        second.rollback(0)
+        second.lineage.lead()
+        second.lineage.rollback(0)
         for call in (
-            lambda: first.take(1, 1, max_lag=9),
-            lambda: first.take(1, 9, max_lag=9),  # it waits for more
-            lambda: first.mint_version(1),
-            lambda: first.confirm_version(version),
-            lambda: first.checkpoint(1, version, "/checkpoints/1"),
-            lambda: first.rollback(0),
+            lambda: first.buffer.take(1, 1, max_lag=9),
+            lambda: first.buffer.take(1, 9, max_lag=9),  # it waits for more
+            lambda: first.versions.mint_version(1),
+            lambda: first.versions.confirm_version(version),
+            lambda: first.lineage.checkpoint(1, version, "/checkpoints/1"),
+            lambda: first.lineage.rollback(0),
             lambda: first.set_meta("max_lag", "9"),
             lambda: first.swap_meta("max_lag", "", "9"),
-            lambda: first.record("step", 1, {}),
-            first.still_leads,
+            lambda: first.metrics.record("step", 1, {}),
+            first.lineage.still_leads,
         ):
             with pytest.raises(LeaseLost, match="another learner has begun"):
                 call()
-        second.still_leads()
-        assert second.take(1, 2, max_lag=9)
+        second.lineage.still_leads()
+        assert second.buffer.take(1, 2, max_lag=9)
         with pytest.raises(LeaseLost, match="another learner has begun"):
-            first.take(1, 1, max_lag=9)
-        second.checkpoint(1, second.mint_version(1), "/checkpoints/1")
-        assert offer.read.lineage(1) == members(offer, 1, 2)
+            first.buffer.take(1, 1, max_lag=9)
+        second.lineage.checkpoint(1, second.versions.mint_version(1), "/checkpoints/1")
+        assert offer.read.lineage.episodes_of(1) == members(offer, 1, 2)
 
 
 async def test_a_rollback_puts_back_what_came_after_it_and_no_more(offer: Offer) -> None:
@@ -328,16 +330,16 @@ async def test_a_rollback_puts_back_what_came_after_it_and_no_more(offer: Offer)
     for one in await claim(offer):
         await play(offer, one)
     for step in (1, 2):
-        assert offer.learner.take(step, 1, max_lag=9)
-        offer.learner.confirm_version(offer.learner.mint_version(step))
+        assert offer.learner.buffer.take(step, 1, max_lag=9)
+        offer.learner.versions.confirm_version(offer.learner.versions.mint_version(step))
         if step == 1:
-            offer.learner.checkpoint(1, offer.learner.current_version(), "/checkpoints/1")
-    assert offer.learner.stands_beyond(1)
-    assert offer.learner.rollback(1) == 2
-    assert offer.read.counts() == {GroupState.TRAINED: 1, GroupState.SCORED: 1}
-    assert (offer.read.lineage(1), offer.read.lineage(2)) == (members(offer, 1), [])
-    assert offer.read.current_version().step == 1
-    assert offer.learner.take(2, 1, max_lag=9)
+            offer.learner.lineage.checkpoint(1, offer.learner.versions.current_version(), "/checkpoints/1")
+    assert offer.learner.lineage.stands_beyond(1)
+    assert offer.learner.lineage.rollback(1) == 2
+    assert offer.read.groups.counts() == {GroupState.TRAINED: 1, GroupState.SCORED: 1}
+    assert (offer.read.lineage.episodes_of(1), offer.read.lineage.episodes_of(2)) == (members(offer, 1), [])
+    assert offer.read.versions.current_version().step == 1
+    assert offer.learner.buffer.take(2, 1, max_lag=9)
 
 
 async def test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other(
@@ -345,12 +347,12 @@ async def test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_
 ) -> None:
     """As where an older copy of the store was put back."""
     lost = set(range(1, 25))
-    saved = [Saved(step=1, previous_step=0, episodes=(tuple(sorted(lost)),))]
-    assert offer.learner.reconcile(saved, max_lag=4) == len(lost)
-    assert offer.learner.reconcile(saved, max_lag=4) == 0, "they are noted"
+    saved = [Saved(previous_step=0, episodes=(tuple(sorted(lost)),))]
+    assert offer.learner.recovery.reconcile(saved, max_lag=4) == len(lost)
+    assert offer.learner.recovery.reconcile(saved, max_lag=4) == 0, "they are noted"
     assert admit(offer, 6, max_lag=4) == 6
     assert not {one.episode_id for one in await claim(offer)} & lost
-    assert offer.learner.mint_version(1).version > 1000, "weights of lost steps had numbers, too"
+    assert offer.learner.versions.mint_version(1).version > 1000, "weights of lost steps had numbers, too"
 
 
 async def test_waiting_ends_when_there_is_work(offer: Offer) -> None:
@@ -373,10 +375,10 @@ async def test_failures_are_played_again_once_they_are_asked_for(offer: Offer) -
             reason, outcome = (StopReason.ENGINE_FAILED, None) if failed else (StopReason.DONE, 1.0)
             await play(offer, one, stop=reason, outcome=outcome)
     first = {group: members(offer, group)[0] for group in (1, 2)}
-    found = offer.control.requeue(bounds=bounds())
+    found = offer.control.replays.requeue(bounds=bounds())
     assert (found.members, found.late, found.groups, found.left) == ((first[1],), (first[2],), (3,), {})
     left = {"a group of which nothing failed": 2}
-    assert offer.control.requeue([1, 2], bounds=bounds()) == Requeued(left=left), "once"
+    assert offer.control.replays.requeue([1, 2], bounds=bounds()) == Requeued(left=left), "once"
     again = [(one.group_id, one.member, one.trial) for one in await claim(offer, worker="next")]
     assert sorted(again) == [(1, 0, 1), (2, 0, 1), (4, 0, 0), (4, 1, 0), (4, 2, 0)]
-    assert offer.read.endings() == {StopReason.DONE: 3, StopReason.ENGINE_FAILED: 3}
+    assert offer.read.metrics.endings() == {StopReason.DONE: 3, StopReason.ENGINE_FAILED: 3}

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.env.tasks import TaskSource
 from agentrl.records import Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.rollout.admitter import Admitter
-from agentrl.store import AdmissionBounds, Claim, Partial, RunStore
+from agentrl.store import AdmissionBounds, Claim, Ending, Partial, RunStore
 
 START: Messages = ({"role": "user", "content": "mend it"},)
 
@@ -56,8 +56,8 @@ def admit(
 
 def serve(store: RunStore, step: int) -> int:
     """Weights of `step` are minted and served; their version."""
-    version = store.mint_version(step)
-    store.confirm_version(version)
+    version = store.versions.mint_version(step)
+    store.versions.confirm_version(version)
     return version.version
 
 
@@ -105,21 +105,21 @@ def play(
     outcome: float | None = 1.0,
 ) -> None:
     """Play a claimed episode on from where its journal stands, to `turns` turns and its end."""
-    version = store.current_version().version if version is None else version
+    version = store.versions.current_version().version if version is None else version
     if claim.start is None:
-        store.begin(claim.episode_id, claim.fence, START)
+        store.journal.begin(claim.episode_id, claim.fence, START)
     if claim.turns and claim.turns[-1].step is None:
-        store.journal_step(claim.episode_id, claim.fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
+        store.journal.journal_step(claim.episode_id, claim.fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
     for index in range(len(claim.turns), turns):
-        store.journal_turn(claim.episode_id, claim.fence, turn(index, version))
-        store.journal_step(claim.episode_id, claim.fence, index, answer(index, last=index == turns - 1))
+        store.journal.journal_turn(claim.episode_id, claim.fence, turn(index, version))
+        store.journal.journal_step(claim.episode_id, claim.fence, index, answer(index, last=index == turns - 1))
     success = None if outcome is None else outcome > 0
-    store.finish(claim.episode_id, claim.fence, stop_reason=stop, outcome=outcome, success=success)
+    store.journal.finish(claim.episode_id, claim.fence, Ending(stop_reason=stop, outcome=outcome, success=success))
 
 
 def play_all(store: RunStore, **how: Any) -> list[Claim]:
     """Claim whatever there is to claim and play it to its end."""
-    claims = store.claim("worker", 1000, lease_s=30.0)
+    claims = store.leases.claim("worker", 1000, lease_s=30.0)
     for claim in claims:
         play(store, claim, **how)
     return claims

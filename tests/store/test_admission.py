@@ -32,17 +32,8 @@ def admissible(load: Load = IDLE, step: int = 0, **changes: int) -> int:
         (IDLE, {}, 4),  # (1 + 0 + 1) * 2
         (IDLE, {"max_lag": 0}, 2),  # synchronous: one step's batch
         (IDLE, {"max_lag": 3, "step": 5}, 18),  # (3 + 5 + 1) * 2
-        (Load(running_episodes=4, running_groups=1, accepted_groups=2), {}, 1),  # 4 - (1 + 2)
-        (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0}, 0),  # waits for the learner
-        (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0, "step": 1}, 2),
         (IDLE, {"max_running": 11}, 3),  # eleven places: of the third group one member waits for one
-        (Load(running_episodes=5, running_groups=2, accepted_groups=0), {"max_running": 8}, 1),  # three places are free
-        (Load(running_episodes=8, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),
-        (Load(running_episodes=9, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),  # one waits already
         (IDLE, {"steps_total": 1}, 2),  # the last step needs two groups, whatever the lag bound allows
-        (Load(running_episodes=0, running_groups=0, accepted_groups=9), {"step": 4, "steps_total": 5}, 1),
-        (Load(running_episodes=0, running_groups=0, accepted_groups=10), {"step": 5, "steps_total": 5}, 0),
-        (Load(running_episodes=9, running_groups=9, accepted_groups=9), {}, 0),  # never negative
         (Load(running_episodes=0, running_groups=0, accepted_groups=2, buffered_tokens=99), {"max_tokens": 100}, 2),
         (Load(running_episodes=0, running_groups=0, accepted_groups=2, buffered_tokens=100), {"max_tokens": 100}, 0),
         (Load(running_episodes=0, running_groups=0, accepted_groups=1, buffered_tokens=999), {"max_tokens": 1}, 1),
@@ -140,9 +131,9 @@ def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_
 
 def test_nothing_starts_before_an_engine_serves_weights(path: Path) -> None:
     with RunStore.create(path, "{}") as store:
-        version = store.mint_version(0)
+        version = store.versions.mint_version(0)
         assert admit(store) == 0
-        store.confirm_version(version)
+        store.versions.confirm_version(version)
         assert admit(store) == 4
 
 
@@ -153,36 +144,15 @@ def test_synchronous_training_alternates(store: RunStore) -> None:
         assert admit(store, max_lag=0) == 0
         play_all(store)
         assert admit(store, max_lag=0) == 0
-        assert len(store.take(step + 1, 2, max_lag=0) or []) == 2
+        assert len(store.buffer.take(step + 1, 2, max_lag=0) or []) == 2
         assert admit(store, max_lag=0) == 0
         serve(store, step + 1)
-
-
-def test_dropped_groups_are_replaced(store: RunStore) -> None:
-    assert admit(store, max_lag=0) == 2
-    play_all(store, outcome=None)  # nothing scored them: both fail
-    assert store.drops() == {"no_outcome": 2}
-    assert admit(store, max_lag=0) == 2
-
-
-def test_admission_ends_with_what_the_last_step_needs(store: RunStore) -> None:
-    assert admit(store, max_lag=8, steps_total=3) == 6
-    assert admit(store, max_lag=8, steps_total=3) == 0
-
-
-def test_tasks_count_on_after_a_restart(store: RunStore) -> None:
-    admit(store, limit=3)
-    store.close()
-    with RunStore.open(store.path) as again:
-        admit(again, limit=1)
-        indices = [row.task.index for row in again.episodes("train")]
-    assert indices == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_task_that_cannot_be_made_admits_nothing(store: RunStore) -> None:
     with pytest.raises(ZeroDivisionError):
         admit(store, lambda index: task(index // (1 - index)))
-    assert store.counts() == {}
+    assert store.groups.counts() == {}
     assert admit(store) == 4
 
 
@@ -197,7 +167,7 @@ def test_a_buffer_full_of_tokens_stops_admission_until_a_step_has_taken_some(sto
     assert admit(store, max_tokens=20) == 0
     assert admit(store, max_tokens=37) == 1
     play_all(store)
-    assert store.take(1, 2, max_lag=1) is not None
+    assert store.buffer.take(1, 2, max_lag=1) is not None
     serve(store, 1)
     assert admit(store, max_tokens=24) == 0, "still full, and the next step has its groups"
     assert admit(store, max_tokens=25) == 2
@@ -205,11 +175,11 @@ def test_a_buffer_full_of_tokens_stops_admission_until_a_step_has_taken_some(sto
 
 def test_late_members_that_have_ended_fill_the_buffer_too(store: RunStore, clock: Clock) -> None:
     admit(store, limit=1, group_size=3)
-    *early, late = store.claim("w", 3, lease_s=1e6)
+    *early, late = store.leases.claim("w", 3, lease_s=1e6)
     for claim in early:
         play(store, claim)
-    store.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=1)
+    store.buffer.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
+    store.buffer.take(1, 1, max_lag=1)
     play(store, late)
     serve(store, 1)
     assert admit(store, max_tokens=6, group_size=3) == 3, "full: no more than the next step needs"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from agentrl.records import GroupState, StopReason
-from agentrl.store import Claim, Patience, RunStore, Source
+from agentrl.store import Claim, Ending, Patience, RunStore, Source
 from agentrl.store.audit import audit
 
 from .play import START, Clock, admit, play, serve, turn
@@ -15,17 +15,17 @@ from .play import START, Clock, admit, play, serve, turn
 
 def begun(store: RunStore, *, size: int = 4, groups: int = 1, max_lag: int = 1) -> list[Claim]:
     admit(store, limit=groups, group_size=size, max_lag=max_lag, groups_per_step=groups)
-    return store.claim("a", size * groups, lease_s=1e6)
+    return store.leases.claim("a", size * groups, lease_s=1e6)
 
 
 def hang(store: RunStore, claim: Claim, *, version: int = 1) -> None:
     """A turn is sampled, and the environment has yet to answer."""
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, version))
+    store.journal.begin(claim.episode_id, claim.fence, START)
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, version))
 
 
 def found(store: RunStore, step: int, *, quorum: int | None, max_lag: int = 1) -> tuple[int, int]:
-    return tuple(store.at_bound(step, max_lag=max_lag, quorum=quorum))  # pyright: ignore[reportReturnType]
+    return tuple(store.buffer.at_bound(step, max_lag=max_lag, quorum=quorum))  # pyright: ignore[reportReturnType]
 
 
 def test_a_full_group_is_waited_for_from_the_last_step_that_trains_its_first_member(store: RunStore) -> None:
@@ -67,11 +67,13 @@ def test_law_3_a_member_whose_action_hangs_is_waited_for_since_its_end_is_the_po
     play_on(store, samples)
     assert found(store, 1, quorum=2) == (0, 0)
     assert found(store, 2, quorum=2) == (1, 1)
-    assert store.take(1, 1, max_lag=1, close_at_bound=2) is None, "it is not the last step yet"
-    (group,) = store.take(2, 1, max_lag=1, close_at_bound=2) or []
+    assert store.buffer.take(1, 1, max_lag=1, close_at_bound=2) is None, "it is not the last step yet"
+    (group,) = store.buffer.take(2, 1, max_lag=1, close_at_bound=2) or []
     assert [one.member for one in group.trajectories] == [0, 1]
     assert found(store, 2, quorum=2) == (1, 0)
-    store.finish(hangs.episode_id, hangs.fence, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False)
+    store.journal.finish(
+        hangs.episode_id, hangs.fence, Ending(stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False)
+    )
     assert found(store, 2, quorum=2) == (0, 0)
     assert audit(store).violations == []
 
@@ -81,11 +83,11 @@ def play_on(store: RunStore, claim: Claim) -> None:
     from .play import answer
 
     hang(store, claim)
-    store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+    store.journal.journal_step(claim.episode_id, claim.fence, 0, answer(0))
 
 
 def test_a_member_that_waits_for_a_reward_source_is_waited_for(store: RunStore) -> None:
-    store.declare_sources([Source(name="judge", deadline_s=60.0)])
+    store.scores.declare_sources([Source(name="judge", deadline_s=60.0)])
     first, *_ = begun(store, size=2)
     play(store, first, turns=1)
     assert found(store, 1, quorum=2) == (0, 0)
@@ -96,12 +98,12 @@ def test_law_5_a_group_closes_at_the_bound_before_its_quick_members_grow_stale(s
     first, second, _, _ = begun(store)
     play(store, first, outcome=0.0)
     play(store, second, outcome=1.0)
-    assert store.take(2, 1, max_lag=1, close_at_bound=3) is None, "too few for its quorum"
-    assert store.counts() == {GroupState.RUNNING: 1}
-    (group,) = store.take(2, 1, max_lag=1, close_at_bound=0) or []
+    assert store.buffer.take(2, 1, max_lag=1, close_at_bound=3) is None, "too few for its quorum"
+    assert store.groups.counts() == {GroupState.RUNNING: 1}
+    (group,) = store.buffer.take(2, 1, max_lag=1, close_at_bound=0) or []
     assert [one.member for one in group.trajectories] == [0, 1]
-    assert store.late_open() == 2
-    assert store.drops() == {}
+    assert store.buffer.late_open() == 2
+    assert store.metrics.drops() == {}
 
 
 def test_without_the_bound_the_same_members_are_lost(store: RunStore) -> None:
@@ -109,11 +111,11 @@ def test_without_the_bound_the_same_members_are_lost(store: RunStore) -> None:
     claims = begun(store)
     for claim in claims[:2]:
         play(store, claim)
-    assert store.take(2, 1, max_lag=1) is None
+    assert store.buffer.take(2, 1, max_lag=1) is None
     new = serve(store, 2)
     for claim in claims[2:]:
         play(store, claim, version=new)
-    (group,) = store.take(3, 1, max_lag=1) or []
+    (group,) = store.buffer.take(3, 1, max_lag=1) or []
     assert [one.member for one in group.trajectories] == [2, 3]
 
 
@@ -122,18 +124,18 @@ def test_groups_at_the_bound_stay_open_while_the_step_lacks_others(store: RunSto
     claims = begun(store, groups=2)
     for claim in claims[:2]:
         play(store, claim)
-    assert store.take(2, 2, max_lag=1, close_at_bound=0) is None
-    assert store.counts() == {GroupState.RUNNING: 2}
+    assert store.buffer.take(2, 2, max_lag=1, close_at_bound=0) is None
+    assert store.groups.counts() == {GroupState.RUNNING: 2}
     for claim in claims[4:]:
         play(store, claim)
-    assert len(store.take(2, 2, max_lag=1, close_at_bound=0) or []) == 2
+    assert len(store.buffer.take(2, 2, max_lag=1, close_at_bound=0) or []) == 2
 
 
 def test_one_scored_member_closes_no_group(store: RunStore) -> None:
     """Nobody would judge it."""
     first, *_ = begun(store)
     play(store, first)
-    assert store.take(2, 1, max_lag=1, close_at_bound=0) is None
+    assert store.buffer.take(2, 1, max_lag=1, close_at_bound=0) is None
     assert found(store, 2, quorum=2) == (3, 0)
 
 

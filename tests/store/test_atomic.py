@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.records import StopReason
-from agentrl.store import EnvSnapshot, RunStore, Source
+from agentrl.store import Ending, EnvSnapshot, RunStore, Source
 from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
@@ -26,20 +26,20 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunStore.create(path, "{}", clock=Clock()) as store:
         serve(store, 0)
         admit(store, limit=10, max_lag=9)
-        claims = store.claim("a", 18, lease_s=30.0)
+        claims = store.leases.claim("a", 18, lease_s=30.0)
         one, two, three = serve(store, 1), serve(store, 2), serve(store, 3)
         for claim in claims[:15]:
             play(store, claim, version={7: 1}.get(claim.group_id, three))
-        store.take(1, 2, max_lag=9)
-        store.checkpoint(1, one, "/checkpoints/1")
-        store.take(2, 2, max_lag=9)
+        store.buffer.take(1, 2, max_lag=9)
+        store.lineage.checkpoint(1, one, "/checkpoints/1")
+        store.buffer.take(2, 2, max_lag=9)
         for claim in claims[15:]:
-            store.begin(claim.episode_id, claim.fence, START)
-        store.journal_turn(16, 1, turn(0, three, step=answer(0)))
-        store.journal_turn(16, 1, turn(1, two))
-        store.add_groups([task(0)], size=1, purpose="eval@3")
-        store.claim("a", 1, lease_s=30.0)
-        store.mint_version(4)
+            store.journal.begin(claim.episode_id, claim.fence, START)
+        store.journal.journal_turn(16, 1, turn(0, three, step=answer(0)))
+        store.journal.journal_turn(16, 1, turn(1, two))
+        store.groups.add_groups([task(0)], size=1, purpose="eval@3")
+        store.leases.claim("a", 1, lease_s=30.0)
+        store.versions.mint_version(4)
     return path
 
 
@@ -50,44 +50,46 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunStore.create(path, "{}", clock=Clock()) as store:
         serve(store, 0)
         admit(store, limit=1)
-        store.declare_sources([Source(name="prm", late="neutral")])
+        store.scores.declare_sources([Source(name="prm", late="neutral")])
         play_all(store)
         for turn_id in ("1.0.0", "2.0.0", "2.0.1"):
-            store.score(turn_id, "prm", 2.0)
+            store.scores.score(turn_id, "prm", 2.0)
     return path
 
 
 HELD_WRITES: dict[str, Callable[[RunStore], Any]] = {
-    "score": lambda store: store.score("1.0.1", "prm", 1.0),
-    "expire_sources": lambda store: store.expire_sources(1e6),
-    "declare_sources": lambda store: store.declare_sources([]),
-    "release_all": lambda store: store.release_all(),
+    "score": lambda store: store.scores.score("1.0.1", "prm", 1.0),
+    "expire_sources": lambda store: store.scores.expire_sources(1e6),
+    "declare_sources": lambda store: store.scores.declare_sources([]),
+    "release_all": lambda store: store.deaths.release_all(),
 }
 
 WRITES: dict[str, Callable[[RunStore], Any]] = {
     "admit": lambda store: admit(store, limit=3, max_lag=9),
-    "add_groups": lambda store: store.add_groups([task(0), task(1)], size=2, purpose="eval"),
-    "claim": lambda store: store.claim("b", 9, lease_s=30.0, now=1e6),
-    "renew": lambda store: store.renew("b", lease_s=30.0),
-    "release_worker": lambda store: store.release_worker("a"),
-    "release_all": lambda store: store.release_all(),
-    "begin": lambda store: store.begin(17, 1, ()),
-    "journal_turn": lambda store: store.journal_turn(17, 1, turn(0, 1, step=answer(0))),
-    "journal_partial": lambda store: store.journal_partial(17, 1, part(turn(0, 1, 5), 0, 2)),
-    "keep_snapshot": lambda store: store.keep_snapshot(16, 1, EnvSnapshot(turn=0, data=b"box")),
-    "journal_step": lambda store: store.journal_step(16, 1, 1, answer(1)),
-    "restart_episode": lambda store: store.restart_episode(16, 1, "cannot replay"),
-    "restart_group": lambda store: store.restart_group(16, 1, 9),
-    "finish": lambda store: store.finish(16, 1, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False),
-    "take": lambda store: store.take(4, 2, max_lag=1),
-    "expire": lambda store: store.expire(1e6, 600.0),
-    "mint_version": lambda store: store.mint_version(5),
-    "confirm_version": lambda store: store.confirm_version(5),
-    "checkpoint": lambda store: store.checkpoint(2, 3, "/checkpoints/2"),
-    "rollback": lambda store: store.rollback(1),
-    "rollback to nothing": lambda store: store.rollback(0),
-    "retain": lambda store: store.retain(9, keep_steps=0, keep_sample=0.0),
-    "record": lambda store: store.record("step", 1, {"loss": 0.5}),
+    "add_groups": lambda store: store.groups.add_groups([task(0), task(1)], size=2, purpose="eval"),
+    "claim": lambda store: store.leases.claim("b", 9, lease_s=30.0, now=1e6),
+    "renew": lambda store: store.leases.renew("b", lease_s=30.0),
+    "release_worker": lambda store: store.deaths.release_worker("a"),
+    "release_all": lambda store: store.deaths.release_all(),
+    "begin": lambda store: store.journal.begin(17, 1, ()),
+    "journal_turn": lambda store: store.journal.journal_turn(17, 1, turn(0, 1, step=answer(0))),
+    "journal_partial": lambda store: store.journal.journal_partial(17, 1, part(turn(0, 1, 5), 0, 2)),
+    "keep_snapshot": lambda store: store.journal.keep_snapshot(16, 1, EnvSnapshot(turn=0, data=b"box")),
+    "journal_step": lambda store: store.journal.journal_step(16, 1, 1, answer(1)),
+    "restart_episode": lambda store: store.journal.restart_episode(16, 1, "cannot replay"),
+    "restart_group": lambda store: store.journal.restart_group(16, 1, 9),
+    "finish": lambda store: store.journal.finish(
+        16, 1, Ending(stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False)
+    ),
+    "take": lambda store: store.buffer.take(4, 2, max_lag=1),
+    "expire": lambda store: store.buffer.expire(1e6, 600.0),
+    "mint_version": lambda store: store.versions.mint_version(5),
+    "confirm_version": lambda store: store.versions.confirm_version(5),
+    "checkpoint": lambda store: store.lineage.checkpoint(2, 3, "/checkpoints/2"),
+    "rollback": lambda store: store.lineage.rollback(1),
+    "rollback to nothing": lambda store: store.lineage.rollback(0),
+    "retain": lambda store: store.lineage.retain(9, keep_steps=0, keep_sample=0.0),
+    "record": lambda store: store.metrics.record("step", 1, {"loss": 0.5}),
     "set_meta": lambda store: store.set_meta("phase", "stop"),
     "swap_meta": lambda store: store.swap_meta("wanted_settings", "", "[1]"),
 }
@@ -105,7 +107,7 @@ def opened(source: Path, folder: Path) -> RunStore:
     folder.mkdir()
     shutil.copy(source, folder / "store.sqlite")
     store = RunStore.open(folder / "store.sqlite", clock=Clock(2000.0))
-    store._life = "life"  # pyright: ignore[reportPrivateUsage]
+    store.leases._life = "life"  # pyright: ignore[reportPrivateUsage]
     return store
 
 

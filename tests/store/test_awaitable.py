@@ -18,29 +18,29 @@ import trio.testing
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError
 from agentrl.records import StopReason
-from agentrl.store import Claim, LeaseLost, RunStore
-from agentrl.store import asynchronous as awaitable
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store import Claim, Ending, LeaseLost, RunStore
+from agentrl.store import journal_writer as awaitable
 from agentrl.store.audit import audit
+from agentrl.store.journal_writer import JournalWriter
 
 from .fuse import Fuse, Killed
 from .play import START, admit, answer, part, turn
 
-DONE: dict[str, Any] = {"stop_reason": StopReason.DONE, "outcome": 1.0, "success": True}
-LIMIT: dict[str, Any] = {**DONE, "stop_reason": StopReason.TURN_LIMIT}
+DONE = Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+LIMIT = Ending(stop_reason=StopReason.TURN_LIMIT, outcome=1.0, success=True)
 
 
 @pytest.fixture
-async def desk(store: RunStore) -> AsyncIterator[AsyncStore]:
+async def desk(store: RunStore) -> AsyncIterator[JournalWriter]:
     with RunStore.read(store.path) as reader:
-        async with AsyncStore(store, reader) as desk:
+        async with JournalWriter(store, reader) as desk:
             yield desk
 
 
 @pytest.fixture
 def claims(store: RunStore) -> list[Claim]:
     admit(store)
-    return store.claim("w", 8, lease_s=1e6)
+    return store.leases.claim("w", 8, lease_s=1e6)
 
 
 @contextmanager
@@ -69,13 +69,13 @@ def statements(store: RunStore, first: str = "") -> Iterator[list[str]]:
 transactions = partial(statements, first="BEGIN IMMEDIATE")
 
 
-async def play(desk: AsyncStore, claim: Claim) -> None:
+async def play(desk: JournalWriter, claim: Claim) -> None:
     id, fence = claim.episode_id, claim.fence
     await desk.begin(id, fence, START)
     desk.post_partial(id, fence, part(turn(0, 1), 0, 2))
     await desk.journal_turn(id, fence, turn(0, 1))
     await desk.journal_step(id, fence, 0, answer(0, last=True))
-    await desk.finish(id, fence, **DONE)
+    await desk.finish(id, fence, DONE)
 
 
 NO_THREAD = pytest.mark.xfail(strict=True, reason="the loop stands still")
@@ -90,7 +90,7 @@ async def test_law_4_deadlines_hold_while_somebody_holds_the_write_lock(
     busy_s = 0.5 if inline else 60.0
     store.hurry(busy_s)
     with locked(store.path), RunStore.read(store.path) as reader:
-        desk = AsyncStore(store, reader, inline=inline)
+        desk = JournalWriter(store, reader, inline=inline)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(play_until_busy, desk, claims[0])
             started = trio.current_time()
@@ -104,7 +104,7 @@ async def test_law_4_deadlines_hold_while_somebody_holds_the_write_lock(
         store.close() if inline else await desk.aclose()
 
 
-async def play_until_busy(desk: AsyncStore, claim: Claim) -> None:
+async def play_until_busy(desk: JournalWriter, claim: Claim) -> None:
     try:
         await play(desk, claim)
     except StoreBusy:
@@ -112,7 +112,7 @@ async def play_until_busy(desk: AsyncStore, claim: Claim) -> None:
 
 
 async def test_what_is_asked_for_at_once_is_committed_at_once(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     with transactions(store) as began:
         async with trio.open_nursery() as nursery:
@@ -122,11 +122,11 @@ async def test_what_is_asked_for_at_once_is_committed_at_once(
                 await trio.testing.wait_all_tasks_blocked(0.01)
     assert len(claims) == 8
     assert 4 <= len(began) <= 20, "eight episodes of five writes share transactions"
-    assert store.ready_count() == 4
+    assert store.buffer.ready_count() == 4
     assert audit(store).violations == []
 
 
-async def test_writes_committed_at_once_do_not_hold_the_loop_up_at_once(desk: AsyncStore, store: RunStore) -> None:
+async def test_writes_committed_at_once_do_not_hold_the_loop_up_at_once(desk: JournalWriter, store: RunStore) -> None:
     passes, went_on = 0, list[int]()
 
     async def write(number: int) -> None:
@@ -146,7 +146,7 @@ async def test_writes_committed_at_once_do_not_hold_the_loop_up_at_once(desk: As
 
 
 async def test_an_error_is_that_of_the_call_that_made_it(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     lost, errors = claims[1], list[Exception]()
 
@@ -167,18 +167,18 @@ async def test_an_error_is_that_of_the_call_that_made_it(
     (error,) = errors
     assert isinstance(error, LeaseLost)
     assert len(began) <= 3, "the first alone, the others together: once as if none failed, and once each by itself"
-    assert [store.trajectory(claim.episode_id).start == START for claim in claims[:3]] == [True, False, True]
+    assert [store.reads.trajectory(claim.episode_id).start == START for claim in claims[:3]] == [True, False, True]
 
 
 def test_however_many_turns_are_written_at_once_the_store_is_asked_twice(store: RunStore, claims: list[Claim]) -> None:
     """For their episodes, and for numbers of rows; the rest are the rows themselves, three of a turn and its answer."""
     held, plain = [(claim.episode_id, claim.fence) for claim in claims[:4]], replace(turn(0, 1), experts=None)
-    store.step_of(1)  # a version's step is read once
+    store.versions.step_of(1)  # a version's step is read once
     for id, fence in held:
-        store.begin(id, fence, START)
+        store.journal.begin(id, fence, START)
     with statements(store) as found:
-        turns = [store.turn_entry(id, fence, plain) for id, fence in held]
-        steps = [store.step_entry(id, fence, 0, answer(0)) for id, fence in held]
+        turns = [store.journal.turn_entry(id, fence, plain) for id, fence in held]
+        steps = [store.journal.step_entry(id, fence, 0, answer(0)) for id, fence in held]
         results = store.together([*turns, *steps])
     assert [result.error for result in results] == [None] * 8
     assert len(found) == 2 + 2 + 3 * len(held), "\n".join(found)
@@ -189,23 +189,23 @@ def test_a_call_that_lets_the_error_of_its_write_pass_leaves_nothing_of_that_wri
 ) -> None:
     """Calls are made without savepoints first, as most never fail."""
     claim = claims[0]
-    store.begin(claim.episode_id, claim.fence, START)
+    store.journal.begin(claim.episode_id, claim.fence, START)
     broken = turn(0, 1)
     object.__setattr__(broken, "experts", object())  # found when the turn's row is written already
 
     def forgiving() -> str:
         with suppress(AttributeError):
-            store.journal_turn(claim.episode_id, claim.fence, broken)
+            store.journal.journal_turn(claim.episode_id, claim.fence, broken)
         return "passed"
 
-    results = store.together([forgiving, partial(store.begin, claims[1].episode_id, claims[1].fence, START)])
+    results = store.together([forgiving, partial(store.journal.begin, claims[1].episode_id, claims[1].fence, START)])
     assert [result.value for result in results] == ["passed", None]
-    assert not store.trajectory(claim.episode_id).turns
-    assert store.trajectory(claims[1].episode_id).start == START
+    assert not store.reads.trajectory(claim.episode_id).turns
+    assert store.reads.trajectory(claims[1].episode_id).start == START
 
 
 async def test_half_a_call_is_undone_though_its_transaction_goes_on(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     """The turn's row is written before its experts fail."""
     claim = claims[0]
@@ -214,18 +214,18 @@ async def test_half_a_call_is_undone_though_its_transaction_goes_on(
     object.__setattr__(broken, "experts", object())
     results = store.together(
         [
-            lambda: store.begin(claims[1].episode_id, claims[1].fence, START),
-            lambda: store.journal_turn(claim.episode_id, claim.fence, broken),
-            lambda: store.begin(claims[2].episode_id, claims[2].fence, START),
+            lambda: store.journal.begin(claims[1].episode_id, claims[1].fence, START),
+            lambda: store.journal.journal_turn(claim.episode_id, claim.fence, broken),
+            lambda: store.journal.begin(claims[2].episode_id, claims[2].fence, START),
         ]
     )
     assert [result.error is None for result in results] == [True, False, True]
-    assert store.trajectory(claim.episode_id).turns == ()
-    assert store.trajectory(claims[2].episode_id).start == START
+    assert store.reads.trajectory(claim.episode_id).turns == ()
+    assert store.reads.trajectory(claims[2].episode_id).start == START
 
 
 async def test_a_write_whose_caller_is_cancelled_is_made_before_any_later_one(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     id, fence = claims[0].episode_id, claims[0].fence
     await desk.begin(id, fence, START)
@@ -234,11 +234,11 @@ async def test_a_write_whose_caller_is_cancelled_is_made_before_any_later_one(
             await desk.journal_turn(id, fence, turn(0, 1))
         assert scope.cancelled_caught
     await desk.journal_step(id, fence, 0, answer(0, last=True))
-    assert store.trajectory(id).turns[0].step == answer(0, last=True)
+    assert store.reads.trajectory(id).turns[0].step == answer(0, last=True)
 
 
 async def test_a_cancelled_write_of_an_episode_that_was_lost_changes_nothing(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     id, fence = claims[0].episode_id, claims[0].fence
     await desk.begin(id, fence, START)
@@ -248,12 +248,12 @@ async def test_a_cancelled_write_of_an_episode_that_was_lost_changes_nothing(
         other.execute("UPDATE episodes SET fence = fence + 1 WHERE id = ?", (id,))  # another worker claims it
         other.execute("COMMIT")
     with pytest.raises(LeaseLost):
-        await desk.finish(id, fence, **DONE)
-    assert store.trajectory(id).turns == ()
+        await desk.finish(id, fence, DONE)
+    assert store.reads.trajectory(id).turns == ()
 
 
 async def test_a_full_disk_reaches_everybody_who_waits_and_undoes_all_of_it(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
     for claim in claims[:2]:
@@ -279,7 +279,7 @@ async def test_a_full_disk_reaches_everybody_who_waits_and_undoes_all_of_it(
     connection.execute("PRAGMA max_page_count = 1000000")
     for index in failed:
         await journal(claims[index], index)
-    assert [len(store.trajectory(claim.episode_id).turns) for claim in claims[:2]] == [1, 1]
+    assert [len(store.reads.trajectory(claim.episode_id).turns) for claim in claims[:2]] == [1, 1]
     assert audit(store).violations == []
 
 
@@ -295,16 +295,20 @@ def test_law_2_no_write_is_called_done_whose_transaction_a_later_call_lost(
             raise undone_by
 
     def begin(claim: Claim) -> None:
-        store.begin(claim.episode_id, claim.fence, START)
+        store.journal.begin(claim.episode_id, claim.fence, START)
 
     results = store.together([partial(begin, claims[0]), read, partial(begin, claims[1])])
     done = [result.error is None for result in results]
-    assert done == [store.reload(claim).start == START for claim in (claims[0], claims[0], claims[1])] == [False] * 3
+    assert (
+        done
+        == [store.leases.reload(claim).start == START for claim in (claims[0], claims[0], claims[1])]
+        == [False] * 3
+    )
     assert all(result.error is None for result in store.together([partial(begin, claims[0])]))
 
 
 async def test_law_4_whatever_goes_wrong_in_the_thread_everybody_who_waits_hears_of_it(
-    store: RunStore, desk: AsyncStore, claims: list[Claim], monkeypatch: pytest.MonkeyPatch
+    store: RunStore, desk: JournalWriter, claims: list[Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def together(calls: Any, **_: Any) -> Any:
         raise Killed("the thread's own failure")
@@ -318,7 +322,7 @@ async def test_law_4_whatever_goes_wrong_in_the_thread_everybody_who_waits_hears
 
 
 async def test_a_lock_that_is_held_for_too_long_is_named_to_everybody_who_waits(
-    store: RunStore, desk: AsyncStore, claims: list[Claim]
+    store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
     store.hurry(0.1)
     said: list[str] = []
@@ -338,10 +342,10 @@ async def test_a_lock_that_is_held_for_too_long_is_named_to_everybody_who_waits(
 
 async def test_closing_makes_the_writes_that_are_queued(store: RunStore, claims: list[Claim]) -> None:
     id, fence = claims[0].episode_id, claims[0].fence
-    async with AsyncStore(store) as desk:
+    async with JournalWriter(store) as desk:
         await desk.begin(id, fence, START)
         desk.post_partial(id, fence, part(turn(0, 1), 0, 2))
-    begun = store.reload(claims[0]).partial
+    begun = store.leases.reload(claims[0]).partial
     assert begun is not None
     assert begun.token_ids == turn(0, 1).token_ids[:2]
 
@@ -353,7 +357,7 @@ async def test_law_4_closing_waits_for_the_lock_no_longer_than_the_end_of_its_pr
     monkeypatch.setattr(awaitable, "_LAST_WORD_S", 0.0)
     id, fence = claims[0].episode_id, claims[0].fence
     with locked(store.path), RunStore.read(store.path) as reader:
-        desk = AsyncStore(store, reader)
+        desk = JournalWriter(store, reader)
         begun = desk.post_partial(id, fence, part(turn(0, 1), 0, 2))
         while not store.waits:  # noqa: ASYNC110
             await trio.sleep(0.001)
@@ -364,7 +368,7 @@ async def test_law_4_closing_waits_for_the_lock_no_longer_than_the_end_of_its_pr
     assert isinstance(begun.result.error, StoreBusy)
 
 
-async def test_an_idle_claim_takes_no_write_lock(store: RunStore, desk: AsyncStore) -> None:
+async def test_an_idle_claim_takes_no_write_lock(store: RunStore, desk: JournalWriter) -> None:
     with transactions(store) as began:
         assert await desk.claim("w", 8, lease_s=30.0) == []
     assert began == []
@@ -378,17 +382,17 @@ def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_tran
     for statement in range(200):
         path = tmp_path / f"{statement}.sqlite"
         with RunStore.create(path, "{}") as store:
-            store.confirm_version(store.mint_version(0))
+            store.versions.confirm_version(store.versions.mint_version(0))
             admit(store, limit=1)
-            one, two = store.claim("w", 2, lease_s=1e6)
+            one, two = store.leases.claim("w", 2, lease_s=1e6)
             database = store._db  # pyright: ignore[reportPrivateUsage]
             connection = database._connection  # pyright: ignore[reportPrivateUsage]
             database._connection = Fuse(connection, statement, after=after)  # type: ignore[assignment]
             calls = [
-                partial(store.begin, one.episode_id, one.fence, START),
-                partial(store.journal_turn, two.episode_id, two.fence, turn(0, 1)),
-                partial(store.journal_turn, one.episode_id, one.fence, turn(0, 1)),
-                partial(store.finish, two.episode_id, two.fence, **LIMIT),
+                partial(store.journal.begin, one.episode_id, one.fence, START),
+                partial(store.journal.journal_turn, two.episode_id, two.fence, turn(0, 1)),
+                partial(store.journal.journal_turn, one.episode_id, one.fence, turn(0, 1)),
+                partial(store.journal.finish, two.episode_id, two.fence, LIMIT),
             ]
             try:
                 store.together(calls)
@@ -400,9 +404,9 @@ def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_tran
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             assert audit(store).violations == []
-            written = [len(store.trajectory(id).turns) for id in (one.episode_id, two.episode_id)]
+            written = [len(store.reads.trajectory(id).turns) for id in (one.episode_id, two.episode_id)]
             assert written in ([0, 0], [1, 1])
-            assert (store.trajectory(two.episode_id).stop_reason is None) == (written == [0, 0])
+            assert (store.reads.trajectory(two.episode_id).stop_reason is None) == (written == [0, 0])
             whole += written
             if not died:
                 break
@@ -412,6 +416,6 @@ def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_tran
 
 
 def test_a_write_that_waits_for_the_disk_is_not_put_among_others(store: RunStore) -> None:
-    (result,) = store.together([lambda: store.mint_version(1)])
+    (result,) = store.together([lambda: store.versions.mint_version(1)])
     assert "has a transaction of its own" in str(result.error)
-    assert store.mint_version(1).version == 2
+    assert store.versions.mint_version(1).version == 2

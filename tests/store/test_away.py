@@ -16,10 +16,10 @@ import trio
 from agentrl.errors import StoreAway, StoreError
 from agentrl.records import GroupState, Task
 from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore
 from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS
-from agentrl.testing.outside_audit import OutsideAuditor
+from agentrl.store.journal_writer import JournalWriter
+from tests.parts.outside_audit import OutsideAuditor
 
 from .play import START, admit, answer, play_all, serve, turn
 from .server import Server
@@ -43,8 +43,8 @@ def store(path: Path, server: Server) -> Generator[RunStore]:
 def one(store: RunStore) -> Claim:
     """An episode that has begun."""
     admit(store, limit=1)
-    claim = store.claim("w", 99, lease_s=1e9)[0]
-    store.begin(claim.episode_id, claim.fence, START)
+    claim = store.leases.claim("w", 99, lease_s=1e9)[0]
+    store.journal.begin(claim.episode_id, claim.fence, START)
     return claim
 
 
@@ -53,7 +53,7 @@ def database(store: RunStore) -> Any:
 
 
 def turns(store: RunStore, claim: Claim) -> int:
-    return len(store.reload(claim).turns)
+    return len(store.leases.reload(claim).turns)
 
 
 def crash(server: Server) -> None:
@@ -93,11 +93,11 @@ def test_law_2_a_write_whose_end_was_not_heard_is_made_once(
         crash(server)
         raise error
 
-    journal = partial(store.journal_turn, one.episode_id, one.fence, turn(0, 1))
+    journal = partial(store.journal.journal_turn, one.episode_id, one.fence, turn(0, 1))
     at_commit(monkeypatch, store, falls)
     if how == "alone":  # a write that needs the store for itself
-        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="eval")
-        assert store.counts("eval") == {GroupState.WAITING: 1}
+        store.groups.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="eval")
+        assert store.groups.counts("eval") == {GroupState.WAITING: 1}
         journal()
     elif how == "call":
         journal()
@@ -120,7 +120,7 @@ def test_while_nobody_can_say_whether_a_write_was_kept_it_is_not_made_again(
     at_commit(monkeypatch, store, falls)
     try:
         with pytest.raises(StoreError, match=r"may have kept the last write or not: start it, .*--resume") as error:
-            store.journal_turn(one.episode_id, one.fence, turn(0, 1))
+            store.journal.journal_turn(one.episode_id, one.fence, turn(0, 1))
         assert not isinstance(error.value, StoreAway)
         assert capfd.readouterr().err.count("it is waited for, 0.3 s at most") == 1
     finally:
@@ -139,16 +139,16 @@ def test_law_2_members_are_taken_once_although_the_server_falls_before_they_are_
         crash(server)
 
     at_commit(monkeypatch, store, falls)
-    groups = store.take(1, 1, max_lag=1) or []
+    groups = store.buffer.take(1, 1, max_lag=1) or []
     assert len(groups) == 1 and groups[0].trajectories
-    assert sorted(each.episode_id for each in groups[0].trajectories) == sorted(store.lineage(1))
+    assert sorted(each.episode_id for each in groups[0].trajectories) == sorted(store.lineage.episodes_of(1))
 
 
 async def test_a_worker_goes_on_while_the_database_is_away_and_its_calls_are_made_when_it_is_back(
     store: RunStore, one: Claim, server: Server
 ) -> None:
     with RunStore.open(store.path) as writer, RunStore.read(store.path, away_s=0) as reader:
-        async with AsyncStore(writer, reader) as desk:
+        async with JournalWriter(writer, reader) as desk:
             server.stop("immediate")
             began: list[str] = []
 
@@ -169,17 +169,17 @@ async def test_a_worker_goes_on_while_the_database_is_away_and_its_calls_are_mad
                     assert began == []
                     await trio.to_thread.run_sync(server.start)
     assert sorted(began) == ["meta", "step", "turn"]
-    assert [each.step is not None for each in store.reload(one).turns] == [True]
+    assert [each.step is not None for each in store.leases.reload(one).turns] == [True]
 
 
 def test_a_read_of_a_loop_waits_for_nothing_and_any_other_until_the_server_is_back(
     store: RunStore, server: Server
 ) -> None:
     with RunStore.read(store.path, away_s=0) as reader:
-        assert reader.attempt == 1
+        assert reader.lineage.attempt == 1
         server.stop("immediate")
         with pytest.raises(StoreAway):
-            reader.counts()
+            reader.groups.counts()
         with pytest.raises(StoreAway):
             RunStore.open(store.path)
 
@@ -191,6 +191,6 @@ def test_a_read_of_a_loop_waits_for_nothing_and_any_other_until_the_server_is_ba
 
         thread = threading.Thread(target=start)
         thread.start()
-        assert store.attempt == 1
+        assert store.lineage.attempt == 1
         thread.join()
-        assert reader.counts() == store.counts()
+        assert reader.groups.counts() == store.groups.counts()

@@ -19,7 +19,7 @@ def play_long_and_short(store: RunStore, clock: Clock) -> None:
     tokens and 3 seconds and succeeds (and has earned 0.25 + 0.5 on the way: its returns are 1.75, 1.75 and 1.5)."""
     admit(store, limit=4, max_lag=9)
     began = clock.now
-    for claim in store.claim("w", 8, lease_s=1e6):
+    for claim in store.leases.claim("w", 8, lease_s=1e6):
         turns = 3 if claim.member else 1
         clock.now = began + turns
         play(store, claim, turns=turns, outcome=float(claim.member))
@@ -27,8 +27,8 @@ def play_long_and_short(store: RunStore, clock: Clock) -> None:
 
 def test_if_every_episode_is_trained_both_sides_are_the_same(store: RunStore, clock: Clock) -> None:
     play_long_and_short(store, clock)
-    store.take(1, 4, max_lag=9)
-    bias = store.training_bias(RETURNS)
+    store.buffer.take(1, 4, max_lag=9)
+    bias = store.metrics.training_bias(RETURNS)
     assert bias.admitted == bias.trained
     assert bias.trained.episodes == 8
     assert bias.trained.turns == {"mean": 2.0, "p25": 1.0, "p50": 1.0, "p75": 3.0, "p95": 3.0}
@@ -44,8 +44,8 @@ def test_if_every_episode_is_trained_both_sides_are_the_same(store: RunStore, cl
 
 def test_what_waits_is_on_neither_side(store: RunStore, clock: Clock) -> None:
     play_long_and_short(store, clock)
-    store.take(1, 1, max_lag=9)
-    bias = store.training_bias(RETURNS)
+    store.buffer.take(1, 1, max_lag=9)
+    bias = store.metrics.training_bias(RETURNS)
     assert (bias.admitted.episodes, bias.trained.episodes) == (2, 2)
 
 
@@ -53,15 +53,15 @@ def test_an_order_that_lets_long_groups_grow_stale_shows(store: RunStore, clock:
     """Groups 1 and 2 are long, 3 and 4 short and fresher; one step trains two, then the others are too old."""
     admit(store, limit=4, max_lag=9)
     one = serve(store, 1)
-    for claim in store.claim("w", 8, lease_s=1e6):
+    for claim in store.leases.claim("w", 8, lease_s=1e6):
         long = claim.group_id <= 2
         play(store, claim, turns=4 if long else 1, version=1 if long else one, outcome=float(claim.member))
-    taken = store.take(2, 2, max_lag=1, order=Freshest()) or []
+    taken = store.buffer.take(2, 2, max_lag=1, order=Freshest()) or []
     assert {group.id for group in taken} == {3, 4}
     serve(store, 2)
-    store.take(3, 1, max_lag=1)
-    bias = store.training_bias(RETURNS)
-    assert store.drops() == {"stale": 2}
+    store.buffer.take(3, 1, max_lag=1)
+    bias = store.metrics.training_bias(RETURNS)
+    assert store.metrics.drops() == {"stale": 2}
     assert (bias.admitted.episodes, bias.trained.episodes) == (8, 4)
     assert (bias.admitted.turns["mean"], bias.trained.turns["mean"]) == (2.5, 1.0)
     assert (bias.admitted.turns["p95"], bias.trained.turns["p95"]) == (4.0, 1.0)
@@ -70,44 +70,44 @@ def test_an_order_that_lets_long_groups_grow_stale_shows(store: RunStore, clock:
 
 def test_a_late_member_is_judged_by_what_its_group_recorded(store: RunStore, clock: Clock) -> None:
     admit(store, limit=1, group_size=3)
-    *early, late = store.claim("w", 3, lease_s=1e6)
+    *early, late = store.leases.claim("w", 3, lease_s=1e6)
     for claim in early:
         play(store, claim, turns=1, outcome=0.0)
-    store.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=9)
+    store.buffer.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
+    store.buffer.take(1, 1, max_lag=9)
     play(store, late, turns=1, version=1, outcome=1.0)
-    assert store.training_bias(RETURNS).admitted.episodes == 2, "it may still be trained"
-    store.take(2, 0, max_lag=9)
-    bias = store.training_bias(RETURNS)
+    assert store.metrics.training_bias(RETURNS).admitted.episodes == 2, "it may still be trained"
+    store.buffer.take(2, 0, max_lag=9)
+    bias = store.metrics.training_bias(RETURNS)
     assert bias.trained.episodes == 3
     assert bias.trained.advantage_by_quartile[0] == pytest.approx((0 + 0 + 1) / 3)
 
 
 def test_groups_skipped_without_signal_are_on_neither_side(store: RunStore, clock: Clock) -> None:
     admit(store, limit=2)
-    for claim in store.claim("w", 4, lease_s=1e6):
+    for claim in store.leases.claim("w", 4, lease_s=1e6):
         play(store, claim, turns=5 if claim.group_id == 1 else 1, outcome=float(claim.group_id == 1 or claim.member))
-    store.take(1, 1, max_lag=9, skip_at_most=4)
-    bias = store.training_bias(RETURNS)
-    assert store.drops() == {"no_signal": 1}
+    store.buffer.take(1, 1, max_lag=9, skip_at_most=4)
+    bias = store.metrics.training_bias(RETURNS)
+    assert store.metrics.drops() == {"no_signal": 1}
     assert bias.admitted == bias.trained
     assert bias.trained.turns["mean"] == 1.0
 
 
 def test_a_failed_member_counts_with_its_length_and_has_no_advantage(store: RunStore) -> None:
     admit(store, limit=1, group_size=3)
-    failed, *others = store.claim("w", 3, lease_s=1e6)
+    failed, *others = store.leases.claim("w", 3, lease_s=1e6)
     play(store, failed, turns=7, stop=StopReason.ENGINE_FAILED, outcome=None)
     for claim in others:
         play(store, claim, turns=1, outcome=float(claim.member == 1))
-    store.take(1, 1, max_lag=9)
-    bias = store.training_bias(RETURNS)
+    store.buffer.take(1, 1, max_lag=9)
+    bias = store.metrics.training_bias(RETURNS)
     assert (bias.admitted.episodes, bias.trained.episodes) == (3, 2)
     assert (bias.admitted.turns["p95"], bias.trained.turns["p95"]) == (7.0, 1.0)
     assert bias.admitted.weighted_tokens == bias.trained.weighted_tokens == 3.0
 
 
 def test_a_run_without_episodes_has_no_numbers(store: RunStore) -> None:
-    bias = store.training_bias(RETURNS)
+    bias = store.metrics.training_bias(RETURNS)
     assert bias.trained.episodes == 0
     assert math.isnan(bias.trained.tokens["p50"])

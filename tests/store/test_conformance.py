@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store.journal_writer import JournalWriter
 
 from .conformance import *  # noqa: F403  (the tests)
 from .conformance import Again, Offer
@@ -20,7 +20,7 @@ async def offer(path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Off
     inline = request.param == "inline"
     with RunStore.create(path, "{}") as other, RunStore.open(path) as writer, RunStore.read(path) as reader:
         serve(other, 0)
-        async with AsyncStore(writer, reader, inline=inline) as desk:
+        async with JournalWriter(writer, reader, inline=inline) as desk:
             yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
 
 

@@ -92,7 +92,7 @@ def test_law_2_trained_exactly_once_whoever_is_killed_whenever(path: Path, seed:
                 processes.drain()
                 with RunStore.open(path) as store:
                     check_parts(store, processes.acks)
-                    store.release_all()
+                    store.deaths.release_all()
                     assert audit(store).violations == []
             for index in whom:
                 processes.start(index)
@@ -112,17 +112,17 @@ def check_parts(store: RunStore, acks: list[list[str]]) -> None:
     """Tokens of a turn under way are there as long as nothing more is said of their episode."""
     latest = {words[1]: words for words in acks if words[0] not in ("rollback", "take", "checkpoint", "stop", "lost")}
     for id, index, n in (map(int, words[1:]) for words in latest.values() if words[0] == "part"):
-        trajectory = store.trajectory(id)
+        trajectory = store.reads.trajectory(id)
         rows = store._db.rows("SELECT TOTAL(n) FROM partials WHERE episode_id = ? AND turn = ?", (id, index))  # pyright: ignore[reportPrivateUsage]
         assert rows[0][0] >= n or len(trajectory.turns) > index or trajectory.stop_reason is not None
 
 
 def check_lineage(store: RunStore) -> None:
-    trained = [store.lineage(step) for step in range(1, STEPS + 1)]
-    groups = [{store.trajectory(episode).group_id for episode in episodes} for episodes in trained]
+    trained = [store.lineage.episodes_of(step) for step in range(1, STEPS + 1)]
+    groups = [{store.reads.trajectory(episode).group_id for episode in episodes} for episodes in trained]
     assert min(map(len, groups)) >= GROUPS_PER_STEP
     assert max(Counter(episode for episodes in trained for episode in episodes).values()) == 1
-    assert store.counts()[GroupState.TRAINED] == STEPS * GROUPS_PER_STEP
+    assert store.groups.counts()[GroupState.TRAINED] == STEPS * GROUPS_PER_STEP
 
 
 def check_acknowledged(store: RunStore, acks: list[list[str]]) -> None:
@@ -146,7 +146,7 @@ def check_acknowledged(store: RunStore, acks: list[list[str]]) -> None:
         elif what in ("lost", "stop", "part"):
             continue
         else:
-            trajectory = store.trajectory(first)
+            trajectory = store.reads.trajectory(first)
             assert trajectory.start == START
             if what == "turn":
                 kept = trajectory.turns[rest[0]]

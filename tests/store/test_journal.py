@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from agentrl.records import GroupState, RoutedExperts, Step, StopReason, Turn, VersionSpan
-from agentrl.store import Claim, LeaseLost, RunStore, StoreError
+from agentrl.store import Claim, Ending, LeaseLost, RunStore, StoreError
 from agentrl.store.codec import pack_text, pack_tokens, unpack_text, unpack_tokens
 
 from .play import START, admit, answer, play, play_all, serve, task, turn
@@ -26,13 +26,13 @@ TASK = task(0)
 @pytest.fixture
 def claim(store: RunStore) -> Claim:
     admit(store, limit=1)
-    (claim, _) = store.claim("worker", 2, lease_s=30.0)
+    (claim, _) = store.leases.claim("worker", 2, lease_s=30.0)
     return claim
 
 
 @pytest.fixture
 def begun(store: RunStore, claim: Claim) -> Claim:
-    store.begin(claim.episode_id, claim.fence, START)
+    store.journal.begin(claim.episode_id, claim.fence, START)
     return claim
 
 
@@ -113,22 +113,24 @@ def test_law_1_every_token_and_all_about_it_is_read_back_exactly(
 ) -> None:
     with RunStore.create(tmp_path_factory.mktemp("journal") / "store.sqlite", "{}") as store:
         versions = (serve(store, 0), serve(store, 1), serve(store, 2))
-        store.add_groups([replace(TASK, kwargs=data.draw(st.dictionaries(texts, json_values)))], size=1, purpose="x")
-        (claim,) = store.claim("worker", 1, lease_s=30.0)
+        store.groups.add_groups(
+            [replace(TASK, kwargs=data.draw(st.dictionaries(texts, json_values)))], size=1, purpose="x"
+        )
+        (claim,) = store.leases.claim("worker", 1, lease_s=30.0)
         start = data.draw(messages)
-        store.begin(claim.episode_id, claim.fence, start)
+        store.journal.begin(claim.episode_id, claim.fence, start)
         played = [data.draw(turns_of(versions, index)) for index in range(data.draw(st.integers(0, 4)))]
         for one in played:
             if data.draw(st.booleans()):
-                store.journal_turn(claim.episode_id, claim.fence, one)
+                store.journal.journal_turn(claim.episode_id, claim.fence, one)
             else:
-                store.journal_turn(claim.episode_id, claim.fence, replace(one, step=None))
+                store.journal.journal_turn(claim.episode_id, claim.fence, replace(one, step=None))
                 if one.step is not None:
-                    store.journal_step(claim.episode_id, claim.fence, one.index, one.step)
+                    store.journal.journal_step(claim.episode_id, claim.fence, one.index, one.step)
         store.close()
         with RunStore.open(store.path) as again:
-            trajectory = again.trajectory(claim.episode_id)
-            reloaded = again.reload(claim)
+            trajectory = again.reads.trajectory(claim.episode_id)
+            reloaded = again.leases.reload(claim)
     assert trajectory.turns == tuple(played)
     assert trajectory.start == start
     assert trajectory.task == claim.task
@@ -151,61 +153,54 @@ def test_any_text_is_kept(text: str) -> None:
 def test_law_1_a_token_without_a_log_prob_is_refused(store: RunStore, begun: Claim, logprob: float) -> None:
     bad = replace(turn(0, 1, 2), logprobs=(-0.5, logprob))
     with pytest.raises(StoreError, match="turn 0: a sampled token's log-prob is not finite"):
-        store.journal_turn(begun.episode_id, begun.fence, bad)
+        store.journal.journal_turn(begun.episode_id, begun.fence, bad)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5])
 def test_law_1_what_is_no_token_id_is_refused(store: RunStore, begun: Claim, token: Any) -> None:
     with pytest.raises(StoreError, match="not an unsigned 32-bit integer"):
-        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1, 1), token_ids=(token,)))
+        store.journal.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1, 1), token_ids=(token,)))
 
 
 def test_law_1_a_version_that_was_never_minted_is_refused(store: RunStore, begun: Claim) -> None:
     with pytest.raises(StoreError, match="weight version 9 was never minted"):
-        store.journal_turn(begun.episode_id, begun.fence, turn(0, 9))
-    assert store.trajectory(begun.episode_id).turns == ()
+        store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 9))
+    assert store.reads.trajectory(begun.episode_id).turns == ()
 
 
 def test_a_name_that_is_no_text_is_refused(store: RunStore, begun: Claim) -> None:
     with pytest.raises(StoreError, match="cannot be written as UTF-8"):
-        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), role="\ud800"))
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+        store.journal.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), role="\ud800"))
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
 
 
 # --- order --------------------------------------------------------------------------------------------------------
 
 
-def test_the_action_is_there_before_the_environment_has_answered(store: RunStore, begun: Claim) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
-    assert store.trajectory(begun.episode_id).turns[0].step is None
-    store.journal_step(begun.episode_id, begun.fence, 0, answer(0))
-    assert store.trajectory(begun.episode_id).turns == (turn(0, 1, step=answer(0)),)
-
-
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_turn_that_is_not_the_next_is_refused(store: RunStore, begun: Claim, index: int) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
     with pytest.raises(StoreError, match=f"turn {index} cannot follow turn 0"):
-        store.journal_turn(begun.episode_id, begun.fence, turn(index, 1))
+        store.journal.journal_turn(begun.episode_id, begun.fence, turn(index, 1))
 
 
 def test_a_turn_cannot_extend_a_later_one(store: RunStore, begun: Claim) -> None:
     with pytest.raises(StoreError, match="turn 0 cannot extend turn 0"):
-        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), parent=0))
+        store.journal.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), parent=0))
 
 
 def test_a_turn_is_answered_once_and_after_it_was_taken(store: RunStore, begun: Claim) -> None:
     with pytest.raises(StoreError, match="turn 0 was never journaled"):
-        store.journal_step(begun.episode_id, begun.fence, 0, answer(0))
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, step=answer(0)))
+        store.journal.journal_step(begun.episode_id, begun.fence, 0, answer(0))
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1, step=answer(0)))
     with pytest.raises(StoreError, match="turn 0 is answered already"):
-        store.journal_step(begun.episode_id, begun.fence, 0, answer(1))
+        store.journal.journal_step(begun.episode_id, begun.fence, 0, answer(1))
 
 
 def test_an_episode_with_turns_cannot_begin_again(store: RunStore, begun: Claim) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
     with pytest.raises(StoreError, match="has turns already"):
-        store.begin(begun.episode_id, begun.fence, START)
+        store.journal.begin(begun.episode_id, begun.fence, START)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +217,10 @@ def test_an_episode_with_turns_cannot_begin_again(store: RunStore, begun: Claim)
 def test_an_answer_that_cannot_be_kept_is_refused_by_name(
     store: RunStore, begun: Claim, step: Step, message: str
 ) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
     with pytest.raises(StoreError, match=message):
-        store.journal_step(begun.episode_id, begun.fence, 0, step)
-    assert store.trajectory(begun.episode_id).turns[0].step is None
+        store.journal.journal_step(begun.episode_id, begun.fence, 0, step)
+    assert store.reads.trajectory(begun.episode_id).turns[0].step is None
 
 
 def test_an_outcome_that_is_no_number_is_refused(store: RunStore, begun: Claim) -> None:
@@ -239,77 +234,54 @@ def test_an_outcome_that_is_no_number_is_refused(store: RunStore, begun: Claim) 
 def calls(store: RunStore, claim: Claim) -> dict[str, Any]:
     id, fence = claim.episode_id, claim.fence
     return {
-        "begin": lambda: store.begin(id, fence, START),
-        "journal_turn": lambda: store.journal_turn(id, fence, turn(1, 1)),
-        "journal_step": lambda: store.journal_step(id, fence, 0, answer(0)),
-        "restart_episode": lambda: store.restart_episode(id, fence, "cannot replay"),
-        "discard_turn": lambda: store.discard_turn(id, fence),
-        "restart_group": lambda: store.restart_group(id, fence, 9),
-        "finish": lambda: store.finish(id, fence, stop_reason=StopReason.DONE, outcome=1.0, success=True),
-        "reload": lambda: store.reload(claim),
+        "begin": lambda: store.journal.begin(id, fence, START),
+        "journal_turn": lambda: store.journal.journal_turn(id, fence, turn(1, 1)),
+        "journal_step": lambda: store.journal.journal_step(id, fence, 0, answer(0)),
+        "restart_episode": lambda: store.journal.restart_episode(id, fence, "cannot replay"),
+        "discard_turn": lambda: store.journal.discard_turn(id, fence),
+        "restart_group": lambda: store.journal.restart_group(id, fence, 9),
+        "finish": lambda: store.journal.finish(
+            id, fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        ),
+        "reload": lambda: store.leases.reload(claim),
     }
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "begin",
-        "journal_turn",
-        "journal_step",
-        "restart_episode",
-        "discard_turn",
-        "restart_group",
-        "finish",
-        "reload",
-    ],
-)
 @pytest.mark.parametrize("how", ["released", "claimed anew", "expired", "finished", "unknown"])
-def test_law_2_a_worker_that_lost_its_lease_writes_nothing(store: RunStore, begun: Claim, call: str, how: str) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+def test_law_2_a_worker_that_lost_its_lease_writes_nothing(store: RunStore, begun: Claim, how: str) -> None:
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
     if how in ("released", "claimed anew"):
-        store.release_worker("worker")
+        store.deaths.release_worker("worker")
     if how == "claimed anew":
-        assert store.claim("other", 1, lease_s=30.0)[0].episode_id == begun.episode_id
+        assert store.leases.claim("other", 1, lease_s=30.0)[0].episode_id == begun.episode_id
     if how == "expired":
-        store.expire(1e9, 1.0)
+        store.buffer.expire(1e9, 1.0)
     if how == "finished":
-        store.finish(begun.episode_id, begun.fence, stop_reason=StopReason.TURN_LIMIT, outcome=0.0, success=False)
+        store.journal.finish(
+            begun.episode_id, begun.fence, Ending(stop_reason=StopReason.TURN_LIMIT, outcome=0.0, success=False)
+        )
     lost = replace(begun, episode_id=999) if how == "unknown" else begun
-    before = store.trajectory(begun.episode_id)
-    with pytest.raises(LeaseLost):
-        calls(store, lost)[call]()
-    assert store.trajectory(begun.episode_id) == before
+    before = store.reads.trajectory(begun.episode_id)
+    for name, call in calls(store, lost).items():
+        with pytest.raises(LeaseLost):
+            call()
+        assert store.reads.trajectory(begun.episode_id) == before, name
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
-def test_law_2_an_unfinished_episode_goes_on_from_its_last_journaled_turn(store: RunStore, begun: Claim) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, step=answer(0)))
-    store.journal_turn(begun.episode_id, begun.fence, turn(1, 1))
-    store.close()
-    with RunStore.open(store.path) as again:
-        again.release_all()
-        claim = again.claim("new worker", 1, lease_s=30.0)[0]
-        assert claim.episode_id == begun.episode_id
-        assert claim.fence == begun.fence + 1
-        assert claim.start == START
-        assert claim.turns == (turn(0, 1, step=answer(0)), turn(1, 1))
-        play(again, claim, turns=3)
-        assert [one.index for one in again.trajectory(claim.episode_id).turns] == [0, 1, 2]
-
-
 def test_an_episode_that_starts_anew_keeps_its_old_turns_apart(store: RunStore, begun: Claim) -> None:
-    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, n=5, step=answer(0)))
-    store.restart_episode(begun.episode_id, begun.fence, "replay differs at turn 0")
-    reloaded = store.reload(begun)
+    store.journal.journal_turn(begun.episode_id, begun.fence, turn(0, 1, n=5, step=answer(0)))
+    store.journal.restart_episode(begun.episode_id, begun.fence, "replay differs at turn 0")
+    reloaded = store.leases.reload(begun)
     assert (reloaded.start, reloaded.turns, reloaded.trial) == (None, (), 1)
     play(store, reloaded, turns=1)
-    (restart,) = store.restarts(begun.episode_id)
+    (restart,) = store.reads.restarts(begun.episode_id)
     assert restart.reason == "replay differs at turn 0"
     assert restart.start == START
     assert restart.turns == (turn(0, 1, n=5, step=answer(0)),)
-    row = store.episodes(group_id=begun.group_id)[0]
+    row = store.reads.episodes(group_id=begun.group_id)[0]
     assert (row.trial, row.turns, row.tokens) == (1, 1, 3)
 
 
@@ -319,9 +291,7 @@ def test_an_episode_that_starts_anew_keeps_its_old_turns_apart(store: RunStore, 
 @pytest.mark.parametrize(
     ("ends", "state", "drops"),
     [
-        (["done", "done", "done"], GroupState.SCORED, {}),
         (["done", "time_limit", "engine_failed"], GroupState.SCORED, {}),  # two are left to compare
-        (["done", "engine_failed", "engine_failed"], GroupState.FAILED, {"engine_failed": 1}),
         (["sandbox_failed", "engine_failed", "sandbox_failed"], GroupState.FAILED, {"sandbox_failed": 1}),
     ],
 )
@@ -329,44 +299,38 @@ def test_law_3_what_the_policy_did_not_do_leaves_its_group(
     store: RunStore, ends: list[str], state: GroupState, drops: dict[str, int]
 ) -> None:
     admit(store, limit=1, group_size=3)
-    for claim, end in zip(store.claim("worker", 3, lease_s=30.0), ends, strict=True):
-        assert store.counts() == {GroupState.RUNNING: 1}
+    for claim, end in zip(store.leases.claim("worker", 3, lease_s=30.0), ends, strict=True):
+        assert store.groups.counts() == {GroupState.RUNNING: 1}
         play(store, claim, stop=StopReason(end), outcome=0.5)  # an outcome does not make a failure the policy's
-    assert store.counts() == {state: 1}
-    assert store.drops() == drops
-
-
-def test_evaluation_groups_are_scored_however_they_end(store: RunStore) -> None:
-    store.add_groups([TASK] * 2, size=1, purpose="eval:held_out@0")
-    play_all(store, stop=StopReason.ENV_FAILED, outcome=None)
-    assert store.counts("eval:held_out@0") == {GroupState.SCORED: 2}
-    assert store.ready_count() == 0
-    assert [one.scored for one in store.trajectories("eval:held_out@0")] == [False, False]
+    assert store.groups.counts() == {state: 1}
+    assert store.metrics.drops() == drops
 
 
 def test_a_failure_says_why(store: RunStore, begun: Claim) -> None:
-    store.finish(
+    store.journal.finish(
         begun.episode_id,
         begun.fence,
-        stop_reason=StopReason.ENGINE_FAILED,
-        outcome=None,
-        success=None,
-        detail="no answer \ud800",
+        Ending(
+            stop_reason=StopReason.ENGINE_FAILED,
+            outcome=None,
+            success=None,
+            detail="no answer \ud800",
+        ),
     )
-    assert store.failures()[:3] == (1, 1, "no answer \\ud800")
-    assert store.episodes(group_id=begun.group_id)[0].detail == "no answer \\ud800"
+    assert store.metrics.failures()[:3] == (1, 1, "no answer \\ud800")
+    assert store.reads.episodes(group_id=begun.group_id)[0].detail == "no answer \\ud800"
 
 
 def test_failures_count_within_one_life_of_the_run(store: RunStore) -> None:
     admit(store, limit=2)
     play_all(store, stop=StopReason.ENGINE_FAILED, outcome=None)
-    assert store.failures()[:2] == (4, 4)
-    store.release_all()
-    assert store.failures()[:2] == (0, 0)
-    assert store.endings() == {StopReason.ENGINE_FAILED: 4}
-    attempt = store.attempt
-    store.release_all()  # nothing happened since: still the same life
-    assert store.attempt == attempt
+    assert store.metrics.failures()[:2] == (4, 4)
+    store.deaths.release_all()
+    assert store.metrics.failures()[:2] == (0, 0)
+    assert store.metrics.endings() == {StopReason.ENGINE_FAILED: 4}
+    attempt = store.lineage.attempt
+    store.deaths.release_all()  # nothing happened since: still the same life
+    assert store.lineage.attempt == attempt
 
 
 # --- cost ---------------------------------------------------------------------------------------------------------
@@ -375,7 +339,7 @@ def test_failures_count_within_one_life_of_the_run(store: RunStore) -> None:
 def test_journaling_a_turn_costs_little_cpu(store: RunStore) -> None:
     """A turn of 192 tokens with its answer costs at most 14 times the CPU of two bare transactions: 0.3 ms where those
     take 0.02 ms. The best of ten batches of each in turn, as the machine is shared."""
-    store.add_groups([TASK] * 10, size=20, purpose="train")
+    store.groups.add_groups([TASK] * 10, size=20, purpose="train")
     one = replace(turn(0, 1, 64), prompt_ids=tuple(range(128)), text="x" * 300)
     bare = sqlite3.connect(store.path.with_name("bare.sqlite"), isolation_level=None)
     bare.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; CREATE TABLE rows (data BLOB)")
@@ -388,11 +352,11 @@ def test_journaling_a_turn_costs_little_cpu(store: RunStore) -> None:
             bare.execute("INSERT INTO rows VALUES (?)", (bytes(1000),))
             bare.execute("COMMIT")
         bare_costs.append((time.process_time() - before) / 20)
-        claims = store.claim("worker", 20, lease_s=30.0)
+        claims = store.leases.claim("worker", 20, lease_s=30.0)
         before = time.process_time()
         for claim in claims:
-            store.journal_turn(claim.episode_id, claim.fence, one)
-            store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+            store.journal.journal_turn(claim.episode_id, claim.fence, one)
+            store.journal.journal_step(claim.episode_id, claim.fence, 0, answer(0))
         costs.append((time.process_time() - before) / len(claims))
     bare.close()
     assert min(costs) < 14 * min(bare_costs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.records import GroupState, StopReason
-from agentrl.store import Checkpoint, RunStore, StoreError
+from agentrl.records import GroupState
+from agentrl.store import RunStore, StoreError
 from agentrl.store.audit import audit
 from agentrl.store.lineage import _share  # pyright: ignore[reportPrivateUsage]
 
@@ -19,7 +19,7 @@ def members(*groups: int) -> list[int]:
 
 def train(store: RunStore, step: int, n: int = 2, max_lag: int = 9) -> list[int]:
     """One optimizer step on whatever is there; the ids of its groups."""
-    taken = store.take(step, n, max_lag=max_lag)
+    taken = store.buffer.take(step, n, max_lag=max_lag)
     assert taken is not None
     return [group.id for group in taken]
 
@@ -30,78 +30,44 @@ def trained_store(store: RunStore, steps: int) -> None:
         admit(store, limit=2)
         play_all(store)
         train(store, step)
-        store.checkpoint(step, serve(store, step), f"/checkpoints/{step}")
-
-
-def test_a_checkpoint_makes_trained_what_was_taken_up_to_it(store: RunStore) -> None:
-    admit(store)
-    play_all(store)
-    assert store.latest_checkpoint() is None
-    train(store, 1)
-    version = store.mint_version(1)
-    train(store, 2)
-    store.checkpoint(1, version, "/checkpoints/1")
-    assert store.counts() == {GroupState.TRAINED: 2, GroupState.TAKEN: 2}
-    assert store.latest_checkpoint() == Checkpoint(step=1, version=version.version, path="/checkpoints/1", attempt=1)
+        store.lineage.checkpoint(step, serve(store, step), f"/checkpoints/{step}")
 
 
 def test_a_checkpoint_of_an_unknown_version_is_refused(store: RunStore) -> None:
     with pytest.raises(StoreError, match="checkpoint of step 1: weight version 7 was never minted"):
-        store.checkpoint(1, 7, "/checkpoints/1")
-
-
-def test_law_2_what_was_taken_after_the_checkpoint_is_trained_again_in_the_new_lineage(store: RunStore) -> None:
-    admit(store, limit=6, max_lag=2)
-    play_all(store)
-    assert train(store, 1) == [1, 2]
-    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
-    assert train(store, 2) == [3, 4]
-    serve(store, 2)
-    store.close()  # the learner dies
-    with RunStore.open(store.path) as again:
-        assert again.stands_beyond(1)
-        attempt = again.rollback(1)
-        assert attempt == again.attempt == 2
-        assert not again.stands_beyond(1)
-        assert again.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 4}
-        assert again.current_version().step == 1
-        assert again.lineage(2) == []
-        assert train(again, 2, n=3) == [3, 4, 5]
-        assert again.lineage(1) == members(1, 2)
-        assert again.lineage(2) == members(3, 4, 5)
-        assert audit(again).violations == []
+        store.lineage.checkpoint(1, 7, "/checkpoints/1")
 
 
 def test_law_2_a_checkpoint_can_be_given_up_for_an_older_one(store: RunStore) -> None:
     trained_store(store, 3)
-    store.rollback(1)
-    latest = store.latest_checkpoint()
+    store.lineage.rollback(1)
+    latest = store.lineage.latest_checkpoint()
     assert latest is not None
     assert latest.step == 1
-    assert store.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 4}
+    assert store.groups.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 4}
     assert audit(store).violations == []
-    store.rollback(0)
-    assert store.latest_checkpoint() is None
-    assert store.counts() == {GroupState.SCORED: 6}
+    store.lineage.rollback(0)
+    assert store.lineage.latest_checkpoint() is None
+    assert store.groups.counts() == {GroupState.SCORED: 6}
     assert audit(store).violations == []
 
 
 def test_versions_of_an_abandoned_future_are_told_from_those_that_stand(store: RunStore) -> None:
-    kept, gone = store.mint_version(1), store.mint_version(2)
+    kept, gone = store.versions.mint_version(1), store.versions.mint_version(2)
     trained_store(store, 1)
-    assert not store.is_undone(gone.version)
-    store.rollback(1)
-    again = store.mint_version(2)  # of the same step, other weights
-    assert [store.is_undone(version.version) for version in (kept, gone, again)] == [False, True, False]
+    assert not store.versions.is_undone(gone.version)
+    store.lineage.rollback(1)
+    again = store.versions.mint_version(2)  # of the same step, other weights
+    assert [store.versions.is_undone(version.version) for version in (kept, gone, again)] == [False, True, False]
 
 
 def test_there_is_no_going_back_to_a_step_without_a_checkpoint(store: RunStore) -> None:
     trained_store(store, 3)
-    store.rollback(2)
+    store.lineage.rollback(2)
     for step in (3, 7):
         with pytest.raises(StoreError, match=f"cannot roll back to step {step}: it has no checkpoint"):
-            store.rollback(step)
-    assert store.attempt == 2
+            store.lineage.rollback(step)
+    assert store.lineage.attempt == 2
 
 
 def test_tokens_of_an_abandoned_future_are_off_policy_but_not_old(store: RunStore) -> None:
@@ -109,82 +75,82 @@ def test_tokens_of_an_abandoned_future_are_off_policy_but_not_old(store: RunStor
     future = serve(store, 5)
     admit(store, limit=1)
     play_all(store, version=future)
-    store.rollback(0)
+    store.lineage.rollback(0)
     assert train(store, 1, n=1, max_lag=0) == [1]
-    assert store.step_of(future) == 5
-    assert store.mint_version(1).version > future
+    assert store.versions.step_of(future) == 5
+    assert store.versions.mint_version(1).version > future
     assert audit(store).violations == []
 
 
 def test_evaluations_of_an_abandoned_future_are_made_anew(store: RunStore, clock: Clock) -> None:
     trained_store(store, 1)
-    store.add_groups([task(0)], size=1, purpose="eval@1")
+    store.groups.add_groups([task(0)], size=1, purpose="eval@1")
     play_all(store)
     serve(store, 2)
-    store.add_groups([task(0)], size=1, purpose="eval@2")
+    store.groups.add_groups([task(0)], size=1, purpose="eval@2")
     play_all(store)
-    store.add_groups([task(0)], size=2, purpose="eval@2, unfinished")
-    (running,) = store.claim("a", 1, lease_s=1e6)
-    store.rollback(1)
-    assert store.renew("a", lease_s=1e6) == frozenset()
-    assert store.counts("eval@1") == {GroupState.SCORED: 1}
-    assert store.counts("eval@2") == {}
-    assert store.counts("undone-2:eval@2") == {GroupState.SCORED: 1}
-    assert store.counts("undone-2:eval@2, unfinished") == {GroupState.EXPIRED: 1}
-    assert store.group(running.group_id).state == GroupState.EXPIRED
+    store.groups.add_groups([task(0)], size=2, purpose="eval@2, unfinished")
+    (running,) = store.leases.claim("a", 1, lease_s=1e6)
+    store.lineage.rollback(1)
+    assert store.leases.renew("a", lease_s=1e6) == frozenset()
+    assert store.groups.counts("eval@1") == {GroupState.SCORED: 1}
+    assert store.groups.counts("eval@2") == {}
+    assert store.groups.counts("undone-2:eval@2") == {GroupState.SCORED: 1}
+    assert store.groups.counts("undone-2:eval@2, unfinished") == {GroupState.EXPIRED: 1}
+    assert store.reads.group(running.group_id).state == GroupState.EXPIRED
     assert audit(store).violations == []
-    store.rollback(0)
-    assert store.counts("undone-2:eval@2") == {GroupState.SCORED: 1}  # renamed once
+    store.lineage.rollback(0)
+    assert store.groups.counts("undone-2:eval@2") == {GroupState.SCORED: 1}  # renamed once
     assert audit(store).violations == []
 
 
 def test_metrics_of_an_abandoned_future_are_kept_and_flagged(store: RunStore) -> None:
     for step in (1, 2, 3):
-        store.record("step", step, {"loss": float(step)})
-    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
-    store.rollback(1)
-    store.record("step", 2, {"loss": 20.0})
-    assert [(row.step, row.values["loss"]) for row in store.metrics("step")] == [(1, 1.0), (2, 20.0)]
-    everything = store.metrics("step", undone=True)
+        store.metrics.record("step", step, {"loss": float(step)})
+    store.lineage.checkpoint(1, serve(store, 1), "/checkpoints/1")
+    store.lineage.rollback(1)
+    store.metrics.record("step", 2, {"loss": 20.0})
+    assert [(row.step, row.values["loss"]) for row in store.metrics.values("step")] == [(1, 1.0), (2, 20.0)]
+    everything = store.metrics.values("step", undone=True)
     assert [(row.step, row.attempt, row.undone) for row in everything] == [
         (1, 1, False),
         (2, 1, True),
         (2, 2, False),
         (3, 1, True),
     ]
-    assert [row.step for row in store.metrics("step", after=1)] == [2]
+    assert [row.step for row in store.metrics.values("step", after=1)] == [2]
 
 
 # --- retention ----------------------------------------------------------------------------------------------------
 
 
 def has_tokens(store: RunStore, group_id: int) -> bool:
-    return any(one.token_ids for member in store.group(group_id).trajectories for one in member.turns)
+    return any(one.token_ids for member in store.reads.group(group_id).trajectories for one in member.turns)
 
 
 def test_old_token_arrays_are_dropped_and_transcripts_stay(store: RunStore) -> None:
     trained_store(store, 5)
-    before = store.group(1).trajectories[0]
-    assert store.retain(5, keep_steps=2, keep_sample=0.0) == 6  # steps 1, 2, 3
+    before = store.reads.group(1).trajectories[0]
+    assert store.lineage.retain(5, keep_steps=2, keep_sample=0.0) == 6  # steps 1, 2, 3
     assert [has_tokens(store, group_id) for group_id in range(1, 11)] == [False] * 6 + [True] * 4
-    after = store.group(1).trajectories[0]
+    after = store.reads.group(1).trajectories[0]
     assert after.start == before.start
     assert [(one.text, one.step, one.finish, one.parent) for one in after.turns] == [
         (one.text, one.step, one.finish, one.parent) for one in before.turns
     ]
     assert [(one.token_ids, one.logprobs, one.spans, one.experts) for one in after.turns] == [((), (), (), None)] * 2
-    assert store.episodes("train")[0].tokens == 6
-    assert store.lineage(1) == members(1, 2)
+    assert store.reads.episodes("train")[0].tokens == 6
+    assert store.lineage.episodes_of(1) == members(1, 2)
     assert audit(store).violations == []
-    assert store.retain(5, keep_steps=2, keep_sample=0.0) == 0
+    assert store.lineage.retain(5, keep_steps=2, keep_sample=0.0) == 0
 
 
 def test_a_share_of_the_old_ones_is_kept_always_the_same(store: RunStore) -> None:
     trained_store(store, 10)
     kept = {group_id for group_id in range(1, 21) if _share(group_id) < 0.3}
-    store.retain(10, keep_steps=0, keep_sample=0.3)
+    store.lineage.retain(10, keep_steps=0, keep_sample=0.3)
     assert {group_id for group_id in range(1, 21) if has_tokens(store, group_id)} == kept
-    assert store.retain(10, keep_steps=0, keep_sample=0.3) == 0
+    assert store.lineage.retain(10, keep_steps=0, keep_sample=0.3) == 0
 
 
 def test_the_kept_share_is_the_asked_one() -> None:
@@ -199,47 +165,23 @@ def test_retention_leaves_what_may_still_be_trained(store: RunStore) -> None:
     play_all(store)
     train(store, 1, n=1)
     admit(store, limit=1)
-    (claim, _) = store.claim("a", 2, lease_s=1e6)
-    store.begin(claim.episode_id, claim.fence, ())
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
-    store.add_groups([task(0)], size=1, purpose="eval@0")
+    (claim, _) = store.leases.claim("a", 2, lease_s=1e6)
+    store.journal.begin(claim.episode_id, claim.fence, ())
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
+    store.groups.add_groups([task(0)], size=1, purpose="eval@0")
     play_all(store)
-    assert store.retain(100, keep_steps=0, keep_sample=0.0) == 1
+    assert store.lineage.retain(100, keep_steps=0, keep_sample=0.0) == 1
     assert [has_tokens(store, group_id) for group_id in range(1, 6)] == [True] * 4 + [False]
-    store.take(50, 9, max_lag=1)  # groups 2 and 3 are stale by now
-    assert store.retain(100, keep_steps=0, keep_sample=0.0) == 2
+    store.buffer.take(50, 9, max_lag=1)  # groups 2 and 3 are stale by now
+    assert store.lineage.retain(100, keep_steps=0, keep_sample=0.0) == 2
     assert [has_tokens(store, group_id) for group_id in range(1, 6)] == [True, False, False, True, False]
     assert audit(store).violations == []
 
 
 def test_a_group_that_lost_its_tokens_is_not_trained_from_nothing(store: RunStore) -> None:
     trained_store(store, 2)
-    store.retain(2, keep_steps=0, keep_sample=0.0)
-    store.rollback(0)
-    assert store.counts() == {GroupState.EXPIRED: 4}
-    assert store.drops() == {"tokens_dropped": 4}
-    assert audit(store).violations == []
-
-
-def test_the_file_stops_growing_where_retention_keeps_a_window(store: RunStore) -> None:
-    """Token arrays dominate: with a window of two steps the file of 24 steps is not much larger than that of 8."""
-
-    def pages() -> int:
-        row = store._db.row("PRAGMA page_count")  # pyright: ignore[reportPrivateUsage]
-        assert row is not None
-        return row[0]
-
-    sizes: list[int] = []
-    for step in range(1, 25):
-        store.add_groups([task(step)], size=2, purpose="train")
-        for claim in store.claim("a", 2, lease_s=1e6):
-            store.begin(claim.episode_id, claim.fence, ())
-            big = turn(0, 1, n=20_000)
-            store.journal_turn(claim.episode_id, claim.fence, big)
-            store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.TURN_LIMIT, outcome=0.0, success=False)
-        train(store, step, n=1, max_lag=99)
-        store.checkpoint(step, serve(store, step), "/checkpoints")
-        store.retain(step, keep_steps=2, keep_sample=0.0)
-        sizes.append(pages())
-    assert sizes[23] < 1.1 * sizes[7]
+    store.lineage.retain(2, keep_steps=0, keep_sample=0.0)
+    store.lineage.rollback(0)
+    assert store.groups.counts() == {GroupState.EXPIRED: 4}
+    assert store.metrics.drops() == {"tokens_dropped": 4}
     assert audit(store).violations == []

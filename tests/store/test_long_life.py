@@ -90,8 +90,8 @@ def test_law_2_the_store_is_its_model_through_a_long_life(seed: int) -> None:
     try:
         for _ in range(350):
             walk.step()
-        assert walk.machine.store.drops()  # it came far enough to drop something
-        assert walk.machine.store.latest_checkpoint()
+        assert walk.machine.store.metrics.drops()  # it came far enough to drop something
+        assert walk.machine.store.lineage.latest_checkpoint()
         model = walk.machine.model
         assert any(episode.late for episode in model.episodes.values())
         assert any(counts for _, counts in model.scores.values())

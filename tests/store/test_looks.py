@@ -21,8 +21,9 @@ from agentrl.run.cluster.scaling import Scaler
 from agentrl.run.processes import worker_process
 from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore, Looks, Newest, Waiting
+from agentrl.store.async_calls import Looks, Newest, Waiting
 from agentrl.store.databases.open_store import ADDRESS
+from agentrl.store.journal_writer import JournalWriter
 
 from .play import admit, serve
 from .proxy import Proxy, before
@@ -193,7 +194,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
             "room for groups": partial(Waiting(writer), "control", 60.0),
             "what was written": partial(again, "control", 60.0),
         }
-        async with AsyncStore(opened, reader) as desk:
+        async with JournalWriter(opened, reader) as desk:
             asked |= {
                 "a value": partial(desk.meta, "phase"),
                 "the version": desk.current_version,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.records import Group, GroupState, MemberRecord, Step, StopReason
-from agentrl.store import Claim, LeaseLost, Quorum, RunStore
+from agentrl.records import Group, MemberRecord, Step, StopReason
+from agentrl.store import Claim, Ending, LeaseLost, Quorum, RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .play import START, Clock, admit, answer, play, serve, task, turn
 
@@ -18,7 +18,7 @@ DEADLINE_S = 600.0
 
 def begun(store: RunStore, *, size: int = 3, groups: int = 1) -> list[Claim]:
     admit(store, limit=groups, group_size=size)
-    return store.claim("a", size * groups, lease_s=1e6)
+    return store.leases.claim("a", size * groups, lease_s=1e6)
 
 
 def trained(groups: list[Group] | None) -> dict[int, list[int]]:
@@ -26,55 +26,21 @@ def trained(groups: list[Group] | None) -> dict[int, list[int]]:
     return {group.id: [one.member for one in group.trajectories] for group in groups or []}
 
 
-def test_a_quorum_closes_a_group_and_the_rest_is_late_but_trained(store: RunStore, clock: Clock) -> None:
-    first, second, slow = begun(store)
-    policy = Quorum(2, 5.0)
-    play(store, first, outcome=0.0)
-    clock.now += 100.0
-    play(store, second, outcome=1.0)
-    assert not any(store.expire(clock() + 4.9, DEADLINE_S, close_policy=policy))
-    assert store.expire(clock() + 5.0, DEADLINE_S, close_policy=policy).closed == (1,)
-    assert store.counts() == {GroupState.SCORED: 1}
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
-    assert store.late_open() == 1
-    play(store, slow, outcome=7.0)  # its lease holds, its journal takes what it writes
-    (late,) = store.take(2, 0, max_lag=1) or []
-    assert trained([late]) == {1: [2]}
-    assert late.record is not None
-    assert {member: one.outcome for member, one in late.record.items()} == {0: 0.0, 1: 1.0}
-    assert (store.lineage(1), store.lineage(2)) == ([1, 2], [3])
-    assert store.take(3, 0, max_lag=1) is None
-    assert store.members_dropped() == {}
-    assert audit(store).violations == []
-
-
 def test_late_members_ride_with_a_step_and_count_for_no_group(store: RunStore, clock: Clock) -> None:
     claims = begun(store, groups=3)
     for claim in (*claims[:2], *claims[3:]):
         play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    assert trained(store.buffer.take(1, 1, max_lag=1)) == {1: [0, 1]}
     play(store, claims[2])
-    assert trained(store.take(2, 1, max_lag=1)) == {2: [0, 1, 2], 1: [2]}
-    assert trained(store.take(3, 1, max_lag=2)) == {3: [0, 1, 2]}
-
-
-def test_a_late_member_that_ends_before_its_group_is_taken_goes_with_it(store: RunStore, clock: Clock) -> None:
-    first, second, slow = begun(store)
-    for claim in (first, second):
-        play(store, claim, outcome=0.0)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    play(store, slow, outcome=9.0)
-    (group,) = store.take(1, 1, max_lag=1) or []
-    assert trained([group]) == {1: [0, 1, 2]}
-    assert group.record is not None
-    assert list(group.record) == [0, 1], "it is judged, and does not judge"
+    assert trained(store.buffer.take(2, 1, max_lag=1)) == {2: [0, 1, 2], 1: [2]}
+    assert trained(store.buffer.take(3, 1, max_lag=2)) == {3: [0, 1, 2]}
 
 
 def test_what_a_member_is_judged_against_is_kept_exactly(store: RunStore) -> None:
     """ann and bob by turns: bob's move costs ann, which is a consequence of her turn before."""
     (one, two) = begun(store, size=2)
-    store.begin(one.episode_id, one.fence, START)
+    store.journal.begin(one.episode_id, one.fence, START)
     for index, (role, step) in enumerate(
         [
             ("ann", Step(observation=(), reward=0.1)),
@@ -84,12 +50,14 @@ def test_what_a_member_is_judged_against_is_kept_exactly(store: RunStore) -> Non
     ):
         played = turn(index, 1, step=step)
         object.__setattr__(played, "role", role)
-        store.journal_turn(one.episode_id, one.fence, played)
-    store.finish(
-        one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=0.5, success=True, outcomes={"bob": -2.0}
+        store.journal.journal_turn(one.episode_id, one.fence, played)
+    store.journal.finish(
+        one.episode_id,
+        one.fence,
+        Ending(stop_reason=StopReason.DONE, outcome=0.5, success=True, outcomes={"bob": -2.0}),
     )
     play(store, two, turns=2)
-    (group,) = store.take(1, 1, max_lag=0) or []
+    (group,) = store.buffer.take(1, 1, max_lag=0) or []
     assert group.record is not None
     assert {member: replace(one, states={}) for member, one in group.record.items()} == {
         0: MemberRecord(outcome=0.5, outcomes={"bob": -2.0}, rewards={"ann": (0.1 - 0.3, 1 / 3), "bob": (0.7,)}),
@@ -106,25 +74,25 @@ def test_law_4_a_stalling_member_does_not_take_its_siblings_with_it_and_is_itsel
     first, second, stalls = begun(store)
     for claim in (first, second):
         play(store, claim)
-    assert store.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S).closed == (1,)
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    assert store.buffer.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S).closed == (1,)
+    assert trained(store.buffer.take(1, 1, max_lag=1)) == {1: [0, 1]}
     play(store, stalls, stop=StopReason.TIME_LIMIT, outcome=0.0)  # its own time was up
-    assert trained(store.take(2, 0, max_lag=1)) == {1: [2]}
-    assert store.drops() == store.members_dropped() == {}
+    assert trained(store.buffer.take(2, 0, max_lag=1)) == {1: [2]}
+    assert store.metrics.drops() == store.metrics.members_dropped() == {}
 
 
 def test_law_4_a_late_member_expires_after_as_long_again(store: RunStore, clock: Clock) -> None:
     first, second, hangs = begun(store)
     for claim in (first, second):
         play(store, claim)
-    store.begin(hangs.episode_id, hangs.fence, START)
-    store.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S)
-    assert not any(store.expire(clock() + 2 * DEADLINE_S, DEADLINE_S))
-    assert store.expire(clock() + 2 * DEADLINE_S + 0.1, DEADLINE_S).members == (hangs.episode_id,)
+    store.journal.begin(hangs.episode_id, hangs.fence, START)
+    store.buffer.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S)
+    assert not any(store.buffer.expire(clock() + 2 * DEADLINE_S, DEADLINE_S))
+    assert store.buffer.expire(clock() + 2 * DEADLINE_S + 0.1, DEADLINE_S).members == (hangs.episode_id,)
     with pytest.raises(LeaseLost, match="episode 3 is expired"):
-        store.journal_turn(hangs.episode_id, hangs.fence, turn(0, 1))
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
-    assert store.members_dropped() == {"deadline": 1}
+        store.journal.journal_turn(hangs.episode_id, hangs.fence, turn(0, 1))
+    assert trained(store.buffer.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    assert store.metrics.members_dropped() == {"deadline": 1}
     assert audit(store).violations == []
 
 
@@ -134,89 +102,33 @@ def test_law_5_late_members_that_no_step_took_leave_as_counted_when_the_run_is_o
     first, second, late, slow = begun(store, size=4)
     play(store, first)
     play(store, second)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    assert trained(store.buffer.take(1, 1, max_lag=1)) == {1: [0, 1]}
     play(store, late)
-    assert store.end_late() == 2
-    assert store.members_dropped() == {"run_over": 2} and store.late_open() == 0
+    assert store.buffer.end_late() == 2
+    assert store.metrics.members_dropped() == {"run_over": 2} and store.buffer.late_open() == 0
     with pytest.raises(LeaseLost):
         play(store, slow)
-    assert store.take(2, 0, max_lag=1) is None, "it has left"
-    assert store.end_late() == 0
+    assert store.buffer.take(2, 0, max_lag=1) is None, "it has left"
+    assert store.buffer.end_late() == 0
     assert audit(store).violations == [] and OutsideAuditor(store.path).look(ended=True) == []
-
-
-def test_a_restarted_run_gives_late_members_their_whole_time_again(store: RunStore, clock: Clock) -> None:
-    first, second, slow = begun(store)
-    for claim in (first, second):
-        play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    clock.now += 1e6  # the machine was off
-    assert store.release_all() == 1
-    assert not any(store.expire(clock(), DEADLINE_S))
-    (again,) = store.claim("b", 9, lease_s=1e6)
-    assert (again.episode_id, store.counts()) == (slow.episode_id, {GroupState.SCORED: 1}), "its group stays closed"
-    assert not any(store.expire(clock() + 2 * DEADLINE_S, DEADLINE_S))
-    assert store.expire(clock() + 2 * DEADLINE_S + 1.0, DEADLINE_S).members == (slow.episode_id,)
-
-
-def test_a_late_member_that_infrastructure_failed_leaves_and_is_counted(store: RunStore, clock: Clock) -> None:
-    claims = begun(store, groups=2)
-    for claim in (*claims[:2], *claims[3:]):
-        play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=1)
-    play(store, claims[2], stop=StopReason.ENGINE_FAILED, outcome=None)
-    assert store.take(2, 0, max_lag=1) is None
-    assert trained(store.take(2, 1, max_lag=1)) == {2: [0, 1, 2], 1: []}
-    assert store.members_dropped() == {"engine_failed": 1}
-    assert store.take(3, 1, max_lag=1) is None
-    assert audit(store).violations == []
-
-
-def test_law_2_a_late_member_is_trained_again_only_where_its_step_was_undone(store: RunStore, clock: Clock) -> None:
-    first, second, slow = begun(store)
-    for claim in (first, second):
-        play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=9)
-    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
-    play(store, slow, version=1)
-    assert trained(store.take(2, 0, max_lag=9)) == {1: [2]}
-    store.rollback(1)
-    assert store.lineage(2) == []
-    assert trained(store.take(2, 0, max_lag=9)) == {1: [2]}
-    assert audit(store).violations == []
-
-
-def test_law_5_a_member_with_old_tokens_alone_leaves_with_its_step_and_an_undone_step_gives_it_back(
-    store: RunStore,
-) -> None:
-    old, young = begun(store, size=2)
-    play(store, old, version=1)
-    play(store, young, version=serve(store, 3))
-    (group,) = store.take(4, 1, max_lag=1) or []
-    assert (trained([group]), [one.member for one in group.left_out]) == ({1: [1]}, [0])
-    assert store.members_dropped() == {"stale": 1}
-    store.rollback(0)
-    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
 
 
 def test_retention_keeps_the_tokens_of_a_group_with_a_late_member_to_train(store: RunStore, clock: Clock) -> None:
     first, second, slow = begun(store)
     for claim in (first, second):
         play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=9)
-    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
-    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.buffer.take(1, 1, max_lag=9)
+    store.lineage.checkpoint(1, serve(store, 1), "/checkpoints/1")
+    assert store.lineage.retain(9, keep_steps=0, keep_sample=0.0) == 0
     play(store, slow)
-    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
-    (late,) = store.take(10, 0, max_lag=99) or []
+    assert store.lineage.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    (late,) = store.buffer.take(10, 0, max_lag=99) or []
     assert all(one.token_ids for one in late.trajectories[0].turns)
-    store.checkpoint(10, serve(store, 10), "/checkpoints/10")
-    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
-    assert store.retain(10, keep_steps=0, keep_sample=0.0) == 1
+    store.lineage.checkpoint(10, serve(store, 10), "/checkpoints/10")
+    assert store.lineage.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    assert store.lineage.retain(10, keep_steps=0, keep_sample=0.0) == 1
     assert audit(store).violations == []
 
 
@@ -224,41 +136,34 @@ def test_what_is_said_of_a_groups_success_never_changes(store: RunStore, clock: 
     first, second, slow = begun(store)
     play(store, first, outcome=1.0)
     play(store, second, outcome=0.0)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    before = store.results()
+    store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    before = store.reads.results()
     play(store, slow, outcome=1.0)
-    assert store.results() == before
+    assert store.reads.results() == before
     assert (before[0].plays, before[0].success) == (2, 0.5)
 
 
 def test_a_quorum_never_closes_an_evaluation(store: RunStore, clock: Clock) -> None:
-    store.add_groups([task(0)], size=3, purpose="eval")
-    for claim in store.claim("a", 2, lease_s=1e6):
+    store.groups.add_groups([task(0)], size=3, purpose="eval")
+    for claim in store.leases.claim("a", 2, lease_s=1e6):
         play(store, claim)
-    assert not any(store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0)))
-
-
-def test_a_member_outside_the_loss_makes_no_quorum(store: RunStore, clock: Clock) -> None:
-    first, second, _ = begun(store)
-    play(store, first)
-    play(store, second, stop=StopReason.SANDBOX_FAILED, outcome=None)
-    assert not any(store.expire(clock() + 1.0, DEADLINE_S, close_policy=Quorum(2, 0.0)))
+    assert not any(store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0)))
 
 
 def test_a_late_member_holds_its_place_and_no_groups(store: RunStore, clock: Clock) -> None:
     """Admission counts it as an episode that runs; its group makes room as any that is taken."""
     settings = {"group_size": 3, "groups_per_step": 1, "max_lag": 0, "max_running": 1}
     assert admit(store, **settings) == 1
-    first, second, slow = store.claim("a", 3, lease_s=1e6)
+    first, second, slow = store.leases.claim("a", 3, lease_s=1e6)
     for claim in (first, second):
         play(store, claim)
-    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
-    store.take(1, 1, max_lag=0)
+    store.buffer.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.buffer.take(1, 1, max_lag=0)
     serve(store, 1)
     assert admit(store, **settings) == 0, "the only place is taken"
-    store.begin(slow.episode_id, slow.fence, START)
-    store.journal_turn(slow.episode_id, slow.fence, turn(0, 1, step=answer(0)))
-    store.finish(slow.episode_id, slow.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    store.journal.begin(slow.episode_id, slow.fence, START)
+    store.journal.journal_turn(slow.episode_id, slow.fence, turn(0, 1, step=answer(0)))
+    store.journal.finish(slow.episode_id, slow.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True))
     assert admit(store, **settings) == 1
 
 
@@ -268,7 +173,7 @@ def test_a_group_that_waits_for_its_quorums_time_is_read_again_only_after_anothe
     """However many groups wait, a look at them costs one statement for all."""
     policy, statements = Quorum(2, 5.0), list[str]()
     admit(store, group_size=4, limit=3)
-    claims = store.claim("w", 12, lease_s=30.0)
+    claims = store.leases.claim("w", 12, lease_s=30.0)
     for claim in claims[:2] + claims[4:6]:
         play(store, claim)
     connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
@@ -276,7 +181,7 @@ def test_a_group_that_waits_for_its_quorums_time_is_read_again_only_after_anothe
     def look() -> tuple[int, ...]:
         statements.clear()
         connection.set_trace_callback(statements.append)
-        closed = store.expire(clock(), DEADLINE_S, close_policy=policy).closed
+        closed = store.buffer.expire(clock(), DEADLINE_S, close_policy=policy).closed
         connection.set_trace_callback(None)
         return closed
 

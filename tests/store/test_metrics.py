@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,36 +18,36 @@ from .play import Clock, admit, play, serve
 
 
 def test_values_come_back_by_kind_and_step(store: RunStore, clock: Clock) -> None:
-    store.record("step", 2, {"loss": 0.5, "name": "b", "tags": [1, None]})
+    store.metrics.record("step", 2, {"loss": 0.5, "name": "b", "tags": [1, None]})
     clock.now += 1.0
-    store.record("step", 1, {"loss": 0.25})
-    store.record("sync", 1, {"bytes": 7})
-    first, second = store.metrics("step")
+    store.metrics.record("step", 1, {"loss": 0.25})
+    store.metrics.record("sync", 1, {"bytes": 7})
+    first, second = store.metrics.values("step")
     assert (first.step, first.time_s, first.values, first.undone) == (1, 1001.0, {"loss": 0.25}, False)
     assert (second.kind, second.step, second.values) == ("step", 2, {"loss": 0.5, "name": "b", "tags": [1, None]})
-    assert store.metrics("nothing") == []
+    assert store.metrics.values("nothing") == []
 
 
 def test_numbers_that_json_does_not_know_become_null(store: RunStore) -> None:
-    store.record("step", 1, {"kl": math.nan, "grad": math.inf, "loss": 1.0})
-    assert store.metrics("step")[0].values == {"kl": None, "grad": None, "loss": 1.0}
+    store.metrics.record("step", 1, {"kl": math.nan, "grad": math.inf, "loss": 1.0})
+    assert store.metrics.values("step")[0].values == {"kl": None, "grad": None, "loss": 1.0}
 
 
 def test_episodes_wait_for_engines_or_for_their_environments(store: RunStore, clock: Clock) -> None:
     """Two of three turns and one of one turn, half a second each, in lives of 20 s; one that runs is not counted."""
-    assert store.waited() == (0.0, 0.0)
+    assert store.metrics.waited() == (0.0, 0.0)
     serve(store, 0)
     admit(store, limit=3)
-    first, second, *_ = store.claim("worker", 3, lease_s=30.0)
+    first, second, *_ = store.leases.claim("worker", 3, lease_s=30.0)
     clock.now += 20.0
     play(store, first, turns=3)
     play(store, second, turns=1)
-    assert store.waited() == (2.0, 38.0)
+    assert store.metrics.waited() == (2.0, 38.0)
 
 
 def test_values_that_are_not_json_are_refused_by_kind(store: RunStore) -> None:
     with pytest.raises(StoreError, match="metrics 'step' is not JSON-safe"):
-        store.record("step", 1, {"loss": object()})
+        store.metrics.record("step", 1, {"loss": object()})
 
 
 def test_telemetry_writes_to_the_store_and_a_line_of_json(store: RunStore, clock: Clock, tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_telemetry_writes_to_the_store_and_a_line_of_json(store: RunStore, clock
         {"kind": "step", "step": 1, "time": 1000.0, "process": "learner", "attempt": 1, "loss": 0.5, "kl": None},
         {"kind": "turns", "step": 1, "time": 1002.0, "process": "worker-0", "attempt": 1, "turn_s_mean": 0.1},
     ]
-    assert store.metrics("step")[0].values == {"loss": 0.5, "kl": None}
+    assert store.metrics.values("step")[0].values == {"loss": 0.5, "kl": None}
 
 
 def test_telemetry_goes_on_in_the_same_file_after_a_restart(store: RunStore, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_telemetry_goes_on_in_the_same_file_after_a_restart(store: RunStore, tmp
     with Telemetry(store, target, "learner") as telemetry:
         telemetry.record("step", 1, {})
     serve(store, 1)
-    store.rollback(0)
+    store.lineage.rollback(0)
     with Telemetry(store, target, "learner") as telemetry:
         telemetry.record("step", 1, {})
     assert [json.loads(line)["attempt"] for line in target.read_text().splitlines()] == [1, 2]
@@ -85,7 +86,7 @@ def test_telemetry_names_a_file_it_cannot_write(store: RunStore, tmp_path: Path)
 def test_a_full_disk_is_named(store: RunStore) -> None:
     with Telemetry(store, "/dev/full", "learner") as telemetry, pytest.raises(DiskFull, match="No space left"):
         telemetry.record("step", 1, {"loss": 1.0})
-    assert store.metrics("step")[0].values == {"loss": 1.0}  # the store has it
+    assert store.metrics.values("step")[0].values == {"loss": 1.0}  # the store has it
 
 
 def test_a_tally_sums_up_and_empties() -> None:
@@ -107,3 +108,19 @@ def test_a_tally_sums_up_and_empties() -> None:
         "once_max": -2.0,
     }
     assert tally.flush() == {}
+
+
+def test_a_sample_of_many_steps_has_the_first_the_last_some_between_and_those_that_are_asked_for(
+    store: RunStore,
+) -> None:
+    for step in range(1, 1001):
+        store.metrics.record("step", step, {"n": step})
+    store.metrics.record("other", 3, {"n": -1})
+    assert store.metrics.sample("step", 1000) == store.metrics.values("step")
+    found = [row.step for row in store.metrics.sample("step", 80, near=[333, 777], reach=2)]
+    assert all(row.values == {"n": row.step} for row in store.metrics.sample("step", 80))
+    assert found == sorted(set(found)) and len(found) <= 80 + 20
+    assert {*range(1, 21), *range(961, 1001), *range(331, 336), *range(775, 780)} <= set(found)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert max(gaps) <= 47
+    assert [row.step for row in store.metrics.sample("step", 1)] and not store.metrics.sample("none", 5)

@@ -18,9 +18,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentrl.records import StopReason, turn_id
-from agentrl.store import EnvSnapshot, LeaseLost, Quorum, RunStore, Source
+from agentrl.store import Ending, EnvSnapshot, LeaseLost, Quorum, RunStore, Source
 from agentrl.store.audit import audit
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .fuse import Fuse, Killed
 from .model import (
@@ -135,12 +135,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.store.confirm_version(self.store.mint_version(0))
+        self.store.versions.confirm_version(self.store.versions.mint_version(0))
         self.declare()
         self.model.publish()
 
     def declare(self) -> None:
-        self.store.declare_sources(
+        self.store.scores.declare_sources(
             [
                 Source(name=name, weight=weight, deadline_s=deadline_s, late=late)  # pyright: ignore[reportArgumentType]
                 for name, (weight, deadline_s, late) in SOURCES.items()
@@ -177,9 +177,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def resume(self) -> None:
         """What a restarted run does: nobody holds anything, the learner goes on from its last checkpoint."""
-        self.store.release_all()
-        latest = self.store.latest_checkpoint()
-        attempt = self.store.rollback(0 if latest is None else latest.step)
+        self.store.deaths.release_all()
+        latest = self.store.lineage.latest_checkpoint()
+        attempt = self.store.lineage.rollback(0 if latest is None else latest.step)
         self.model.resume(attempt)
 
     # --- rollout
@@ -205,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(crash=crashes)
     def evaluate(self, crash: Crash) -> None:
         self.both(
-            lambda: silent(self.store.add_groups([task(0)], size=1, purpose="eval")),
+            lambda: silent(self.store.groups.add_groups([task(0)], size=1, purpose="eval")),
             lambda model: model.add("eval", 1, 0),
             crash,
         )
@@ -213,7 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from("ab"), limit=st.integers(1, 5), crash=crashes)
     def claim(self, worker: str, limit: int, crash: Crash) -> None:
         def real() -> list[tuple[int, int, int]]:
-            claims = self.store.claim(worker, limit, lease_s=LEASE_S)
+            claims = self.store.leases.claim(worker, limit, lease_s=LEASE_S)
             return [(claim.episode_id, claim.fence, len(claim.turns)) for claim in claims]
 
         for id, fence, _ in self.both(real, lambda model: model.claim(worker, limit), crash) or []:
@@ -240,33 +240,37 @@ class StoreMachine(RuleBasedStateMachine):
             return real
 
         if not episode.begun and self.model.held(id, fence):
-            self.both(guarded(lambda: self.store.begin(id, fence, START)), lambda model: model.begin(id, fence), crash)
+            self.both(
+                guarded(lambda: self.store.journal.begin(id, fence, START)), lambda model: model.begin(id, fence), crash
+            )
         elif ending == "restart":
-            real = guarded(lambda: self.store.restart_episode(id, fence, "cannot replay"))
+            real = guarded(lambda: self.store.journal.restart_episode(id, fence, "cannot replay"))
             self.both(real, lambda model: model.restart(id, fence), crash)
         elif unanswered and ending != "engine_failed":
             index = len(episode.turns) - 1
-            real = guarded(lambda: self.store.journal_step(id, fence, index, answer(index)))
+            real = guarded(lambda: self.store.journal.journal_step(id, fence, index, answer(index)))
             self.both(real, lambda model: model.answer(id, fence), crash)
         elif ending == "sample":
             one = part(turn(len(episode.turns), 1, episode.partial + 1), episode.partial)
-            real = guarded(lambda: self.store.journal_partial(id, fence, one))
+            real = guarded(lambda: self.store.journal.journal_partial(id, fence, one))
             self.both(real, lambda model: model.sample(id, fence), crash)
         elif ending == "snapshot":
             one = EnvSnapshot(turn=len(episode.turns), data=b"box")
-            real = guarded(lambda: self.store.keep_snapshot(id, fence, one))
+            real = guarded(lambda: self.store.journal.keep_snapshot(id, fence, one))
             self.both(real, lambda model: model.keep_snapshot(id, fence), crash)
         elif ending == "no":
             version = 1 + pick % len(self.model.versions)
             made_at = self.model.versions[version - 1][0]
             one = turn(len(episode.turns), version)
-            real = guarded(lambda: self.store.journal_turn(id, fence, one))
+            real = guarded(lambda: self.store.journal.journal_turn(id, fence, one))
             self.both(real, lambda model: model.turn(id, fence, made_at), crash)
         else:
             stop = "engine_failed" if ending == "engine_failed" else "turn_limit"
             outcome = 1.0 if ending == "done" else None
             real = guarded(
-                lambda: self.store.finish(id, fence, stop_reason=StopReason(stop), outcome=outcome, success=None)
+                lambda: self.store.journal.finish(
+                    id, fence, Ending(stop_reason=StopReason(stop), outcome=outcome, success=None)
+                )
             )
             self.both(real, lambda model: model.finish(id, fence, stop, outcome), crash)
 
@@ -282,12 +286,12 @@ class StoreMachine(RuleBasedStateMachine):
             if stop == "runs on":
                 continue
             if not self.model.episodes[id].begun:
-                self.store.begin(id, fence, START)
+                self.store.journal.begin(id, fence, START)
                 self.model.begin(id, fence)
             if all(answered for _, answered in self.model.episodes[id].turns):
-                self.store.journal_turn(id, fence, turn(len(self.model.episodes[id].turns), version))
+                self.store.journal.journal_turn(id, fence, turn(len(self.model.episodes[id].turns), version))
                 self.model.turn(id, fence, made_at)
-            self.store.finish(id, fence, stop_reason=StopReason(stop), outcome=outcome, success=None)
+            self.store.journal.finish(id, fence, Ending(stop_reason=StopReason(stop), outcome=outcome, success=None))
             self.model.finish(id, fence, stop, outcome)
             for index, source in sorted(self.model.episodes[id].waits) if id % 4 else []:
                 self.say(id, self.model.episodes[id].trial, index, source, 1, float(index), None)
@@ -296,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def say(self, id: int, trial: int, index: int, source: str, version: int, value: float, crash: Crash) -> None:
         self.both(
-            lambda: self.store.score(turn_id(id, trial, index), source, value, version=version),
+            lambda: self.store.scores.score(turn_id(id, trial, index), source, value, version=version),
             lambda model: model.score(id, trial, index, source, version, value),
             crash,
         )
@@ -319,14 +323,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(crash=crashes)
     def sources_expire(self, crash: Crash) -> None:
         now = self.clock.now
-        self.both(lambda: silent(self.store.expire_sources(now)), lambda model: model.expire_sources(), crash)
+        self.both(lambda: silent(self.store.scores.expire_sources(now)), lambda model: model.expire_sources(), crash)
 
     @precondition(lambda self: len(self.model.sources) > 1 and self.model.next_task > 9)
     @rule(pick=picks, crash=crashes)
     def a_source_is_given_up(self, pick: int, crash: Crash) -> None:
         gone = self.model.sources[pick % len(self.model.sources)]
-        left = [source for source in self.store.sources() if source.name != gone]
-        self.both(lambda: self.store.declare_sources(left), lambda model: model.undeclare(gone), crash)
+        left = [source for source in self.store.scores.sources() if source.name != gone]
+        self.both(lambda: self.store.scores.declare_sources(left), lambda model: model.undeclare(gone), crash)
 
     @rule(seconds=st.sampled_from([1.0, 11.0, 101.0]))
     def time_passes(self, seconds: float) -> None:
@@ -337,12 +341,12 @@ class StoreMachine(RuleBasedStateMachine):
     def expire(self, crash: Crash) -> None:
         now = self.clock.now
         policy = Quorum(QUORUM, QUORUM_AFTER_S)
-        real = lambda: silent(self.store.expire(now, DEADLINE_S, close_policy=policy))  # noqa: E731
+        real = lambda: silent(self.store.buffer.expire(now, DEADLINE_S, close_policy=policy))  # noqa: E731
         self.both(real, lambda model: model.expire(), crash)
 
     @rule(worker=st.sampled_from("ab"), crash=crashes)
     def worker_dies(self, worker: str, crash: Crash) -> None:
-        self.both(lambda: silent(self.store.release_worker(worker)), lambda model: model.die(worker), crash)
+        self.both(lambda: silent(self.store.deaths.release_worker(worker)), lambda model: model.die(worker), crash)
 
     # --- learner
 
@@ -359,24 +363,24 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(skips=st.integers(0, 2), crash=crashes)
     def take(self, skips: int, crash: Crash) -> None:
         def real() -> list[int] | None:
-            groups = self.store.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG, skip_at_most=skips)
+            groups = self.store.buffer.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG, skip_at_most=skips)
             return None if groups is None else sorted(one.episode_id for g in groups for one in g.trajectories)
 
         self.both(real, lambda model: model.take(skips), crash)
 
     @rule()
     def publish(self) -> None:
-        version = self.store.mint_version(self.model.learner)
-        self.store.confirm_version(version)
+        version = self.store.versions.mint_version(self.model.learner)
+        self.store.versions.confirm_version(version)
         assert version.version == self.model.publish()
 
     @precondition(lambda self: (self.model.learner, False) in self.model.versions and self.model.learner > 0)
     @rule(crash=crashes)
     def checkpoint(self, crash: Crash) -> None:
-        version = self.store.version_at(self.model.learner)
+        version = self.store.versions.version_at(self.model.learner)
         assert version is not None
         self.both(
-            lambda: self.store.checkpoint(self.model.learner, version, "/checkpoint"),
+            lambda: self.store.lineage.checkpoint(self.model.learner, version, "/checkpoint"),
             lambda model: model.checkpoint(),
             crash,
         )
@@ -384,8 +388,8 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.learner % 4 == 2)
     @rule()
     def learner_dies(self) -> None:
-        latest = self.store.latest_checkpoint()
-        attempt = self.store.rollback(0 if latest is None else latest.step)
+        latest = self.store.lineage.latest_checkpoint()
+        attempt = self.store.lineage.rollback(0 if latest is None else latest.step)
         self.model.roll_back(attempt)
 
     @precondition(lambda self: self.model.next_task % 5 == 4)

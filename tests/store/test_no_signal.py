@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from agentrl.algos.judging import Returns, advantages, strength
 from agentrl.config.sections import BufferSettings
-from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
+from agentrl.records import Group, GroupState, MemberRecord, Task
 from agentrl.store import Quorum, RunStore
 from agentrl.store.audit import audit
-from agentrl.store.buffer.no_signal import Returns, advantages, strength
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
-from .play import START, Clock, admit, play, serve
+from .play import Clock, admit, play, serve
 
 
 def member(outcome: float, *rewards: float, **outcomes: float) -> MemberRecord:
@@ -30,13 +30,13 @@ def play_groups(store: RunStore, outcomes: list[tuple[float, float]], **how: Any
     """Groups of two, admitted and played to their end, with these outcomes."""
     assert admit(store, limit=len(outcomes), max_lag=1000) == len(outcomes)
     for claim, outcome in zip(
-        store.claim("w", 1000, lease_s=1e6), [one for two in outcomes for one in two], strict=True
+        store.leases.claim("w", 1000, lease_s=1e6), [one for two in outcomes for one in two], strict=True
     ):
         play(store, claim, outcome=outcome, **how)
 
 
 def take(store: RunStore, step: int, n: int = 1, at_most: int = 10, **changes: Any) -> list[Group] | None:
-    return store.take(step, n, max_lag=9, **({"skip_at_most": at_most, "returns": Returns()} | changes))
+    return store.buffer.take(step, n, max_lag=9, **({"skip_at_most": at_most, "returns": Returns()} | changes))
 
 
 def ids(groups: list[Group] | None) -> tuple[list[int], list[int]] | None:
@@ -104,25 +104,10 @@ def test_a_late_member_is_judged_by_all_and_changes_nothing_for_them() -> None:
 # --- what becomes of them -------------------------------------------------------------------------------------------
 
 
-def test_groups_without_signal_leave_and_others_take_their_place(store: RunStore) -> None:
-    play_groups(store, [(1, 1), (1, 0), (0, 0), (0, 1), (1, 0)])
-    taken = take(store, 1, n=2)
-    assert ids(taken) == ([2, 4], [1, 3])
-    assert store.drops() == {"no_signal": 2}
-    assert store.lineage(1) == [3, 4, 7, 8]
-    assert clean(store)
-
-
-def test_without_the_setting_every_group_is_taken(store: RunStore) -> None:
-    play_groups(store, [(1, 1), (1, 0)])
-    assert ids(take(store, 1, n=2, at_most=0)) == ([1, 2], [])
-    assert store.drops() == {}
-
-
 def test_groups_are_skipped_while_the_learner_waits_and_reported_with_its_step(store: RunStore) -> None:
     play_groups(store, [(1, 1)])
     assert take(store, 1) is None
-    assert store.drops() == {"no_signal": 1}, "at once: admission starts another"
+    assert store.metrics.drops() == {"no_signal": 1}, "at once: admission starts another"
     play_groups(store, [(1, 0)])
     step = take(store, 1)
     assert step is not None
@@ -137,7 +122,7 @@ def test_groups_are_skipped_while_the_learner_waits_and_reported_with_its_step(s
 def test_admission_makes_up_for_skipped_groups_within_the_lag_bound(store: RunStore) -> None:
     """(max_lag + step + 1) * 2 = 4 groups; each one skipped makes room for another, one trained does not."""
     assert admit(store) == 4
-    for claim in store.claim("w", 100, lease_s=1e6):
+    for claim in store.leases.claim("w", 100, lease_s=1e6):
         play(store, claim, outcome=float(claim.group_id in (1, 2) or claim.member))
     assert admit(store) == 0
     assert ids(take(store, 1, n=2)) == ([3, 4], [1, 2])
@@ -152,8 +137,7 @@ def test_when_nothing_has_signal_a_step_skips_so_many_groups_and_trains_the_next
     assert clean(store)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 1])
-@pytest.mark.parametrize("max_lag", [0, 4])
+@pytest.mark.parametrize(("max_lag", "max_tokens"), [(0, 1), (4, None)])
 def test_a_run_whose_rewards_are_all_equal_ends_after_twice_the_groups(
     store: RunStore, max_lag: int, max_tokens: int | None
 ) -> None:
@@ -171,46 +155,23 @@ def test_a_run_whose_rewards_are_all_equal_ends_after_twice_the_groups(
         taken = None
         while taken is None:
             started = admit(store, **bounds)
-            for claim in store.claim("w", 1000, lease_s=1e6):
+            for claim in store.leases.claim("w", 1000, lease_s=1e6):
                 play(store, claim, outcome=1.0)
-            taken = store.take(step, 3, max_lag=max_lag, skip_at_most=buffer.skips)
+            taken = store.buffer.take(step, 3, max_lag=max_lag, skip_at_most=buffer.skips)
             assert started or taken, "admission and learner wait for each other"
         trained, skipped = ids(taken) or ([], [])
         assert (len(trained), len(skipped)) == (3, 3)
         serve(store, step)
-    assert store.counts() == {GroupState.TAKEN: 3 * steps, GroupState.EXPIRED: 3 * steps}
-    assert clean(store)
-
-
-def test_the_number_of_skips_counts_from_poll_to_poll_and_over_a_restart(store: RunStore, clock: Clock) -> None:
-    for _ in range(3):
-        play_groups(store, [(1, 1)])
-        with RunStore.open(store.path, clock=clock) as learner:
-            assert take(learner, 1, at_most=3) is None
-    play_groups(store, [(1, 1)])
-    assert ids(take(store, 1, at_most=3)) == ([4], [1, 2, 3])
-
-
-def test_law_2_a_rollback_puts_skipped_groups_back_and_they_are_done_once(store: RunStore) -> None:
-    play_groups(store, [(1, 1), (1, 0), (0, 0), (0, 1)])
-    assert ids(take(store, 1, at_most=1)) == ([2], [1])
-    store.checkpoint(1, serve(store, 1), "one")
-    assert ids(take(store, 2)) == ([4], [3])
-    store.rollback(1)
-    assert store.counts() == {GroupState.TRAINED: 1, GroupState.SCORED: 2, GroupState.EXPIRED: 1}
-    assert store.drops() == {"no_signal": 1}, "the first stays skipped: step 1 stands"
-    assert clean(store)
-    assert ids(take(store, 2)) == ([4], [3])
-    assert store.drops() == {"no_signal": 2}
+    assert store.groups.counts() == {GroupState.TAKEN: 3 * steps, GroupState.EXPIRED: 3 * steps}
     assert clean(store)
 
 
 def test_a_skipped_group_without_its_tokens_stays_skipped_in_a_rollback(store: RunStore) -> None:
     play_groups(store, [(1, 1), (1, 0)])
     take(store, 1)
-    assert store.retain(1, keep_steps=0, keep_sample=0.0) == 1
-    store.rollback(0)
-    assert store.drops() == {"no_signal": 1}
+    assert store.lineage.retain(1, keep_steps=0, keep_sample=0.0) == 1
+    store.lineage.rollback(0)
+    assert store.metrics.drops() == {"no_signal": 1}
     assert ids(take(store, 1)) == ([2], [])
     assert clean(store)
 
@@ -218,14 +179,14 @@ def test_a_skipped_group_without_its_tokens_stays_skipped_in_a_rollback(store: R
 def test_a_late_member_of_a_skipped_group_is_still_trained(store: RunStore, clock: Clock) -> None:
     """Two of three succeed and close the group without signal; the third one fails, and that is signal."""
     admit(store, limit=2, group_size=3)
-    *early, late = store.claim("w", 3, lease_s=1e6)
+    *early, late = store.leases.claim("w", 3, lease_s=1e6)
     for claim in early:
         play(store, claim, outcome=1.0)
-    store.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
+    store.buffer.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
     assert take(store, 1) is None
-    assert store.drops() == {"no_signal": 1}
+    assert store.metrics.drops() == {"no_signal": 1}
     play(store, late, outcome=0.0)
-    for claim, outcome in zip(store.claim("w", 3, lease_s=1e6), (1.0, 0.0, 1.0), strict=True):
+    for claim, outcome in zip(store.leases.claim("w", 3, lease_s=1e6), (1.0, 0.0, 1.0), strict=True):
         play(store, claim, outcome=outcome)
     first, of_late, skipped = take(store, 1) or []
     assert (first.id, of_late.id, skipped.id) == (2, 1, 1)
@@ -236,24 +197,7 @@ def test_a_late_member_of_a_skipped_group_is_still_trained(store: RunStore, cloc
 def test_outcomes_of_skipped_groups_count_for_the_curriculum(store: RunStore) -> None:
     play_groups(store, [(1, 1), (1, 0)])
     take(store, 1)
-    assert [(one.id, one.plays, one.success) for one in store.results()] == [(1, 2, 1.0), (2, 2, 0.5)]
-
-
-def test_a_group_that_is_too_old_leaves_as_stale_whatever_its_signal(store: RunStore) -> None:
-    play_groups(store, [(1, 1), (1, 0)])
-    assert take(store, 11) is None
-    assert store.drops() == {"stale": 2}
-
-
-def test_a_failed_member_is_not_reported_as_an_outcome(store: RunStore) -> None:
-    admit(store, limit=1, group_size=3)
-    failed, *others = store.claim("w", 3, lease_s=1e6)
-    store.begin(failed.episode_id, failed.fence, START)
-    store.finish(failed.episode_id, failed.fence, stop_reason=StopReason.ENGINE_FAILED, outcome=None, success=None)
-    for claim in others:
-        play(store, claim, outcome=1.0)
-    take(store, 1)
-    assert store.drops() == {"no_signal": 1}
+    assert [(one.id, one.plays, one.success) for one in store.reads.results()] == [(1, 2, 1.0), (2, 2, 0.5)]
 
 
 # --- several algorithms ----------------------------------------------------------------------------------------------
@@ -265,26 +209,26 @@ def by_turns(index: int) -> Task:
 
 def test_each_group_is_judged_by_the_returns_of_its_own_environment(store: RunStore) -> None:
     """Members differ in process rewards alone: test/two does not look at these, and test/one does."""
-    returns = Returns(apart=(("test/two", Returns(process_weight=0.0)),))
+    returns = Returns(by_env=(("test/two", Returns(process_weight=0.0)),))
     admit(store, by_turns, limit=4, max_lag=1000)
-    for claim in store.claim("w", 8, lease_s=1e6):
+    for claim in store.leases.claim("w", 8, lease_s=1e6):
         play(store, claim, turns=1 + claim.member, outcome=1.0)  # a turn that is not the last earns 0.25
     assert ids(take(store, 1, n=2, returns=returns)) == ([1, 3], [2, 4])
 
 
 def test_the_bias_is_told_in_the_returns_of_each_environment(store: RunStore) -> None:
     admit(store, by_turns, limit=2, max_lag=1000)
-    for claim in store.claim("w", 4, lease_s=1e6):
+    for claim in store.leases.claim("w", 4, lease_s=1e6):
         play(store, claim, turns=1 + claim.member, outcome=1.0)
     take(store, 1, n=2, at_most=0)
-    bias = store.training_bias(Returns(apart=(("test/two", Returns(process_weight=0.0)),)))
+    bias = store.metrics.training_bias(Returns(by_env=(("test/two", Returns(process_weight=0.0)),)))
     assert bias.trained.advantage_by_quartile[2] == pytest.approx((0.25 + 0.0) / 2)
 
 
 def test_a_group_whose_algorithm_learns_from_equal_returns_is_never_skipped(store: RunStore) -> None:
-    returns = Returns(apart=(("test/two", Returns(skips=False)),))
+    returns = Returns(by_env=(("test/two", Returns(skips=False)),))
     admit(store, by_turns, limit=4, max_lag=1000)
-    for claim in store.claim("w", 8, lease_s=1e6):
+    for claim in store.leases.claim("w", 8, lease_s=1e6):
         play(store, claim, outcome=1.0)
     assert ids(take(store, 1, n=2, returns=returns)) == ([2, 4], [1, 3])
 
@@ -306,10 +250,10 @@ def test_the_audit_judges_a_skipped_group_by_the_algorithm_of_its_task(
     with RunStore.create(tmp_path / "store.sqlite", json.dumps(document)) as store:
         serve(store, 0)
         admit(store, by_turns, limit=2, max_lag=1000)
-        for claim in store.claim("w", 4, lease_s=1e6):
+        for claim in store.leases.claim("w", 4, lease_s=1e6):
             play(store, claim, turns=1 + claim.member, outcome=1.0)
-        take(store, 1, returns=Returns(apart=(("test/two", Returns(process_weight=0.0)),)))
-        assert store.drops() == {"no_signal": 1}
+        take(store, 1, returns=Returns(by_env=(("test/two", Returns(process_weight=0.0)),)))
+        assert store.metrics.drops() == {"no_signal": 1}
         found = [one.detail for one in audit(store).violations if one.kind == "skipped_with_signal"]
     assert [one for one in found if says and says in one] == found
     assert bool(found) == bool(says)

@@ -158,23 +158,23 @@ class Newest:
 
 def test_the_store_asks_an_order_and_obeys_it(store: RunStore) -> None:
     admit(store, limit=3)
-    claims = store.claim("w", 6, lease_s=1e6)
+    claims = store.leases.claim("w", 6, lease_s=1e6)
     for claim in claims[:4]:
         play(store, claim)
     order = Newest()
-    assert store.take(1, 1, max_lag=1, order=order) is None
+    assert store.buffer.take(1, 1, max_lag=1, order=order) is None
     for claim in claims[4:]:
         play(store, claim)
-    (group,) = store.take(1, 1, max_lag=1, order=order) or []
+    (group,) = store.buffer.take(1, 1, max_lag=1, order=order) or []
     assert order.asked == [([1, 2], [3], 1), ([1, 2, 3], [], 1)]
     assert (group.id, group.weight, group.taken_step) == (3, 0.5, 1)
-    assert store.lineage(1) == [5, 6]
+    assert store.lineage.episodes_of(1) == [5, 6]
 
 
 def test_law_5_groups_that_an_order_leaves_behind_expire(store: RunStore) -> None:
     admit(store, limit=2)
     play_all(store)
     serve(store, 1)
-    assert [one.id for one in store.take(1, 1, max_lag=0, order=Freshest()) or []] == [2]
-    assert store.take(2, 1, max_lag=0, order=Freshest()) is None
-    assert store.drops() == {"stale": 1}
+    assert [one.id for one in store.buffer.take(1, 1, max_lag=0, order=Freshest()) or []] == [2]
+    assert store.buffer.take(2, 1, max_lag=0, order=Freshest()) is None
+    assert store.metrics.drops() == {"stale": 1}

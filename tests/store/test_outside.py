@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zstandard
 
 from agentrl.errors import StoreBusy, StoreDamaged, StoreError
 from agentrl.run.processes.exit_status import ENDS_THE_RUN, run_role
 from agentrl.store import RunStore
+from agentrl.store.codec import pack_tokens, unpack_tokens
 from agentrl.store.databases import database, sqlite
 
-from .play import admit, play_all, serve
+from .play import admit, play_all, serve, turn
 
 HOLD = """
 import sqlite3, sys
@@ -115,8 +120,8 @@ def test_a_damaged_file_ends_in_one_line_that_names_it_and_says_what_to_do(
 
     def use() -> None:
         with RunStore.open(path) as again:
-            list(again.trajectories("train"))
-            again.take(1, 40, max_lag=9)
+            list(again.reads.trajectories("train"))
+            again.buffer.take(1, 40, max_lag=9)
 
     monkeypatch.setenv("AGENTRL_ERROR_FILE", str(tmp_path / "error"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # a child ignores Ctrl-C: this process does not
@@ -145,8 +150,47 @@ def test_a_row_that_cannot_be_read_is_damage_too(store: RunStore, path: Path, st
     connection.commit()
     connection.close()
     with pytest.raises(StoreDamaged, match="is damaged") as refused:
-        list(store.trajectories("train"))
+        list(store.reads.trajectories("train"))
     assert "\n" not in str(refused.value)
     with pytest.raises(StoreError):
-        store.take(1, 1, max_lag=9)
+        store.buffer.take(1, 1, max_lag=9)
     serve(store, 1)  # the rest of it can still be written
+
+
+def test_every_bit_of_a_turns_tokens_that_changed_is_damage() -> None:
+    """Law 1: else it would be another token, or another log-prob, that nobody sampled."""
+    one = replace(turn(0, 1, 40), prompt_ids=tuple(range(40)))
+    blob = pack_tokens(one)
+    same = 0
+    for bit in range(8 * len(blob)):
+        changed = bytearray(blob)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            found = unpack_tokens(bytes(changed))
+        except zstandard.ZstdError:
+            continue
+        assert found == (one.prompt_ids, one.token_ids, one.logprobs, {})
+        same += 1
+    assert same < 32  # bits that a reader passes over, such as the padding of a table
+
+
+def test_every_page_that_holds_something_else_is_found_before_a_run_goes_on(store: RunStore, path: Path) -> None:
+    for _ in range(10):
+        admit(store, limit=4, max_lag=99)
+        play_all(store)
+    store.refuse_damage()
+    store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+    store.close()
+    whole = path.read_bytes()
+    (size,) = struct.unpack_from(">H", whole, 16)
+    noise = random.Random(0)
+    for page in range(len(whole) // size):
+        path.write_bytes(whole[: page * size] + noise.randbytes(size) + whole[(page + 1) * size :])
+        for leftover in (f"{path}-wal", f"{path}-shm"):
+            Path(leftover).unlink(missing_ok=True)
+        with (
+            pytest.raises(StoreDamaged, match="put a copy of it in its place") as refused,
+            RunStore.open(path) as again,
+        ):
+            again.refuse_damage()
+        assert "\n" not in str(refused.value), page

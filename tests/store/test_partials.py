@@ -10,13 +10,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.engine.router.turn_request import Stitcher
+from agentrl.engine.generation import Stitcher
 from agentrl.protocols import Chunk
 from agentrl.records import StopReason, VersionSpan
-from agentrl.store import Claim, LeaseLost, Partial, RunStore, StoreError
+from agentrl.store import Claim, Ending, Partial, RunStore, StoreError
 from agentrl.store.audit import audit
 
-from .play import START, Clock, admit, answer, serve, turn
+from .play import START, Clock, admit, serve, turn
 
 
 def part(at: int = 0, n: int = 4, *, index: int = 0) -> Partial:
@@ -39,15 +39,15 @@ def part(at: int = 0, n: int = 4, *, index: int = 0) -> Partial:
 def claim(store: RunStore) -> Claim:
     """An episode that has begun, and has no turn."""
     admit(store, limit=1)
-    claim = store.claim("first", 1, lease_s=30.0)[0]
-    store.begin(claim.episode_id, claim.fence, START)
+    claim = store.leases.claim("first", 1, lease_s=30.0)[0]
+    store.journal.begin(claim.episode_id, claim.fence, START)
     return claim
 
 
 def again(store: RunStore, claim: Claim, clock: Clock, worker: str = "second") -> Claim:
     """The episode as the next worker gets it."""
     clock.now += 31.0
-    return next(one for one in store.claim(worker, 9, lease_s=30.0) if one.episode_id == claim.episode_id)
+    return next(one for one in store.leases.claim(worker, 9, lease_s=30.0) if one.episode_id == claim.episode_id)
 
 
 def rows(store: RunStore) -> int:
@@ -74,17 +74,17 @@ def test_law_1_tokens_of_a_turn_under_way_come_back_as_they_were_sampled(
 ) -> None:
     stitcher, clock = Stitcher(), Clock()
     with RunStore.create(tmp_path_factory.mktemp("store") / "s.sqlite", "{}", clock=clock) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
         admit(store, limit=1)
-        claim = store.claim("first", 1, lease_s=30.0)[0]
-        store.begin(claim.episode_id, claim.fence, START)
+        claim = store.leases.claim("first", 1, lease_s=30.0)[0]
+        store.journal.begin(claim.episode_id, claim.fence, START)
         at = 0
         for tokens, version, earlier, recomputed in given_chunks:
             ids, logprobs = tuple(id for id, _ in tokens), tuple(logprob for _, logprob in tokens)
             spans = (VersionSpan(version, -min(earlier, at), len(ids), recomputed),)
             stitcher.add(Chunk(token_ids=ids, logprobs=logprobs, spans=spans))
             one = replace(part(at), token_ids=ids, logprobs=logprobs, spans=spans)
-            store.journal_partial(claim.episode_id, claim.fence, one)
+            store.journal.journal_partial(claim.episode_id, claim.fence, one)
             at += len(ids)
         partial = again(store, claim, clock).partial
         whole = stitcher.generation("stop")
@@ -99,56 +99,21 @@ def test_law_1_tokens_of_a_turn_under_way_come_back_as_they_were_sampled(
 
 def test_law_1_a_part_that_does_not_follow_is_refused(store: RunStore, claim: Claim, clock: Clock) -> None:
     id, fence = claim.episode_id, claim.fence
-    store.journal_partial(id, fence, part(0))
+    store.journal.journal_partial(id, fence, part(0))
     for wrong in (0, 3, 8):
         with pytest.raises(StoreError, match=f"turn 0 has 4 tokens, and more came after {wrong}"):
-            store.journal_partial(id, fence, part(wrong))
+            store.journal.journal_partial(id, fence, part(wrong))
     with pytest.raises(StoreError, match="turn 1 cannot be under way after turn -1"):
-        store.journal_partial(id, fence, part(4, index=1))
+        store.journal.journal_partial(id, fence, part(4, index=1))
     with pytest.raises(StoreError, match="tokens so far cannot be written"):
-        store.journal_partial(id, fence, replace(part(4), token_ids=(-1, 0, 0, 0)))
+        store.journal.journal_partial(id, fence, replace(part(4), token_ids=(-1, 0, 0, 0)))
     assert again(store, claim, clock).partial == part(0)
 
 
-def test_law_2_a_fence_that_is_lost_writes_no_part(store: RunStore, claim: Claim, clock: Clock) -> None:
-    store.journal_partial(claim.episode_id, claim.fence, part(0))
-    second = again(store, claim, clock)
-    with pytest.raises(LeaseLost):
-        store.journal_partial(claim.episode_id, claim.fence, part(4))
-    store.journal_partial(second.episode_id, second.fence, part(4))
-    third = again(store, claim, clock, "third")
-    assert third.partial == replace(part(0, 8), spent_s=5.0)
-
-
-def test_a_turn_that_is_journaled_leaves_no_part(store: RunStore, claim: Claim, clock: Clock) -> None:
-    id, fence = claim.episode_id, claim.fence
-    store.journal_partial(id, fence, part(0))
-    store.journal_turn(id, fence, turn(0, 1))
-    assert rows(store) == 0
-    store.journal_step(id, fence, 0, answer(0))
-    store.journal_partial(id, fence, part(0, index=1))
-    assert again(store, claim, clock).partial == part(0, index=1)
-
-
-@pytest.mark.parametrize("how", ["finished", "expired", "restarted"])
-def test_an_episode_that_ends_or_begins_anew_leaves_no_part(
-    store: RunStore, claim: Claim, clock: Clock, how: str
-) -> None:
-    id, fence = claim.episode_id, claim.fence
-    store.journal_partial(id, fence, part(0))
-    assert rows(store) == 1
-    if how == "finished":
-        store.finish(id, fence, stop_reason=StopReason.ENGINE_FAILED, outcome=None, success=None)
-    elif how == "expired":
-        assert store.expire(clock.now + 1e6, 1.0)
-    else:
-        store.restart_episode(id, fence, "it answered differently")
-    assert rows(store) == 0
-    assert audit(store).violations == []
-
-
 def test_the_audit_names_a_part_that_was_left_behind(store: RunStore, claim: Claim, path: Path) -> None:
-    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.ENGINE_FAILED, outcome=None, success=None)
+    store.journal.finish(
+        claim.episode_id, claim.fence, Ending(stop_reason=StopReason.ENGINE_FAILED, outcome=None, success=None)
+    )
     with sqlite3.connect(path) as connection:
         connection.execute("INSERT INTO partials VALUES (1, 0, 0, 0, NULL, 'policy', '[]', 0, 0, x'00000000')")
     assert [one.detail for one in audit(store).violations] == ["episode 1 ended with a turn under way"]
@@ -160,22 +125,22 @@ def test_a_turn_costs_bytes_by_its_length_however_often_it_is_written(store: Run
             return connection.execute("SELECT SUM(LENGTH(data)) FROM partials").fetchone()[0]
 
     for at in range(0, 1000, 50):
-        store.journal_partial(claim.episode_id, claim.fence, part(at, 50))
+        store.journal.journal_partial(claim.episode_id, claim.fence, part(at, 50))
     half = cost()
     for at in range(1000, 2000, 50):
-        store.journal_partial(claim.episode_id, claim.fence, part(at, 50))
+        store.journal.journal_partial(claim.episode_id, claim.fence, part(at, 50))
     assert half < 1000 * 12 + 20 * 16 and cost() < 2.01 * half
 
 
 def test_law_1_tokens_of_versions_that_a_rollback_undid_keep_them(store: RunStore, claim: Claim, clock: Clock) -> None:
     undone = serve(store, 1)
     one = replace(part(0), spans=(VersionSpan(undone, 0, 4),))
-    store.journal_partial(claim.episode_id, claim.fence, one)
-    store.release_all()
-    store.rollback(0)
+    store.journal.journal_partial(claim.episode_id, claim.fence, one)
+    store.deaths.release_all()
+    store.lineage.rollback(0)
     newer = serve(store, 0)
     second = again(store, claim, clock)
-    assert second.partial == one and store.is_undone(undone)
+    assert second.partial == one and store.versions.is_undone(undone)
     spans = (VersionSpan(undone, 0, 2), VersionSpan(newer, 2, 3))
-    store.journal_turn(second.episode_id, second.fence, replace(turn(0, newer), spans=spans))
-    assert store.trajectory(second.episode_id).turns[0].spans == spans
+    store.journal.journal_turn(second.episode_id, second.fence, replace(turn(0, newer), spans=spans))
+    assert store.reads.trajectory(second.episode_id).turns[0].spans == spans

@@ -29,13 +29,14 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.run.resume_overrides import change
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import supervise
-from agentrl.store import Claim, RunStore
-from agentrl.store.asynchronous import AsyncStore, Waiting
+from agentrl.store import Claim, Ending, RunStore
+from agentrl.store.async_calls import Waiting
 from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, STORE
 from agentrl.store.episodes import leases
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import PHASE
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
 from .conformance import Again, Offer
@@ -61,16 +62,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / ADDRESS
 
 
-@pytest.fixture(params=["thread", "inline"])
-async def offer(path: Path, server: Server, request: pytest.FixtureRequest) -> AsyncIterator[Offer]:
-    inline = request.param == "inline"
+@pytest.fixture
+async def offer(path: Path, server: Server) -> AsyncIterator[Offer]:
     with (
         RunStore.create(path, "{}", url=server.url) as other,
         RunStore.open(path) as writer,
         RunStore.read(path) as reader,
     ):
         serve(other, 0)
-        async with AsyncStore(writer, reader, inline=inline) as desk:
+        async with JournalWriter(writer, reader) as desk:
             yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
 
 
@@ -93,20 +93,22 @@ def store(path: Path, server: Server) -> Generator[RunStore]:
 
 def claim(store: RunStore, n: int = 99) -> list[Claim]:
     admit(store, limit=2)
-    return store.claim("w", n, lease_s=1e9)
+    return store.leases.claim("w", n, lease_s=1e9)
 
 
 def test_any_text_of_a_policy_is_kept(store: RunStore) -> None:
     """NUL, which no text of PostgreSQL holds, and half a surrogate pair, which is not UTF-8."""
     one = claim(store)[0]
     hostile = "a\0b\ud800c'; DROP TABLE turns; --"
-    store.begin(one.episode_id, one.fence, ({"role": "user", "content": hostile},))
+    store.journal.begin(one.episode_id, one.fence, ({"role": "user", "content": hostile},))
     journaled = replace(turn(0, 1), text=hostile)
-    store.journal_turn(one.episode_id, one.fence, journaled)
+    store.journal.journal_turn(one.episode_id, one.fence, journaled)
     step = replace(answer(0, last=True), info={"said": hostile}, rewards={"a": 1.0})
-    store.journal_step(one.episode_id, one.fence, 0, step)
-    store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True, detail="x")
-    read = store.trajectory(one.episode_id)
+    store.journal.journal_step(one.episode_id, one.fence, 0, step)
+    store.journal.finish(
+        one.episode_id, one.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True, detail="x")
+    )
+    read = store.reads.trajectory(one.episode_id)
     assert read.turns[0].text == hostile
     assert read.start[0]["content"] == hostile
     assert audit(store).violations == []
@@ -119,8 +121,8 @@ def test_law_1_a_server_that_fell_comes_back_with_all_that_was_written(store: Ru
         assert signal.changed() and not signal.changed()
         server.stop("immediate")
         server.start()
-        store.begin(one.episode_id, one.fence, START)
-        assert reader.counts() == store.counts() != {}
+        store.journal.begin(one.episode_id, one.fence, START)
+        assert reader.groups.counts() == store.groups.counts() != {}
         assert any(signal.changed() for _ in range(10)), "something may have been written while nobody listened"
 
 
@@ -154,7 +156,7 @@ def test_while_the_server_is_away_a_write_waits_no_longer_than_for_a_lock(store:
 
 def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(store: RunStore, server: Server) -> None:
     one = claim(store)[0]
-    store.begin(one.episode_id, one.fence, START)
+    store.journal.begin(one.episode_id, one.fence, START)
     db = store._db  # pyright: ignore[reportPrivateUsage]
     with RunStore.open(store.path) as other, pytest.raises(StoreError, match="terminat"), db.write():
         pid = db.rows("SELECT pg_backend_pid()")[0][0]
@@ -162,8 +164,8 @@ def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(sto
         with other._db.read():  # pyright: ignore[reportPrivateUsage]
             other._db.rows("SELECT pg_terminate_backend(?)", (pid,))  # pyright: ignore[reportPrivateUsage]
         db.rows("SELECT 1")
-    assert store.counts() == {GroupState.RUNNING: 2}
-    store.journal_turn(one.episode_id, one.fence, turn(0, 1))
+    assert store.groups.counts() == {GroupState.RUNNING: 2}
+    store.journal.journal_turn(one.episode_id, one.fence, turn(0, 1))
     assert turns(store) == 1
 
 
@@ -243,13 +245,15 @@ def test_a_lock_that_is_held_for_too_long_is_named_with_what_to_do(store: RunSto
 def test_processes_journal_at_once_and_what_needs_the_store_alone_waits_for_them(store: RunStore) -> None:
     one, two, *_ = claim(store)
     for each in (one, two):
-        store.begin(each.episode_id, each.fence, START)
+        store.journal.begin(each.episode_id, each.fence, START)
     with RunStore.open(store.path) as other, store._db.write(shared=True):  # pyright: ignore[reportPrivateUsage]
         store._db.execute("UPDATE episodes SET detail = 'x' WHERE id = ?", (one.episode_id,))  # pyright: ignore[reportPrivateUsage]
         other.hurry(0.1)
-        other.journal_turn(two.episode_id, two.fence, turn(0, 1))
+        other.journal.journal_turn(two.episode_id, two.fence, turn(0, 1))
         with pytest.raises(StoreBusy):
-            other.finish(two.episode_id, two.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+            other.journal.finish(
+                two.episode_id, two.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+            )
     assert turns(store) == 1
 
 
@@ -257,9 +261,11 @@ def test_processes_journal_at_once_and_what_needs_the_store_alone_waits_for_them
 def test_of_writes_that_are_committed_together_one_that_fails_is_undone_alone(store: RunStore, shared: bool) -> None:
     one, two, *_ = claim(store)
     for each in (one, two):
-        store.begin(each.episode_id, each.fence, START)
-    calls = [partial(store.journal_turn, each.episode_id, each.fence, turn(n, 1)) for each, n in ((one, 0), (two, 0))]
-    wrong = partial(store.journal_turn, one.episode_id, one.fence, turn(5, 1))
+        store.journal.begin(each.episode_id, each.fence, START)
+    calls = [
+        partial(store.journal.journal_turn, each.episode_id, each.fence, turn(n, 1)) for each, n in ((one, 0), (two, 0))
+    ]
+    wrong = partial(store.journal.journal_turn, one.episode_id, one.fence, turn(5, 1))
     broken = partial(store._db.execute, "INSERT INTO meta VALUES ('config', '')")  # pyright: ignore[reportPrivateUsage]
 
     def refused() -> None:
@@ -271,35 +277,37 @@ def test_of_writes_that_are_committed_together_one_that_fails_is_undone_alone(st
     assert first.error is None and last.error is None
     assert "turn 5 cannot follow turn 0" in str(failed[0].error) and "duplicate key" in str(failed[1].error)
     assert turns(store) == 2 and store.meta("config") == "{}"
-    again = store.together([partial(store.journal_turn, one.episode_id, one.fence, turn(1, 1))], shared=shared)
+    again = store.together([partial(store.journal.journal_turn, one.episode_id, one.fence, turn(1, 1))], shared=shared)
     assert again[0].error is None and turns(store) == 3
 
 
 def test_many_turns_take_as_many_statements_as_two(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many bytes they are; and any value of a row comes back from an array."""
     claims, sent = begun(store, 12), list[bytes]()
-    store.step_of(1)  # a version's step is read once
+    store.versions.step_of(1)  # a version's step is read once
     send = postgres.Pipeline._send
     monkeypatch.setattr(postgres.Pipeline, "_send", lambda self, sql, *rest: sent.append(sql) or send(self, sql, *rest))
     odd = replace(turn(0, 1), text="a\0b\ud800c", experts=None, started_s=1e300)
     for few in (claims[:2], claims[2:]):
         before = len(sent)
-        assert errors(store, *(store.turn_entry(one.episode_id, one.fence, odd) for one in few)) == [""] * len(few)
+        assert errors(store, *(store.journal.turn_entry(one.episode_id, one.fence, odd) for one in few)) == [""] * len(
+            few
+        )
         assert len(sent) - before <= 10, sent[before:]  # two of them once in a session
     monkeypatch.setattr(sql, "_MOST_BYTES", 150)
-    answers = [store.step_entry(one.episode_id, one.fence, 0, answer(n)) for n, one in enumerate(claims)]
+    answers = [store.journal.step_entry(one.episode_id, one.fence, 0, answer(n)) for n, one in enumerate(claims)]
     before = len(sent)
     assert errors(store, *answers) == [""] * len(claims)
     assert 2 < sum(b"INTO steps" in sql for sql in sent[before:]) < len(claims), "divided, and not row by row"
-    (own,) = store.trajectory(claims[-1].episode_id).turns
+    (own,) = store.reads.trajectory(claims[-1].episode_id).turns
     assert (own.text, own.started_s, own.parent) == (odd.text, 1e300, None)
     assert own.step == answer(11) and own.token_ids == odd.token_ids
 
 
 def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> None:
     """Also in a new table, which the server believes to be empty."""
-    store.add_groups([Task(index=n, env="e", seed=n) for n in range(10)], size=60, purpose="eval")
-    assert len(store.claim("many", 600, lease_s=1e9)) == 600
+    store.groups.add_groups([Task(index=n, env="e", seed=n) for n in range(10)], size=60, purpose="eval")
+    assert len(store.leases.claim("many", 600, lease_s=1e9)) == 600
     with store._db.read():  # pyright: ignore[reportPrivateUsage]
         explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + translated(leases._CLAIMABLE)
         (found,) = store._db._pipeline.send(explain, (time.time(), "me", 8, 1e9, 0, 1))  # type: ignore[attr-defined]
@@ -323,24 +331,26 @@ def test_a_run_moves_to_the_database_and_back_and_nothing_of_it_changes(tmp_path
     with RunStore.create(run / STORE, '{"a": 1}') as store:
         serve(store, 0)
         for one in claim(store)[:3]:
-            store.begin(one.episode_id, one.fence, START)
-            store.journal_turn(
+            store.journal.begin(one.episode_id, one.fence, START)
+            store.journal.journal_turn(
                 one.episode_id, one.fence, replace(turn(0, 1), text="half \ud800" if one.member else "é")
             )
-            store.journal_step(one.episode_id, one.fence, 0, answer(0, last=True))
-            store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-        store.take(1, 1, max_lag=1)
-        store.record("step", 1, {"loss": 0.5})
+            store.journal.journal_step(one.episode_id, one.fence, 0, answer(0, last=True))
+            store.journal.finish(
+                one.episode_id, one.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+            )
+        store.buffer.take(1, 1, max_lag=1)
+        store.metrics.record("step", 1, {"loss": 0.5})
         before = dump(run / STORE)
     kept, rows = move(run, server.url, time.time)
     assert kept == run / f"{STORE}.old" and rows == sum(map(len, before.values()))
     with RunStore.open(run / ADDRESS) as there:
         assert audit(there).violations == []
-        assert there.counts() == {GroupState.TAKEN: 1, GroupState.RUNNING: 1}
+        assert there.groups.counts() == {GroupState.TAKEN: 1, GroupState.RUNNING: 1}
         admit(there, limit=2)  # numbers go on after the highest
-        assert sum(there.counts().values()) > 2
+        assert sum(there.groups.counts().values()) > 2
     with RunStore.open(kept) as old, RunStore.create(tmp_path / ADDRESS, "{}", url=server.url):
-        assert sum(old.counts().values()) == 2, "the old store stays as it was"
+        assert sum(old.groups.counts().values()) == 2, "the old store stays as it was"
     move(run, None, time.time)
     with RunStore.open(run / STORE) as back:
         assert audit(back).violations == []
@@ -402,7 +412,7 @@ def test_a_copied_folder_shares_no_store_and_a_moved_one_keeps_its_own(tmp_path:
     document = {"model": "m", "env": {"id": "e"}, "cluster": {"store": server.url}}
     run = RunDir.create(tmp_path / "run", parse(document))
     with RunStore.open(run.store_path) as store:
-        store.confirm_version(store.mint_version(0))
+        store.versions.confirm_version(store.versions.mint_version(0))
     moved = RunDir(run.path.rename(tmp_path / "moved"))
     change(moved, ["train.steps=9"])  # and from now on it is at home there
     copy = RunDir(shutil.copytree(moved.path, tmp_path / "copy"))

@@ -39,7 +39,8 @@ HOST = """if True:
     time.time = lambda: real() + skew_s  # before anything of ours is imported: the clock of this host
     from agentrl.store import RunStore
     with RunStore.open(sys.argv[1]) as store:
-        print([claim.episode_id for claim in store.claim("worker-of-" + sys.argv[2], 8, lease_s=float(sys.argv[3]))])
+        claims = store.leases.claim("worker-of-" + sys.argv[2], 8, lease_s=float(sys.argv[3]))
+        print([claim.episode_id for claim in claims])
         print(store._db.clock() - real())
 """
 
@@ -76,7 +77,7 @@ def test_nor_does_its_lease_hold_for_longer_when_it_is_gone(path: Path) -> None:
     first, _ = claims(path, skew_s=600, lease_s=1.0)
     deadline = time.monotonic() + DEADLINE_S
     with RunStore.open(path) as store:
-        while not (found := store.claim("next", 8, lease_s=120.0)):
+        while not (found := store.leases.claim("next", 8, lease_s=120.0)):
             assert time.monotonic() < deadline, "it would be ten minutes"
             time.sleep(0.1)
     assert [claim.episode_id for claim in found] == first

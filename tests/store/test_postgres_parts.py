@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import StoreVersionError, UsageError
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.store.databases.open_store import ADDRESS, STORE
-from agentrl.testing.outside_audit import OutsideAuditor
+from tests.parts.outside_audit import OutsideAuditor
 
 from .play import START, admit, answer, play, serve, turn
 from .server import Server
@@ -68,12 +67,12 @@ def ranges(store: RunStore) -> list[tuple[int, int]]:
 def train(store: RunStore, step: int, *, keep_steps: int = 1, retain: bool = True) -> None:
     """Four groups of two episodes of two turns are played, trained in a step, and no longer kept after the next."""
     admit(store, groups_per_step=4, limit=4)
-    for claim in store.claim("w", 99, lease_s=1e9):
+    for claim in store.leases.claim("w", 99, lease_s=1e9):
         play(store, claim, version=step)
-    assert store.take(step, 4, max_lag=9) is not None
-    store.checkpoint(step, serve(store, step), f"/checkpoints/{step}")
+    assert store.buffer.take(step, 4, max_lag=9) is not None
+    store.lineage.checkpoint(step, serve(store, step), f"/checkpoints/{step}")
     if retain:
-        store.retain(step, keep_steps=keep_steps, keep_sample=SAMPLE)
+        store.lineage.retain(step, keep_steps=keep_steps, keep_sample=SAMPLE)
 
 
 def kept(store: RunStore) -> tuple[set[int], set[int]]:
@@ -108,24 +107,26 @@ def test_law_1_who_reads_sees_all_that_is_kept_while_retention_waits(store: RunS
     before, said = ranges(store), kept(store)[1]
     with RunStore.read(store.path) as reader, reader._db.read():  # pyright: ignore[reportPrivateUsage]
         reader._db.rows("SELECT 1")  # a read begins with what it first asks  # pyright: ignore[reportPrivateUsage]
-        assert store.retain(3, keep_steps=0, keep_sample=SAMPLE) > 0
+        assert store.lineage.retain(3, keep_steps=0, keep_sample=SAMPLE) > 0
         assert ranges(store) == before
         tokens = reader._db.rows("SELECT COUNT(*) FROM tokens")  # pyright: ignore[reportPrivateUsage]
         assert tokens == [(48,)]
     assert kept(store)[1] == said
-    assert store.retain(3, keep_steps=0, keep_sample=SAMPLE) == 0, "nothing more to drop, and now it is given back"
+    assert store.lineage.retain(3, keep_steps=0, keep_sample=SAMPLE) == 0, (
+        "nothing more to drop, and now it is given back"
+    )
     assert kept(store)[0] <= kept(store)[1] < said and audit(store).violations == []
 
 
 def test_two_writers_that_need_a_new_part_make_one(store: RunStore) -> None:
     admit(store, groups_per_step=20, limit=20)
-    one, two, *_ = store.claim("w", 99, lease_s=1e9)
+    one, two, *_ = store.leases.claim("w", 99, lease_s=1e9)
     for claim in (one, two):
-        store.begin(claim.episode_id, claim.fence, START)
+        store.journal.begin(claim.episode_id, claim.fence, START)
     for index in range(11):
-        store.journal_turn(one.episode_id, one.fence, turn(index, 1, step=answer(index)))
+        store.journal.journal_turn(one.episode_id, one.fence, turn(index, 1, step=answer(index)))
     with RunStore.open(store.path) as other:
-        thread = threading.Thread(target=other.journal_turn, args=(two.episode_id, two.fence, turn(0, 1)))
+        thread = threading.Thread(target=other.journal.journal_turn, args=(two.episode_id, two.fence, turn(0, 1)))
         with store._db.write(shared=True):  # pyright: ignore[reportPrivateUsage]
             store._db._parts.room(14)  # type: ignore[attr-defined]
             thread.start()
@@ -136,35 +137,12 @@ def test_two_writers_that_need_a_new_part_make_one(store: RunStore) -> None:
     assert ranges(store) == [(0, 16), (16, 32)] and rows(store, "SELECT COUNT(*) FROM turns") == [(12,)]
 
 
-def test_a_store_that_has_its_tables_whole_is_divided_when_it_is_opened(
-    path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(parts.Partitions, "make", lambda self: None)
-        older.setattr(parts.Partitions, "room", lambda *_: None)
-        older.setattr(postgres, "_VERSION", postgres.schema.SCHEMA_VERSION)
-        older.setattr(postgres, "READ", ())
-        with RunStore.create(path, "{}", url=server.url) as store:
-            serve(store, 0)
-            train(store, 1, retain=False)
-    with pytest.raises(UsageError, match="an older agentrl wrote this store: go on with its run"):
-        RunStore.read(path)
-    with RunStore.open(path) as store:
-        assert ranges(store) == [(0, 16 + parts.TURNS)] and audit(store).violations == []
-        train(store, 2, retain=False)
-        assert audit(store).violations == []
-        with store._db.write():  # pyright: ignore[reportPrivateUsage]
-            store._db.execute("UPDATE schema_version SET version = version + 1000")  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(StoreVersionError, match=r"upgrade agentrl"):
-        RunStore.open(path)
-
-
 def test_a_copy_has_only_what_is_kept_and_a_copy_back_goes_into_parts(store: RunStore, server: Server) -> None:
     for step in (1, 2, 3):
         train(store, step, retain=False)
     with RunStore.read(store.path) as reader, reader._db.read():  # pyright: ignore[reportPrivateUsage]
         reader._db.rows("SELECT 1")  # pyright: ignore[reportPrivateUsage]
-        store.retain(3, keep_steps=0, keep_sample=SAMPLE)
+        store.lineage.retain(3, keep_steps=0, keep_sample=SAMPLE)
     said, found = kept(store)
     assert said < found
     run = store.path.parent

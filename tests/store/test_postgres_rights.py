@@ -79,7 +79,7 @@ def test_a_run_needs_no_more_rights_than_those_that_the_page_grants(tmp_path: Pa
         serve(store, 0)
         admit(store, limit=2)
         play_all(store)
-        assert store.take(1, 2, max_lag=1) and audit(store).violations == []
+        assert store.buffer.take(1, 2, max_lag=1) and audit(store).violations == []
         with store._db.read():  # pyright: ignore[reportPrivateUsage]
             (encrypted,) = store._db.rows("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")  # pyright: ignore[reportPrivateUsage]
         assert encrypted == (True,)

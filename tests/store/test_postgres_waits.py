@@ -61,40 +61,40 @@ def test_a_look_waits_for_its_answer_and_for_its_end(store: RunStore, count: Cou
 
 def test_many_ends_and_claims_wait_no_more_often_than_one(store: RunStore, count: Count) -> None:
     admit(store, group_size=4, groups_per_step=4, limit=4)
-    claims = store.claim("w", 1, lease_s=1e9)
-    assert count(lambda: claims.extend(store.claim("w", 15, lease_s=1e9, ahead=4))) == 6
+    claims = store.leases.claim("w", 1, lease_s=1e9)
+    assert count(lambda: claims.extend(store.leases.claim("w", 15, lease_s=1e9, ahead=4))) == 6
     for claim in claims:
-        store.begin(claim.episode_id, claim.fence, START)
-        store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0, last=True)))
+        store.journal.begin(claim.episode_id, claim.fence, START)
+        store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0, last=True)))
     ending = Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
-    ends = [store.end_entry(claim.episode_id, claim.fence, ending) for claim in claims]
+    ends = [store.journal.end_entry(claim.episode_id, claim.fence, ending) for claim in claims]
     assert count(lambda: ends[0]()) == 3  # the lock, how they stand, the end
     assert count(lambda: store.together(ends[1:])) == 4  # and what four groups have to close with
-    assert store.ready_count() == 4 and audit(store).violations == []
-    assert count(lambda: store.take(1, 4, max_lag=1)) < 20
-    assert len(store.lineage(1)) == 16
+    assert store.buffer.ready_count() == 4 and audit(store).violations == []
+    assert count(lambda: store.buffer.take(1, 4, max_lag=1)) < 20
+    assert len(store.lineage.episodes_of(1)) == 16
 
 
 def test_what_was_prepared_outlasts_a_rollback(store: RunStore) -> None:
     """psycopg forgets what it prepared after a rollback, by a command that forgets everybody's."""
     admit(store, limit=1)
-    one = store.claim("w", 1, lease_s=1e9)[0]
-    store.begin(one.episode_id, one.fence, START)
-    store.journal_turn(one.episode_id, one.fence, turn(0, 1, step=answer(0)))
+    one = store.leases.claim("w", 1, lease_s=1e9)[0]
+    store.journal.begin(one.episode_id, one.fence, START)
+    store.journal.journal_turn(one.episode_id, one.fence, turn(0, 1, step=answer(0)))
     for _ in range(8):  # psycopg prepares this, if it prepares anything
         database(store)._connection.execute("SELECT 1")
     with pytest.raises(StoreError, match="division by zero"), database(store).write():
         database(store).rows("SELECT 1 / 0")
     for index in (1, 2):
-        store.journal_turn(one.episode_id, one.fence, turn(index, 1, step=answer(index)))
-    assert len(store.reload(one).turns) == 3
+        store.journal.journal_turn(one.episode_id, one.fence, turn(index, 1, step=answer(index)))
+    assert len(store.leases.reload(one).turns) == 3
 
 
 def test_every_table_whose_rows_have_numbers_gives_them(store: RunStore) -> None:
     """The lineage's are given under another name, since its table was made anew."""
     admit(store, limit=1)
     play_all(store)
-    store.take(1, 1, max_lag=1)
+    store.buffer.take(1, 1, max_lag=1)
     db = database(store)
     for table in ("groups", "episodes", "turns", "lineage", "outages", "metrics"):
         with db.write():

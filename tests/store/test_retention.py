@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.records import RoutedExperts, StopReason, Task, Turn
-from agentrl.store import Claim, EnvSnapshot, RunStore
+from agentrl.store import Claim, Ending, EnvSnapshot, RunStore
 
 from .play import START, Clock, admit, answer, part, serve, turn
 
@@ -25,17 +25,17 @@ def long_turn(index: int, version: int, rng: random.Random) -> Turn:
 def play_long(store: RunStore, claim: Claim, version: int, rng: random.Random, stop: StopReason) -> None:
     """An episode that starts anew once, with everything that a running episode writes."""
     id, fence = claim.episode_id, claim.fence
-    store.begin(id, fence, START)
-    store.journal_turn(id, fence, long_turn(0, version, rng))
-    store.restart_episode(id, fence, "its box died")
-    store.begin(id, fence, START)
+    store.journal.begin(id, fence, START)
+    store.journal.journal_turn(id, fence, long_turn(0, version, rng))
+    store.journal.restart_episode(id, fence, "its box died")
+    store.journal.begin(id, fence, START)
     whole = long_turn(0, version, rng)
-    store.journal_partial(id, fence, part(whole, 0, TOKENS // 2))
-    store.journal_turn(id, fence, whole)
-    store.journal_step(id, fence, 0, answer(0, last=True))
-    store.keep_snapshot(id, fence, EnvSnapshot(turn=0, data=rng.randbytes(20_000)))
+    store.journal.journal_partial(id, fence, part(whole, 0, TOKENS // 2))
+    store.journal.journal_turn(id, fence, whole)
+    store.journal.journal_step(id, fence, 0, answer(0, last=True))
+    store.journal.keep_snapshot(id, fence, EnvSnapshot(turn=0, data=rng.randbytes(20_000)))
     outcome = 1.0 if stop.by_policy else None
-    store.finish(id, fence, stop_reason=stop, outcome=outcome, success=None)
+    store.journal.finish(id, fence, Ending(stop_reason=stop, outcome=outcome, success=None))
 
 
 def test_a_long_runs_file_does_not_grow_by_what_retention_drops(path: Path, clock: Clock) -> None:
@@ -46,15 +46,15 @@ def test_a_long_runs_file_does_not_grow_by_what_retention_drops(path: Path, cloc
         for step in range(1, 19):
             clock.now += 100  # later than any outage
             admit(store, group_size=2, groups_per_step=2, limit=2)
-            store.add_groups([Task(index=step, env="e", seed=step)], size=1, purpose=f"eval:held_out@{step}")
-            store.add_groups([Task(index=step, env="e", seed=step)], size=2, purpose="train")
-            for claim in store.claim("w", 100, lease_s=30.0):
+            store.groups.add_groups([Task(index=step, env="e", seed=step)], size=1, purpose=f"eval:held_out@{step}")
+            store.groups.add_groups([Task(index=step, env="e", seed=step)], size=2, purpose="train")
+            for claim in store.leases.claim("w", 100, lease_s=30.0):
                 failed = claim.purpose == "train" and claim.task.env == "e"
                 play_long(store, claim, version, rng, StopReason.ENGINE_FAILED if failed else StopReason.DONE)
-            assert store.take(step, 2, max_lag=4) is not None
+            assert store.buffer.take(step, 2, max_lag=4) is not None
             version = serve(store, step)
-            store.checkpoint(step, version, "checkpoint")
-            store.retain(step, keep_steps=KEEP, keep_sample=0.0)
+            store.lineage.checkpoint(step, version, "checkpoint")
+            store.lineage.retain(step, keep_steps=KEEP, keep_sample=0.0)
             sizes.append(connection.execute("PRAGMA page_count").fetchone()[0] * 4096)
         count = {
             table: connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]

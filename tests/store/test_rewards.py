@@ -9,10 +9,10 @@ import torch
 
 from agentrl.algos.credit import turn_advantages
 from agentrl.records import GroupState, StopReason, turn_id
-from agentrl.store import Claim, LeaseLost, RunStore, Source, StoreError
+from agentrl.store import Claim, Ending, LeaseLost, RunStore, Source, StoreError
 from agentrl.store.audit import audit
 
-from .play import START, Clock, admit, answer, play, play_all, turn
+from .play import START, Clock, admit, answer, play_all, turn
 
 PRM = Source(name="prm", weight=0.5, deadline_s=10.0)
 
@@ -23,14 +23,14 @@ def admitted(store: RunStore) -> None:
 
 
 def score_all(store: RunStore, source: str, value: float = 1.0) -> list[str]:
-    turns = store.awaiting(source, 100)
+    turns = store.scores.awaiting(source, 100)
     for id in turns:
-        assert store.score(id, source, value)
+        assert store.scores.score(id, source, value)
     return turns
 
 
 def rewards(store: RunStore, claim: Claim) -> list[dict[str, float]]:
-    return [turn.rewards for turn in store.trajectory(claim.episode_id).turns]
+    return [turn.rewards for turn in store.reads.trajectory(claim.episode_id).turns]
 
 
 def sound(store: RunStore) -> bool:
@@ -38,31 +38,25 @@ def sound(store: RunStore) -> bool:
     return True
 
 
-def test_without_a_source_an_episode_ends_when_it_was_played(store: RunStore) -> None:
-    (claim, _) = play_all(store)
-    assert store.ready_count() == 1
-    assert rewards(store, claim) == [{"env": 0.0}, {"env": 0.25}]
-
-
 def test_a_group_is_scored_once_its_sources_have_said_of_every_turn(store: RunStore) -> None:
-    store.declare_sources([PRM, replace(PRM, name="style", weight=2.0)])
+    store.scores.declare_sources([PRM, replace(PRM, name="style", weight=2.0)])
     first, second = play_all(store)
-    assert (store.ready_count(), store.counts()[GroupState.RUNNING]) == (0, 1)
+    assert (store.buffer.ready_count(), store.groups.counts()[GroupState.RUNNING]) == (0, 1)
     turns = [turn_id(claim.episode_id, 0, index) for claim in (first, second) for index in (0, 1)]
     assert score_all(store, "prm", 1.0) == turns
-    assert store.ready_count() == 0
+    assert store.buffer.ready_count() == 0
     for id in turns[:-1]:
-        store.score(id, "style", -0.25)
-    assert (store.ready_count(), store.awaiting("style", 10)) == (0, turns[-1:])
-    assert store.trajectory(first.episode_id).stop_reason is StopReason.DONE
-    assert store.trajectory(second.episode_id).stop_reason is None
-    store.score(turns[-1], "style", 3.0)
-    assert store.ready_count() == 1 and sound(store)
+        store.scores.score(id, "style", -0.25)
+    assert (store.buffer.ready_count(), store.scores.awaiting("style", 10)) == (0, turns[-1:])
+    assert store.reads.trajectory(first.episode_id).stop_reason is StopReason.DONE
+    assert store.reads.trajectory(second.episode_id).stop_reason is None
+    store.scores.score(turns[-1], "style", 3.0)
+    assert store.buffer.ready_count() == 1 and sound(store)
     assert rewards(store, second) == [
         {"env": 0.0, "prm": 1.0, "style": -0.25},
         {"env": 0.25, "prm": 1.0, "style": 3.0},
     ]
-    (group,) = store.take(1, 1, max_lag=1) or []
+    (group,) = store.buffer.take(1, 1, max_lag=1) or []
     assert [one.rewards for one in group.trajectories] == [(0.0, 0.25 + 0.5 - 0.5), (0.0, 0.25 + 0.5 + 6.0)]
     assert [(one.outcome, one.success) for one in group.trajectories] == [(1.0, True)] * 2
     assert group.record is not None
@@ -73,111 +67,77 @@ def test_a_group_is_scored_once_its_sources_have_said_of_every_turn(store: RunSt
 
 
 def test_turns_are_scored_while_their_episode_goes_on_and_wait_for_the_answer(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
-    assert store.awaiting("prm", 10) == []
-    store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
-    (id,) = store.awaiting("prm", 10)
-    assert store.awaiting("prm", 10, skip=[id]) == []
-    assert store.score(id, "prm", 0.5) and store.awaiting("prm", 10) == []
+    store.scores.declare_sources([PRM])
+    claim, _ = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
+    assert store.scores.awaiting("prm", 10) == []
+    store.journal.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+    (id,) = store.scores.awaiting("prm", 10)
+    assert store.scores.awaiting("prm", 10, skip=[id]) == []
+    assert store.scores.score(id, "prm", 0.5) and store.scores.awaiting("prm", 10) == []
     assert rewards(store, claim) == [{"env": 0.0, "prm": 0.5}]
 
 
-def test_an_episode_that_was_scored_as_it_went_never_waits(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0, last=True)))
-    score_all(store, "prm")
-    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-    assert store.trajectory(claim.episode_id).stop_reason is StopReason.DONE
-
-
-def test_the_first_word_of_a_version_holds(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    claim, _ = play_all(store)
-    id = turn_id(claim.episode_id, 0, 0)
-    assert store.score(id, "prm", 0.25, took_s=0.5, cost=3.0)
-    assert not store.score(id, "prm", 9.0)
-    assert store.score(id, "prm", 9.0, version=2), "another version is another word, and counts for nothing here"
-    assert rewards(store, claim)[0] == {"env": 0.0, "prm": 0.25}
-    first, second = store.scores("prm")
-    assert (first.value, first.counts, first.took_s, first.cost) == (0.25, True, 0.5, 3.0)
-    assert (second.value, second.counts, second.version) == (9.0, False, 2)
-
-
 def test_who_played_an_episode_that_waits_has_it_no_longer(store: RunStore) -> None:
-    store.declare_sources([PRM])
+    store.scores.declare_sources([PRM])
     claim, _ = play_all(store)
     with pytest.raises(LeaseLost):
-        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-    assert store.claim("other", 10, lease_s=30.0, now=9e9) == [], "nobody plays it again"
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
+    assert store.leases.claim("other", 10, lease_s=30.0, now=9e9) == [], "nobody plays it again"
     assert admit(store, max_running=2, limit=1) == 1, "and it takes nobody's place"
 
 
 def test_after_a_restart_of_the_run_an_episode_goes_on_waiting(store: RunStore, clock: Clock) -> None:
-    store.declare_sources([PRM])
+    store.scores.declare_sources([PRM])
     play_all(store)
     clock.now += 5000.0  # nobody could score it while no run was there
-    store.release_all()
-    store.rollback(0, ahead=0)
-    assert store.claim("anew", 2, lease_s=30.0) == [], "it was played, and nobody plays it again"
-    assert store.expire_sources(clock.now + 10.0) == {}
-    assert set(store.expire_sources(clock.now + 10.1)) == {"prm"}
+    store.deaths.release_all()
+    store.lineage.rollback(0, ahead=0)
+    assert store.leases.claim("anew", 2, lease_s=30.0) == [], "it was played, and nobody plays it again"
+    assert store.scores.expire_sources(clock.now + 10.0) == {}
+    assert set(store.scores.expire_sources(clock.now + 10.1)) == {"prm"}
     assert sound(store)
-
-
-def test_an_episode_that_starts_anew_is_not_ended_by_the_end_that_waited_for_sources(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    play_all(store)
-    store._db.execute("UPDATE episodes SET state = 'waiting'")  # pyright: ignore[reportPrivateUsage]  # as it once was after a restart
-    claim, _ = store.claim("anew", 2, lease_s=30.0)
-    store.restart_episode(claim.episode_id, claim.fence, "cannot replay")
-    assert sound(store)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0)))
-    assert store.score(turn_id(claim.episode_id, 1, 0), "prm", 1.0)
-    assert store.trajectory(claim.episode_id).stop_reason is None, "it is in the middle of its second life"
-    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False)
-    assert store.trajectory(claim.episode_id).outcome == 0.0
 
 
 @pytest.mark.parametrize(("late", "rewarded"), [("neutral", (0.0, 0.25)), ("partial", (0.5, 0.25))])
 def test_a_source_that_does_not_answer_in_time_is_waited_for_no_longer(
     store: RunStore, clock: Clock, late: str, rewarded: tuple[float, ...]
 ) -> None:
-    store.declare_sources([replace(PRM, late=late)])  # pyright: ignore[reportArgumentType]
+    store.scores.declare_sources([replace(PRM, late=late)])  # pyright: ignore[reportArgumentType]
     first, second = play_all(store)
     first_turn, slow_turn = (turn_id(first.episode_id, 0, index) for index in (0, 1))
-    store.score(first_turn, "prm", 1.0)
-    assert store.expire_sources(clock.now + 10.0) == {}
-    assert store.expire_sources(clock.now + 10.1) == {"prm": [first.episode_id, second.episode_id]}
-    assert store.ready_count() == 1 and sound(store)
-    assert store.trajectory(first.episode_id).rewards == rewarded
-    assert store.score(slow_turn, "prm", 7.0), "a late word is kept"
-    assert store.trajectory(first.episode_id).rewards == rewarded, "and changes nothing"
-    assert not store.scores("prm")[-1].counts
+    store.scores.score(first_turn, "prm", 1.0)
+    assert store.scores.expire_sources(clock.now + 10.0) == {}
+    assert store.scores.expire_sources(clock.now + 10.1) == {"prm": [first.episode_id, second.episode_id]}
+    assert store.buffer.ready_count() == 1 and sound(store)
+    assert store.reads.trajectory(first.episode_id).rewards == rewarded
+    assert store.scores.score(slow_turn, "prm", 7.0), "a late word is kept"
+    assert store.reads.trajectory(first.episode_id).rewards == rewarded, "and changes nothing"
+    assert not store.scores.recorded("prm")[-1].counts
 
 
 def test_law_3_an_episode_that_a_source_left_unscored_leaves_loss_and_baseline(store: RunStore, clock: Clock) -> None:
-    store.claim("nobody", 2, lease_s=1e9)
+    store.leases.claim("nobody", 2, lease_s=1e9)
     admit(store, group_size=3, limit=1)
-    store.declare_sources([replace(PRM, late="drop")])
+    store.scores.declare_sources([replace(PRM, late="drop")])
     claims = play_all(store)
     for claim in claims[:2]:
         for index in (0, 1):
-            store.score(turn_id(claim.episode_id, 0, index), "prm", float(claim.member))
-    store.score(turn_id(claims[2].episode_id, 0, 0), "prm", 100.0)
-    assert store.expire_sources(clock.now + 11.0) == {"prm": [claims[2].episode_id]}
-    (group,) = store.take(1, 1, max_lag=1) or []
+            store.scores.score(turn_id(claim.episode_id, 0, index), "prm", float(claim.member))
+    store.scores.score(turn_id(claims[2].episode_id, 0, 0), "prm", 100.0)
+    assert store.scores.expire_sources(clock.now + 11.0) == {"prm": [claims[2].episode_id]}
+    (group,) = store.buffer.take(1, 1, max_lag=1) or []
     members = {one.member: one for one in group.trajectories}
     assert [members[member].scored for member in (0, 1)] == [True, True]
-    dropped = store.trajectory(claims[2].episode_id)
+    dropped = store.reads.trajectory(claims[2].episode_id)
     assert (dropped.stop_reason, dropped.outcome, dropped.scored) == (StopReason.ENV_FAILED, None, False)
-    assert store.failures().detail == "reward source 'prm' did not score all turns within 10 s of the end"
-    rewards_GT = torch.tensor([store.trajectory(claim.episode_id).rewards for claim in claims], dtype=torch.float64)
+    assert store.metrics.failures().detail == "reward source 'prm' did not score all turns within 10 s of the end"
+    rewards_GT = torch.tensor(
+        [store.reads.trajectory(claim.episode_id).rewards for claim in claims], dtype=torch.float64
+    )
     advantages_GT = turn_advantages(
         torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64),
         rewards_GT,
@@ -192,38 +152,13 @@ def test_law_3_an_episode_that_a_source_left_unscored_leaves_loss_and_baseline(s
     assert sound(store)
 
 
-def test_a_failed_episode_waits_for_nothing(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    play_all(store, stop=StopReason.ENGINE_FAILED, outcome=None)
-    assert (store.counts(), store.awaiting("prm", 10)) == ({GroupState.FAILED: 1}, [])
-
-
 def test_evaluations_and_turns_of_frozen_roles_are_not_scored(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    store.add_groups([], size=1, purpose="none")
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, replace(turn(0, 1, step=answer(0)), learns=False))
-    assert store.awaiting("prm", 10) == []
-
-
-def test_what_an_episode_left_behind_when_it_started_anew_is_not_waited_for(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    claim, _ = store.claim("worker", 2, lease_s=30.0)
-    store.begin(claim.episode_id, claim.fence, START)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0)))
-    store.restart_episode(claim.episode_id, claim.fence, "the box is gone")
-    assert store.awaiting("prm", 10) == []
-    play(store, store.reload(claim))
-    assert score_all(store, "prm") == [turn_id(claim.episode_id, 1, index) for index in (0, 1)]
-    assert store.trajectory(claim.episode_id).stop_reason is StopReason.DONE
-
-
-def test_an_episode_goes_on_without_a_source_that_is_declared_no_longer(store: RunStore) -> None:
-    store.declare_sources([PRM])
-    play_all(store)
-    store.declare_sources([])
-    assert store.ready_count() == 1 and sound(store)
+    store.scores.declare_sources([PRM])
+    store.groups.add_groups([], size=1, purpose="none")
+    claim, _ = store.leases.claim("worker", 2, lease_s=30.0)
+    store.journal.begin(claim.episode_id, claim.fence, START)
+    store.journal.journal_turn(claim.episode_id, claim.fence, replace(turn(0, 1, step=answer(0)), learns=False))
+    assert store.scores.awaiting("prm", 10) == []
 
 
 @pytest.mark.parametrize(
@@ -238,16 +173,16 @@ def test_an_episode_goes_on_without_a_source_that_is_declared_no_longer(store: R
 def test_a_score_that_is_none_is_one_line(store: RunStore, id: str, value: float, message: str) -> None:
     play_all(store)
     with pytest.raises(StoreError, match=message):
-        store.score(id, "prm", value)
+        store.scores.score(id, "prm", value)
 
 
 def test_what_a_source_says_is_progress_and_asking_again_afterwards_is_none(store: RunStore) -> None:
-    store.declare_sources([PRM])
+    store.scores.declare_sources([PRM])
     play_all(store)
-    seen = [store.progress()]
-    for id in store.awaiting("prm", 100):
-        store.score(id, "prm", 1.0)
-        seen.append(store.progress())
+    seen = [store.metrics.progress()]
+    for id in store.scores.awaiting("prm", 100):
+        store.scores.score(id, "prm", 1.0)
+        seen.append(store.metrics.progress())
     assert len(set(seen)) == 5, "one for each of four turns"
-    store.score(turn_id(1, 0, 0), "prm", 2.0, version=2)
-    assert store.progress() == seen[-1]
+    store.scores.score(turn_id(1, 0, 0), "prm", 2.0, version=2)
+    assert store.metrics.progress() == seen[-1]

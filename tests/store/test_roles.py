@@ -1,4 +1,4 @@
-"""Each process of a run holds its store by its role, and no wider: read from the source of every module."""
+"""Which parts of the store a room may hold, read from the source of every module; and the calls that are awaited."""
 
 from __future__ import annotations
 
@@ -8,34 +8,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import agentrl
 from agentrl.rollout.memory_store import MemoryStore
-from agentrl.store import interfaces
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store import RunStore, interfaces
+from agentrl.store.journal_writer import JournalWriter
 
 ROOT = Path(agentrl.__file__).parent
-
-MAY_HOLD = {
-    "rollout/worker.py": {"RolloutStore"},
-    "rollout/episode.py": {"EpisodeStore"},
-    "rollout/generate_turn.py": {"Posted"},
-    "rollout/admitter.py": {"AdmissionStore"},
-    "rewards/scorer.py": {"RewardStore"},
-    "run/processes/learner_process.py": {"LearnerStore"},
-    "run/supervisor.py": {"ControlStore", "ReadStore"},
-    "run/processes/processes.py": {"ControlStore", "ReadStore"},
-    "run/processes/engine_health.py": {"Versions"},
-    "run/reporting/report.py": {"ReadStore"},
-    "run/telemetry.py": {"Recorder"},
-}
-
-
-def named(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "agentrl.store.interfaces":
-            yield from (alias.name for alias in node.names)
+ROLES = [role for role in vars(interfaces).values() if inspect.isclass(role) and role.__module__ == interfaces.__name__]
+MOST = 20
+"""Public calls of a part: what a reader can hold in his head."""
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.expr]:
@@ -46,27 +27,28 @@ def annotations(tree: ast.AST) -> Iterator[ast.expr]:
             yield node.returns
 
 
-@pytest.mark.parametrize(("module", "held"), MAY_HOLD.items())
-def test_a_process_holds_the_store_by_its_role(module: str, held: set[str]) -> None:
-    assert set(named(ast.parse((ROOT / module).read_text()))) == held
+def holds_the_handle(module: Path) -> bool:
+    trees = annotations(ast.parse(module.read_text()))
+    return any(isinstance(node, ast.Name) and node.id == "RunStore" for tree in trees for node in ast.walk(tree))
 
 
-# commands of their own, beside no role
-OPENS = {"run/reward_services.py", "run/run_folder.py", "offline/episode_export.py"}
-
-
-def test_no_module_outside_the_store_types_a_handle_of_all_roles() -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*.py")
-        if not path.is_relative_to(ROOT / "store")
-        for annotation in annotations(ast.parse(path.read_text()))
-        if any(isinstance(node, ast.Name) and node.id == "RunStore" for node in ast.walk(annotation))
+def test_what_plays_episodes_scores_them_or_learns_holds_no_handle_of_all_parts() -> None:
+    """An episode that could take, or a scorer that could close groups, would be one mistake away from doing so."""
+    rooms = ("env", "sandbox", "rewards", "engine", "learner", "algos", "rollout")
+    modules = {
+        str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).rglob("*.py") if holds_the_handle(path)
     }
-    assert found <= OPENS
+    assert modules == {"rollout/admitter.py"}, "it starts groups, and is told of every change"
 
 
-ROLES = [role for role in vars(interfaces).values() if inspect.isclass(role) and role.__module__ == interfaces.__name__]
+def test_a_part_is_small_and_knows_no_other_handle(path: Path) -> None:
+    with RunStore.create(path, "{}") as store:
+        parts = {name: part for name, part in vars(store).items() if not name.startswith("_")}
+    assert len(parts) > 10
+    for name, part in parts.items():
+        calls = [call for call in dir(part) if not call.startswith("_")]
+        assert 0 < len(calls) <= MOST, (name, calls)
+        assert not any(isinstance(value, RunStore) for value in vars(part).values()), name
 
 
 def calls_of(role: type) -> dict[str, inspect.Signature]:
@@ -80,24 +62,19 @@ def calls_of(role: type) -> dict[str, inspect.Signature]:
     }
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_no_call_of_a_role_takes_a_function_and_no_role_knows_of_a_database(role: type) -> None:
-    words = {word for signature in calls_of(role).values() for word in re.findall(r"\w+", str(signature))}
-    assert not words & {"Callable", "Database", "sqlite3", "Cursor", "Row"}
+def test_no_call_of_a_role_takes_a_function_and_no_role_knows_of_a_database() -> None:
+    assert len(ROLES) == 4
+    for role in ROLES:
+        words = {word for signature in calls_of(role).values() for word in re.findall(r"\w+", str(signature))}
+        assert not words & {"Callable", "Database", "sqlite3", "Cursor", "Row"}, role
 
 
-@pytest.mark.parametrize(
-    ("store", "role"),
-    [
-        (AsyncStore, interfaces.RolloutStore),
-        (AsyncStore, interfaces.RewardStore),
-        (MemoryStore, interfaces.EpisodeStore),
-    ],
-)
-def test_a_stores_other_faces_take_what_the_store_takes(store: type, role: type) -> None:
-    """A type checker reads a role's calls where they are used, and not whether a class has them."""
-    theirs = {name: inspect.signature(getattr(store, name)) for name in calls_of(role)}
-    assert {name: list(own.parameters.values()) for name, own in theirs.items()} == {
-        name: list(own.parameters.values()) for name, own in calls_of(role).items()
-    }
-    assert all(inspect.iscoroutinefunction(getattr(store, name)) for name in theirs if name != "post_partial")
+def test_the_journal_in_memory_takes_what_the_store_takes() -> None:
+    """That a `JournalWriter` does is seen by the type checker, which reads its calls from the parts of the store."""
+    expected = {name: list(call.parameters.values()) for name, call in calls_of(interfaces.EpisodeStore).items()}
+    assert {
+        name: list(inspect.signature(getattr(MemoryStore, name)).parameters.values()) for name in expected
+    } == expected
+    for role in (interfaces.RolloutStore, interfaces.RewardStore):
+        for name in calls_of(role):
+            assert name == "post_partial" or inspect.iscoroutinefunction(getattr(JournalWriter, name)), name

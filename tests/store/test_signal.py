@@ -13,8 +13,8 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.records import StopReason
-from agentrl.store import RunStore
-from agentrl.store.asynchronous import Waiting
+from agentrl.store import Ending, RunStore
+from agentrl.store.async_calls import Waiting
 from agentrl.store.databases.change_signal import Role, Signal
 
 from .play import START, admit, answer, play_all, serve, task, turn
@@ -38,11 +38,11 @@ EVERYBODY = {"rollout", "learner", "control", "reward"}
 
 def test_a_journaled_turn_wakes_reward_sources_alone(store: RunStore, signals: dict[Role, Signal]) -> None:
     admit(store)
-    claim = store.claim("w", 1, lease_s=30.0)[0]
-    store.begin(claim.episode_id, claim.fence, START)
+    claim = store.leases.claim("w", 1, lease_s=30.0)[0]
+    store.journal.begin(claim.episode_id, claim.fence, START)
     told(signals)
-    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
-    store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+    store.journal.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
+    store.journal.journal_step(claim.episode_id, claim.fence, 0, answer(0))
     pauses = {role: signal.pause_s for role, signal in signals.items()}
     assert told(signals) == {"reward"}
     assert all(signals[role].pause_s > pauses[role] for role in EVERYBODY - {"reward"}), "they look seldom meanwhile"
@@ -51,19 +51,21 @@ def test_a_journaled_turn_wakes_reward_sources_alone(store: RunStore, signals: d
 def test_whatever_may_be_claimed_wakes_workers(store: RunStore, signals: dict[Role, Signal]) -> None:
     admit(store, limit=2)
     assert "rollout" in told(signals), "new groups"
-    claims = store.claim("w", 4, lease_s=30.0)
+    claims = store.leases.claim("w", 4, lease_s=30.0)
     told(signals)
-    store.hand_back("w")
+    store.leases.hand_back("w")
     assert "rollout" in told(signals), "episodes of a worker that left"
-    claims = store.claim("w", 4, lease_s=30.0)
+    claims = store.leases.claim("w", 4, lease_s=30.0)
     told(signals)
-    store.release_worker("w")
+    store.deaths.release_worker("w")
     assert "rollout" in told(signals), "of one that died"
-    claims = store.claim("w", 4, lease_s=30.0)
+    claims = store.leases.claim("w", 4, lease_s=30.0)
     for claim in claims:
-        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
     told(signals)
-    assert store.take(1, 1, max_lag=1) is not None
+    assert store.buffer.take(1, 1, max_lag=1) is not None
     assert "rollout" in told(signals), "the window in which workers play moves on"
     serve(store, 1)
     assert "rollout" in told(signals), "and with new weights"
@@ -87,17 +89,19 @@ def test_a_group_that_expires_without_an_ending_wakes_admission(store: RunStore,
     admit(store, max_lag=0)
     play_all(store, turns=1)
     told(signals)
-    assert store.take(5, 2, max_lag=0) is None, "all of it is too old for step 5"
+    assert store.buffer.take(5, 2, max_lag=0) is None, "all of it is too old for step 5"
     assert {"control", "learner"} <= told(signals)
 
 
 def test_a_group_that_closes_by_its_deadline_wakes_the_learner(store: RunStore, signals: dict[Role, Signal]) -> None:
     admit(store, limit=1, group_size=3)
-    claims = store.claim("w", 3, lease_s=30.0, now=1000.0)
+    claims = store.leases.claim("w", 3, lease_s=30.0, now=1000.0)
     for claim in claims[:2]:
-        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.journal.finish(
+            claim.episode_id, claim.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
     told(signals)
-    assert store.expire(2000.0, 100.0).closed == (1,)
+    assert store.buffer.expire(2000.0, 100.0).closed == (1,)
     assert "learner" in told(signals)
 
 
@@ -143,7 +147,7 @@ async def test_the_wait_ends_at_its_timeout_and_looks_seldom(
 
 async def test_what_is_written_between_two_waits_is_not_missed(store: RunStore, autojump_clock: MockClock) -> None:
     await Waiting(store)("rollout", 60.0)
-    store.add_groups([task(0)], size=1, purpose="eval")
+    store.groups.add_groups([task(0)], size=1, purpose="eval")
     started = trio.current_time()
     await Waiting(store)("rollout", 60.0)
     assert trio.current_time() == started

@@ -12,8 +12,8 @@ import time
 import trio
 
 from agentrl.records import StopReason
-from agentrl.store import Claim, LeaseLost, Quorum, RunStore
-from agentrl.store.asynchronous import AsyncStore
+from agentrl.store import Claim, Ending, LeaseLost, Quorum, RunStore
+from agentrl.store.journal_writer import JournalWriter
 from store.play import START, admit, answer, part, turn
 
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2
@@ -38,28 +38,30 @@ def work(store: RunStore) -> None:
     name = f"worker-{os.getpid()}"
     while store.meta("phase") != "stop":
         admit(store, **BOUNDS)
-        claims = store.claim(name, 4, lease_s=0.2)
+        claims = store.leases.claim(name, 4, lease_s=0.2)
         if not claims:
             time.sleep(0.002)
         for claim in claims:
             id, fence = claim.episode_id, claim.fence
             try:
                 if claim.start is None:
-                    store.begin(id, fence, START)
+                    store.journal.begin(id, fence, START)
                     ack("begun", id)
                 if claim.turns and claim.turns[-1].step is None:
-                    store.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
+                    store.journal.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
                 for index in range(len(claim.turns), turns_of(id)):
-                    whole, partial = turn(index, store.current_version().version), claim.partial
+                    whole, partial = turn(index, store.versions.current_version().version), claim.partial
                     have = len(partial.token_ids) if partial is not None and partial.index == index else 0
                     for at in range(have, len(whole.token_ids)):
-                        store.journal_partial(id, fence, part(whole, at))
+                        store.journal.journal_partial(id, fence, part(whole, at))
                         ack("part", id, index, at + 1)
-                    store.journal_turn(id, fence, whole)
+                    store.journal.journal_turn(id, fence, whole)
                     ack("turn", id, index)
-                    store.journal_step(id, fence, index, answer(index))
+                    store.journal.journal_step(id, fence, index, answer(index))
                     ack("step", id, index)
-                store.finish(id, fence, stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None)
+                store.journal.finish(
+                    id, fence, Ending(stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None)
+                )
                 ack("finish", id)
             except LeaseLost:
                 ack("lost", id)
@@ -73,7 +75,7 @@ def share(store: RunStore) -> None:
 async def _share(opened: RunStore) -> None:
     name = f"worker-{os.getpid()}"
     with RunStore.read(opened.path) as reader:
-        async with AsyncStore(opened, reader) as store, trio.open_nursery() as nursery:
+        async with JournalWriter(opened, reader) as store, trio.open_nursery() as nursery:
             while await store.meta("phase") != "stop":
                 admit(opened, **BOUNDS)
                 for claim in await store.claim(name, 4, lease_s=0.2):
@@ -82,7 +84,7 @@ async def _share(opened: RunStore) -> None:
             nursery.cancel_scope.cancel()
 
 
-async def _play(store: AsyncStore, reader: RunStore, claim: Claim) -> None:
+async def _play(store: JournalWriter, reader: RunStore, claim: Claim) -> None:
     id, fence = claim.episode_id, claim.fence
     try:
         if claim.start is None:
@@ -91,7 +93,7 @@ async def _play(store: AsyncStore, reader: RunStore, claim: Claim) -> None:
         if claim.turns and claim.turns[-1].step is None:
             await store.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
         for index in range(len(claim.turns), turns_of(id)):
-            whole, partial = turn(index, reader.current_version().version), claim.partial
+            whole, partial = turn(index, reader.versions.current_version().version), claim.partial
             have = len(partial.token_ids) if partial is not None and partial.index == index else 0
             for at in range(have, len(whole.token_ids)):
                 store.post_partial(id, fence, part(whole, at))
@@ -99,30 +101,30 @@ async def _play(store: AsyncStore, reader: RunStore, claim: Claim) -> None:
             ack("turn", id, index)
             await store.journal_step(id, fence, index, answer(index))
             ack("step", id, index)
-        await store.finish(id, fence, stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None)
+        await store.finish(id, fence, Ending(stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None))
         ack("finish", id)
     except LeaseLost:
         ack("lost", id)
 
 
 def learn(store: RunStore) -> None:
-    checkpoint = store.latest_checkpoint()
+    checkpoint = store.lineage.latest_checkpoint()
     step = 0 if checkpoint is None else checkpoint.step
-    attempt = store.rollback(step)
+    attempt = store.lineage.rollback(step)
     ack("rollback", attempt, step)
-    store.confirm_version(store.mint_version(step))
+    store.versions.confirm_version(store.versions.mint_version(step))
     while step < STEPS:
-        store.expire(time.time(), 3600.0, close_policy=Quorum(2, 0.0))
-        groups = store.take(step + 1, GROUPS_PER_STEP, max_lag=MAX_LAG)
+        store.buffer.expire(time.time(), 3600.0, close_policy=Quorum(2, 0.0))
+        groups = store.buffer.take(step + 1, GROUPS_PER_STEP, max_lag=MAX_LAG)
         if groups is None:
             time.sleep(0.002)
             continue
         step += 1
         ack("take", attempt, step, *(one.episode_id for group in groups for one in group.trajectories))
-        version = store.mint_version(step)
-        store.confirm_version(version)
+        version = store.versions.mint_version(step)
+        store.versions.confirm_version(version)
         if step % 3 == 0 or step == STEPS:
-            store.checkpoint(step, version, f"/checkpoints/{step}")
+            store.lineage.checkpoint(step, version, f"/checkpoints/{step}")
             ack("checkpoint", step)
     store.set_meta("phase", "stop")
     ack("stop", STEPS)

@@ -1,7 +1,7 @@
 """The real chat templates that installed packages hold, and what is known of each family beside its template.
 
-`make templates` installs them into `.venv-templates`; nothing of them is in this repository. The real tokenizers are
-not in those packages: a byte-level tokenizer stands for them, with every marker of the family as an added token.
+`make templates` unpacks them into `build/wheels/templates`; nothing of them is in this repository. The real tokenizers
+are not in those packages: a byte-level tokenizer stands for them, with every marker of the family as an added token.
 Equality is of texts and of token ids under that tokenizer. One model comes whole (`make smollm2`): its tokenizer is the
 real one.
 """
@@ -22,7 +22,7 @@ from agentrl.models import smollm2
 from agentrl.models.resolve import model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-HOME = ROOT / ".venv-templates"
+HOME = ROOT / "build" / "wheels" / "templates"
 _FOLDERS = {
     "trl": "packages/trl/chat_templates",
     "axolotl": "packages/axolotl/utils/chat_templates/templates",

@@ -1,20 +1,28 @@
-"""Every real chat template: what is rendered is what the template itself writes, and its calls are read back."""
+"""Every real chat template: what is rendered is what the template itself writes, and its calls are read back.
+
+A test is one rule for the templates of one family; it names each template that breaks it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from each_case import each_case
+from tokenizers import Tokenizer
 
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.records import Message
 
-from .catalogue import WHOLE, Real, everything, missing, write_folder
+from .catalogue import FAMILIES, WHOLE, Real, everything, missing, write_folder
 from .matrix import TOOLS, messages_of, oracle
 from .page import PAGE, page, row_of
 
@@ -27,8 +35,31 @@ def renderer(name: str, tmp_path: Path) -> Renderer:
     return Renderer(write_folder(tmp_path / "model", BY_NAME[name]))
 
 
-@pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_what_is_appended_is_what_the_template_writes(real: Real) -> None:
+def families() -> dict[str, list[Real]]:
+    """The templates by the pattern of the catalogue that names their family."""
+    by_family: dict[str, list[Real]] = {}
+    for real in REAL:
+        stem = real.name.rpartition("/")[2].lower()
+        family = next(pattern for pattern, _ in FAMILIES if re.search(pattern, stem))
+        by_family.setdefault(family.partition("|")[0] or "chatml", []).append(real)
+    return by_family
+
+
+@cache
+def rendering(real: Real) -> tuple[Renderer, dict[int, str]]:
+    """A renderer of the template, and the added tokens of its tokenizer."""
+    with TemporaryDirectory() as name:
+        folder = write_folder(Path(name) / "model", real)
+        added = Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder()
+        return Renderer(folder), {id: token.content for id, token in added.items()}
+
+
+@pytest.mark.parametrize("family", families().values(), ids=families())
+def test_a_family(family: list[Real]) -> None:
+    each_case("rule, real", [(rule, real) for real in family for rule in RULES])(lambda rule, real: rule(real))()
+
+
+def appends_what_the_template_writes(real: Real) -> None:
     row = row_of(real)
     assert not row.faults
     assert not row.sft.startswith("LOST")
@@ -39,8 +70,7 @@ def test_all_templates_are_there_and_few_are_refused() -> None:
     assert len([real for real in REAL if row_of(real).refused]) <= 7
 
 
-@pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_the_dialect_follows_from_the_template_and_reads_its_calls_back(real: Real) -> None:
+def reads_back_the_calls_that_the_template_writes(real: Real) -> None:
     row = row_of(real)
     if row.refused or row.dialect in ("json", "unknown"):
         return
@@ -75,7 +105,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path) -> 
     assert with_two.tool_format == "hermes" and with_two.untold is None
 
 
-@pytest.mark.parametrize("name", ["trl/qwen2_5_vl", "trl/phi3", "axolotl/gemma", "llama.cpp/HuggingFaceTB-SmolLM3-3B"])
+@each_case("name", ["trl/qwen2_5_vl", "trl/phi3", "axolotl/gemma", "llama.cpp/HuggingFaceTB-SmolLM3-3B"])
 def test_tools_that_a_template_leaves_out_are_told(name: str, tmp_path: Path) -> None:
     blind = renderer(name, tmp_path)
     text = blind.decode(blind.start(messages_of("user")[:1], TOOLS))  # type: ignore[arg-type]
@@ -84,7 +114,7 @@ def test_tools_that_a_template_leaves_out_are_told(name: str, tmp_path: Path) ->
     assert "writes no tools (they go into the system message)" in blind.untold
 
 
-@pytest.mark.parametrize("name", ["trl/glm4moe", "trl/qwen3", "trl/deepseekv3", "llama.cpp/MiniMax-M2"])
+@each_case("name", ["trl/glm4moe", "trl/qwen3", "trl/deepseekv3", "llama.cpp/MiniMax-M2"])
 def test_arguments_as_text_are_decoded_once(name: str, tmp_path: Path) -> None:
     history = messages_of("tool", ids=BY_NAME[name].ids)
     as_text: list[Any] = json.loads(json.dumps(history))
@@ -96,11 +126,10 @@ def test_arguments_as_text_are_decoded_once(name: str, tmp_path: Path) -> None:
     assert one.start(as_text, TOOLS) == one.start(history, TOOLS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_an_answer_cannot_pass_for_control_tokens(real: Real, tmp_path: Path) -> None:
+def lets_no_answer_pass_for_control_tokens(real: Real) -> None:
     if row_of(real).refused:
         return
-    one = Renderer(write_folder(tmp_path / "model", real))
+    one, _ = rendering(real)
     control = {token for token, added in one._tokenizer.get_added_tokens_decoder().items() if added.special}
 
     def answer(text: str) -> list[int]:
@@ -108,6 +137,48 @@ def test_an_answer_cannot_pass_for_control_tokens(real: Real, tmp_path: Path) ->
         return [token for token in one.extend((), [message], TOOLS) if token in control]
 
     assert answer("a" + "".join(one._special) + "z") == answer("az")
+
+
+CHOICES = {
+    "plain": {"type": "string", "enum": ["zqPLAIN", "b"]},
+    "optional": {"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}], "default": None},
+    "named": {"$ref": "#/$defs/Kind", "description": "Which."},
+    "many": {"type": "array", "items": {"enum": ["zqITEM", "b"], "type": "string"}},
+}
+
+
+def shows_the_choices_of_every_parameter(real: Real) -> None:
+    if row_of(real).refused:
+        return
+    definitions = {"Kind": {"type": "string", "enum": ["zqKIND", "b"]}}
+    parameters = {"type": "object", "properties": CHOICES, "required": ["named"], "$defs": definitions}
+    tool = {"name": "paint", "description": "Paints.", "parameters": parameters}
+    one, _ = rendering(real)
+    text = one.decode(one.start([{"role": "user", "content": "a"}], [tool]))
+    assert "zqPLAIN" in text and "zqITEM" in text and text.count("zqKIND") >= 2
+
+
+def lets_no_answer_pass_for_the_tags_of_a_template(real: Real) -> None:
+    """Also not for added tokens that are not marked special, as the tags of Qwen's families."""
+    if row_of(real).refused:
+        return
+    one, written = rendering(real)
+    control = {id for id, content in written.items() if content.startswith(("<", "["))}
+
+    def answer(text: str) -> list[int]:
+        message: Message = {"role": "tool", "name": "run_tests", "tool_call_id": real.ids[0], "content": text}
+        return [token for token in one.extend((), [message], TOOLS) if token in control]
+
+    assert control and answer("a" + "".join(written.values()) + "z") == answer("az")
+
+
+RULES = (
+    appends_what_the_template_writes,
+    reads_back_the_calls_that_the_template_writes,
+    lets_no_answer_pass_for_control_tokens,
+    lets_no_answer_pass_for_the_tags_of_a_template,
+    shows_the_choices_of_every_parameter,
+)
 
 
 @pytest.mark.smollm2

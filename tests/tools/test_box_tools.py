@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import SandboxError, SandboxPathError, ToolArgumentError, ToolError
 from agentrl.protocols import ExecResult, Sandbox, SandboxSpec, Tool
@@ -42,7 +43,7 @@ async def test_shell_keeps_bytes_and_flags_cuts(box: Sandbox) -> None:
     assert result.truncated and "output cut" in result.content and len(result.content) < 200
 
 
-@pytest.mark.parametrize("arguments", [{}, {"command": 1}, {"command": "x", "timeout": 0}, {"command": "x", "y": 1}])
+@each_case("arguments", [{}, {"command": 1}, {"command": "x", "timeout": 0}, {"command": "x", "y": 1}])
 async def test_wrong_arguments_never_reach_the_box(arguments: dict[str, object]) -> None:
     box = FakeSandbox(SandboxSpec())
     with pytest.raises(ToolArgumentError):
@@ -99,7 +100,7 @@ async def test_python_forged_answers_do_not_crash_the_host(box: Sandbox) -> None
     assert (await python.call({"code": forge})).is_error
 
 
-@pytest.mark.parametrize(
+@each_case(
     "reply",
     [b"[" * 20_000, b"9" * 20_000, b"[1]", b"null", b'{"output": 1, "failed": 0, "cut": 0}', b'{"output": "\xc3\xa9"}'],
 )
@@ -203,7 +204,7 @@ async def test_search_finds_lines(box: Sandbox) -> None:
     assert (await search.call({"pattern": "--help"})).content == "no match"
 
 
-@pytest.mark.parametrize("make", [Shell, Python, ReadFile, WriteFile, ReplaceText, ApplyPatch, Search])
+@each_case("make", [Shell, Python, ReadFile, WriteFile, ReplaceText, ApplyPatch, Search])
 def test_is_a_tool_of_the_protocol(make: Callable[[Sandbox], Tool]) -> None:
     tool: Tool = make(FakeSandbox(SandboxSpec()))
     assert tool.schema["name"] == tool.name and tool.schema["description"]
@@ -264,7 +265,7 @@ async def test_a_python_session_starts_in_a_box_whose_disk_is_full(box: Sandbox)
     assert (await Python(box).call({"code": "1 + 1"})).content == "2"
 
 
-@pytest.mark.parametrize("code", [0, 1, 137])
+@each_case("code", [0, 1, 137])
 async def test_a_python_session_that_does_not_start_is_the_policys_fault(code: int) -> None:
     with pytest.raises(ToolError, match="no Python session starts"):
         await Python(cast(Sandbox, EndsAtOnce(code))).call({"code": "1"})

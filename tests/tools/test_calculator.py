@@ -6,6 +6,7 @@ from contextlib import suppress
 from fractions import Fraction
 
 import pytest
+from each_case import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from agentrl.errors import ToolError
 from agentrl_tools.calculator import Calculator, evaluate
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("expression", "value"),
     [
         ("1 + 2 * 3", "7"),

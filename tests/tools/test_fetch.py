@@ -9,6 +9,7 @@ import zlib
 import httpx
 import pytest
 import trio
+from each_case import each_case
 from trio.testing import MockClock
 
 from agentrl.errors import ToolError, ToolTimeout, UsageError
@@ -44,7 +45,7 @@ async def test_page_and_redirect_inside() -> None:
     assert result.is_error and result.content.startswith("HTTP 404")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     [
         "http://other.example.org/page",
@@ -77,7 +78,7 @@ async def test_redirect_to_elsewhere_is_not_followed() -> None:
         await HttpFetch(["docs.example.org"], transport=served(asked)).call({"url": "http://docs.example.org/loop"})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     ["http://docs.example.org../", f"http://{'a' * 64}.example.org/", "http://a..example.org/", "http://\u200d.a/"],
 )

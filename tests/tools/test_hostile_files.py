@@ -6,6 +6,7 @@ import random
 import tracemalloc
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import PolicyFault, SandboxPathError, ToolError
 from agentrl.protocols import Sandbox, SandboxSpec
@@ -65,7 +66,7 @@ def test_applying_a_patch_costs_no_more_than_linear_time_and_memory() -> None:
     check_linear(many_hunks, signs=["@@ -1 +1 @@\n-\n+x\n"], seeds=0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "patch",
     [
         HEADER + "@@ -" + "9" * 5_000 + " +1 @@\n-a\n+b\n",

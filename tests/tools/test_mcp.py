@@ -15,8 +15,8 @@ import trio
 from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
 from agentrl.host.ports import free_port
 from agentrl.protocols import Sandbox
-from agentrl.testing.chaos import sweep
-from agentrl_tools.mcp import McpServer, McpTool
+from agentrl_tools.mcp import McpServer, McpTool, _parsed
+from tests.parts.kill_sweep import sweep
 
 from .floods import Floods
 
@@ -69,7 +69,7 @@ import sys, trio
 import mcp.client.stdio  # once, not in every fork
 from agentrl.errors import InfrastructureError
 from agentrl.host import janitor as owner
-from agentrl.testing.chaos import killed_after_each_call
+from tests.parts.kill_sweep import killed_after_each_call
 from agentrl_tools.mcp import McpServer
 
 owner.reap = lambda home: []  # nobody else cleans up here
@@ -166,7 +166,21 @@ async def test_what_a_server_in_a_box_writes_is_bounded() -> None:
     server = McpServer(command=["any"], sandbox=cast(Sandbox, box), start_s=START_S)
     with pytest.raises(InfrastructureError, match=r"'any' does not start: .*"):
         await server.open()
-    assert (16 << 20) < box.written <= (16 << 20) + (1 << 16) and box.killed
+    assert (8 << 20) < box.written <= (8 << 20) + (1 << 16) and box.killed
+
+
+def test_law_3_a_result_of_many_parts_reaches_the_loop_as_few() -> None:
+    """Half a million empty parts fit into the bytes of a line, and each would cost the worker's loop an object."""
+    parts = ",".join(['{"type":"text","text":""}'] * 3_000)
+    values = ",".join(["{}"] * 30_000)
+    line = f'{{"jsonrpc":"2.0","id":1,"result":{{"content":[{parts}],"structuredContent":{{"a":[{values}]}}}}}}'
+    result = _parsed(line.encode()).message.result
+    assert len(result["content"]) == 1_001
+    assert result["content"][-1] == {"type": "text", "text": "[2000 more parts are left out]"}
+    assert result["structuredContent"] == {"left_out": "a result of more than 20000 values"}
+    few = b'{"jsonrpc":"2.0","id":1,"result":{"content":[],"structuredContent":{"a":[1,{"b":2}]}}}'
+    assert _parsed(few).message.result["structuredContent"] == {"a": [1, {"b": 2}]}
+    assert isinstance(_parsed(b"[1"), ValueError)
 
 
 def test_settings_of_another_kind_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each_case import each_case
 
 from agentrl.errors import PolicyFault, SandboxPathError, ToolError
 from agentrl.protocols import Sandbox, SandboxSpec
@@ -45,7 +46,7 @@ async def patched(patch: str, **files: bytes) -> dict[str, bytes]:
     return box.files
 
 
-@pytest.mark.parametrize("header", ["@@ def foo():", "@@ @@", "@@", "@@ -10,2 +10,3", "@@ ... @@", "@@@ -1 -1 +1 @@@"])
+@each_case("header", ["@@ def foo():", "@@ @@", "@@", "@@ -10,2 +10,3", "@@ ... @@", "@@@ -1 -1 +1 @@@"])
 async def test_a_line_that_is_no_header_of_a_hunk_is_an_error_and_nothing_is_written(header: str) -> None:
     box = FakeSandbox(SandboxSpec(files={"a.py": b"x = 1\nw = 4\n"}))
     with pytest.raises(
@@ -89,7 +90,7 @@ def test_what_git_says_can_be_taken_back() -> None:
     assert said == [("run", "run", False), (None, "gone.py", False), (new, "old.sh", None), (init, None, None)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("patch", "why"),
     [
         ("diff --git a/d.bin b/d.bin\nnew file mode 100644\nGIT binary patch\nliteral 3\nKcmZQz\n", r"binary.*d\.bin"),

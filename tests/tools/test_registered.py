@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from each_case import each_case
 
 import agentrl
 from agentrl import registry
@@ -15,12 +15,12 @@ class Ask(agentrl.ToolEnv):
         return "Go."
 
 
-@pytest.mark.parametrize("id", IDS)
+@each_case("id", IDS)
 def test_id_resolves(id: str) -> None:
     assert registry.resolve("tools", id).__module__.startswith("agentrl_tools.")
 
 
-@pytest.mark.parametrize("id", sorted({*IDS} - {"mcp"}))
+@each_case("id", sorted({*IDS} - {"mcp"}))
 def test_the_model_reads_the_id(id: str) -> None:
     """Unless the run names it otherwise."""
     env = Ask(tools=[{"id": id, "allow": []} if id == "fetch" else id])

@@ -20,7 +20,7 @@ def main(run: RunDir) -> None:
                 live_settings.take_up(run, store, step)
             else:
                 alarms = [f"kl: <b>{step}</b> > 1"]
-                store.record("step", step, {"outcome_mean": 0.875, "loss": 0.25, "alarms": alarms})
+                store.metrics.record("step", step, {"outcome_mean": 0.875, "loss": 0.25, "alarms": alarms})
             print("written", flush=True)
 
 

@@ -14,7 +14,7 @@ from agentrl.config import parse
 from agentrl.env.image_parts import png
 from agentrl.records import StopReason, Task
 from agentrl.run.run_folder import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Ending, RunStore
 from agentrl.tokens import images
 
 HOSTILE = (
@@ -39,33 +39,37 @@ def make_run(path: Path) -> RunDir:
     with RunStore.open(run.store_path) as store:
         serve(store, 0)
         admit(store)
-        store.add_groups([Task(index=0, env="test/Env-v0", seed=5)], size=1, purpose="eval:tasks:before")
-        held_out, first, second, failed, _ = store.claim("worker", 5, lease_s=1e6)
+        store.groups.add_groups([Task(index=0, env="test/Env-v0", seed=5)], size=1, purpose="eval:tasks:before")
+        held_out, first, second, failed, _ = store.leases.claim("worker", 5, lease_s=1e6)
         play(store, held_out, turns=1, outcome=1.0)
-        store.begin(first.episode_id, first.fence, START)
-        store.journal_turn(first.episode_id, first.fence, replace(turn(0, 1), text=HOSTILE))
+        store.journal.begin(first.episode_id, first.fence, START)
+        store.journal.journal_turn(first.episode_id, first.fence, replace(turn(0, 1), text=HOSTILE))
         said = ({"role": "tool", "content": HOSTILE}, {"role": "tool", "content": LONG})
-        store.journal_step(
+        store.journal.journal_step(
             first.episode_id, first.fence, 0, replace(answer(0, last=True), observation=said, reward=0.5)
         )
-        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
-        store.begin(second.episode_id, second.fence, START)
+        store.journal.finish(
+            first.episode_id, first.fence, Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        )
+        store.journal.begin(second.episode_id, second.fence, START)
         for index in range(2):
             at = time.time() + index
             played = replace(turn(index, 1), text=(EDIT, DONE)[index], started_s=at, ended_s=at + 0.5)
-            store.journal_turn(second.episode_id, second.fence, played)
+            store.journal.journal_turn(second.episode_id, second.fence, played)
             said = answer(index, last=index == 1)
             if index == 0:
                 said = replace(said, observation=({**said.observation[0], "images": [{"at": 0, "url": PICTURE.url}]},))
-            store.journal_step(second.episode_id, second.fence, index, said)
-        store.finish(second.episode_id, second.fence, stop_reason=StopReason.DONE, outcome=0.0, success=False)
+            store.journal.journal_step(second.episode_id, second.fence, index, said)
+        store.journal.finish(
+            second.episode_id, second.fence, Ending(stop_reason=StopReason.DONE, outcome=0.0, success=False)
+        )
         play(store, failed, turns=1, stop=StopReason.ENV_FAILED, outcome=None)
-        store.take(1, 1, max_lag=1)
-        store.checkpoint(1, serve(store, 1), "there")
+        store.buffer.take(1, 1, max_lag=1)
+        store.lineage.checkpoint(1, serve(store, 1), "there")
         for step in (1, 2, 3):
             by_lag = {"0": {"tokens": 10 * step}, "1": {"tokens": 3}}
             values = {"outcome_mean": step / 4, "success_mean": 0.5, "loss": float("nan") if step == 2 else 1.0 / step}
             more = {"by_lag": by_lag, "tokens_stale_by_lag": {"2_3": 1}, "alarms": ["kl: 9 > 1"] if step == 3 else []}
             times = {"busy_s": 3.0, "idle_s": 1.0, "lag_mean": 0.5, "lag_max": 1, "tokens_scored": 9, "kl_k3": 0.01}
-            store.record("step", step, {**values, **more, **times})  # pyright: ignore[reportArgumentType]
+            store.metrics.record("step", step, {**values, **more, **times})  # pyright: ignore[reportArgumentType]
     return run

@@ -164,7 +164,7 @@ def test_the_health_of_a_run_says_what_to_type_as_text(
     judge = {"calls": 9, "calls_failed": 9, "turns": 4, "turns_failed": 2, "reason": reason}
     wrong: list[str] = []
     with RunStore.open(make_run(tmp_path / "made").store_path) as store:
-        store.record(KIND, 0, {"source": "judge", "life": "a", "texts_failed": 0, "texts": [], **judge})  # pyright: ignore[reportArgumentType]
+        store.metrics.record(KIND, 0, {"source": "judge", "life": "a", "texts_failed": 0, "texts": [], **judge})  # pyright: ignore[reportArgumentType]
     with served([tmp_path]) as address:
         context = browser.new_context(viewport={"width": 390, "height": 844})
         context.set_default_timeout(_DEADLINE_MS)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each_case
 from store.play import START, serve, turn
 
 from agentrl.records import Task
 from agentrl.store import EpisodeFilter, RunStore
+from agentrl.store.metrics import Metric, Metrics
+from agentrl.store.versions import Versions
 from agentrl.view import episode_answers, run_answers
 from agentrl.view.file_edits import edits_of
 from agentrl.view.lanes import lanes
@@ -47,7 +50,7 @@ def test_edits_are_read_from_the_arguments_of_calls() -> None:
     assert patch["patch"] == "*** Begin Patch\n-a\n+b"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "",
@@ -74,7 +77,7 @@ def test_an_episode_keeps_its_lengths_and_versions_when_its_tokens_are_gone(open
     (edit,) = before["turns"][0]["edits"]
     assert (edit["path"], edit["old"]) == (FILE, "a\n<b>b</b>\nc")
     with RunStore.open(opened.run.store_path) as store:
-        assert store.retain(1, keep_steps=0, keep_sample=0.0)
+        assert store.lineage.retain(1, keep_steps=0, keep_sample=0.0)
     after = episode_answers.detail(opened, 2, {})
     assert [turn["tokens"] for turn in after["turns"]] == [[], []], "the tokens are gone"
     for answer in (before, after):
@@ -95,9 +98,9 @@ def test_a_list_of_the_newest_looks_at_no_others(tmp_path: Path) -> None:
         with RunStore.create(tmp_path / f"{episodes}.sqlite", "{}") as store:
             serve(store, 0)
             tasks = [Task(index=0, env="e", seed=seed) for seed in range(episodes)]
-            store.add_groups(tasks, size=1, purpose="train")
+            store.groups.add_groups(tasks, size=1, purpose="train")
             store._db._connection.set_progress_handler(count, 100)  # pyright: ignore
-            rows = store.find_episodes(EpisodeFilter(), descending=True, limit=5)
+            rows = store.search.find_episodes(EpisodeFilter(), descending=True, limit=5)
         assert [row.id for row in rows] == list(range(episodes, episodes - 5, -1))
         return done
 
@@ -127,13 +130,13 @@ def test_what_a_step_did_to_each_token_is_read_from_its_dump(opened: OpenedRun) 
 
 def test_earlier_trials_and_relatives_of_an_episode(opened: OpenedRun) -> None:
     with RunStore.open(opened.run.store_path) as store:
-        group = store.fork(2, turn=1, k=2)
-        claims = store.claim("other", 99, lease_s=1e6)
+        group = store.groups.fork(2, turn=1, k=2)
+        claims = store.leases.claim("other", 99, lease_s=1e6)
         forked = next(claim for claim in claims if claim.group_id == group)
         anew = next(claim for claim in claims if claim.group_id != group)
-        store.begin(anew.episode_id, anew.fence, START)
-        store.journal_turn(anew.episode_id, anew.fence, turn(0, 1))
-        store.restart_episode(anew.episode_id, anew.fence, "its box died")
+        store.journal.begin(anew.episode_id, anew.fence, START)
+        store.journal.journal_turn(anew.episode_id, anew.fence, turn(0, 1))
+        store.journal.restart_episode(anew.episode_id, anew.fence, "its box died")
     (fork,) = episode_answers.detail(opened, forked.episode_id, {})["family"]
     assert (fork["group"], fork["of"], fork["turn"]) == (group, 2, 1) and forked.episode_id in fork["members"]
     (trial,) = episode_answers.detail(opened, anew.episode_id, {})["restarts"]
@@ -144,10 +147,8 @@ def test_earlier_trials_and_relatives_of_an_episode(opened: OpenedRun) -> None:
 
 def test_lanes_say_who_did_something_when(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of half a second at 10 and 11 s, six tokens a second; nothing else is on this clock."""
-    monkeypatch.setattr(
-        RunStore, "activity", lambda *_: ([(11.0, 11.5, 3), (10.0, 10.5, 3)], [(9.0, 12.0), (8.0, 9.0)])
-    )
-    monkeypatch.setattr(RunStore, "served_versions", lambda *_: [])
+    monkeypatch.setattr(Metrics, "activity", lambda *_: ([(11.0, 11.5, 3), (10.0, 10.5, 3)], [(9.0, 12.0), (8.0, 9.0)]))
+    monkeypatch.setattr(Versions, "served_versions", lambda *_: [])
     monkeypatch.setattr(opened, "steps", list)
     found = lanes(opened)
     assert found is not None
@@ -161,15 +162,28 @@ def test_lanes_say_who_did_something_when(opened: OpenedRun, monkeypatch: pytest
     assert found["learner"]["idle"] is None and found["marks"] == []
 
 
+def test_an_episode_is_not_under_way_while_nobody_runs(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers report at 0, 5 and 10 s, are stopped, and report from 70 s on: an episode from 5 to 80 s plays for 15."""
+    reports = [Metric(kind="fleet", step=0, attempt=1, time_s=at, values={}, undone=False) for at in (0, 5, 10, 70, 75)]
+    monkeypatch.setattr(Metrics, "activity", lambda *_: ([(5.0, 6.0, 3), (79.0, 80.0, 3)], [(5.0, 80.0)]))
+    monkeypatch.setattr(Versions, "served_versions", lambda *_: [])
+    monkeypatch.setattr(Metrics, "values", lambda *_, **__: reports)
+    monkeypatch.setattr(opened, "steps", list)
+    found = lanes(opened)
+    assert found is not None and (found["since_s"], found["until_s"]) == (5.0, 80.0)
+    assert sum(found["worker"]["episodes"]) * 75 / 60 == pytest.approx(15.0, abs=0.01)
+    assert found["worker"]["idle"] == pytest.approx(60 / 75)
+
+
 def test_the_rows_of_steps_are_read_once(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
-    real = RunStore.metrics
+    real = Metrics.values
 
-    def metrics(self: RunStore, kind: str, *, undone: bool = False, after: int = -1) -> Any:
+    def metrics(self: Metrics, kind: str, *, undone: bool = False, after: int = -1) -> Any:
         asked.append((kind, after))
         return real(self, kind, undone=undone, after=after)
 
-    monkeypatch.setattr(RunStore, "metrics", metrics)
+    monkeypatch.setattr(Metrics, "values", metrics)
     for _ in range(2):
         opened.look_anew()
         assert run_answers.summary(opened)["step"] == 3 and run_answers.health(opened) == []
@@ -178,7 +192,7 @@ def test_the_rows_of_steps_are_read_once(opened: OpenedRun, monkeypatch: pytest.
 
 def test_the_learners_lane_is_of_its_steps(opened: OpenedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     last = opened.steps()[-1].time_s
-    monkeypatch.setattr(RunStore, "activity", lambda *_: ([(last - 100, last - 99, 1)], []))
+    monkeypatch.setattr(Metrics, "activity", lambda *_: ([(last - 100, last - 99, 1)], []))
     found = lanes(opened, now=lambda: 0.0)
     assert found is not None
     # three steps, all recorded at once: each worked for 3 s after it had waited for 1

@@ -40,8 +40,8 @@ ASKED = (
 def test_the_answers_over_postgresql_are_those_over_the_file(tmp_path: Path) -> None:
     made = make_run(tmp_path / "file" / "made")
     with RunStore.open(made.store_path) as store:
-        store.fork(2, turn=1, k=2)
-        assert store.retain(1, keep_steps=0, keep_sample=0.0)
+        store.groups.fork(2, turn=1, k=2)
+        assert store.lineage.retain(1, keep_steps=0, keep_sample=0.0)
     shutil.copytree(made.path, tmp_path / "postgres" / "made")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
         kept, _ = move(tmp_path / "postgres" / "made", server.url, time.time)

@@ -86,7 +86,7 @@ def test_settings_are_asked_for_and_refused_with_the_reason(run: RunDir, page: T
         )
         steering = shown(page)["steering"]
         assert steering["wanted"] == {"train.lr": 1e-6, "buffer.max_lag": 2}
-        assert (steering["settings"]["train.lr"], steering["settings"]["alarms.calm_steps"]) == (5e-4, 10)
+        assert (steering["settings"]["train.lr"], steering["settings"]["alarms.kl_above"]) == (5e-4, 0.3)
         assert "train.steps" not in steering["settings"], "it changes at a resume alone"
         for setting, why in (
             ("train.lr=<b>fast</b>", "train.lr = '<b>fast</b>': "),
@@ -96,7 +96,7 @@ def test_settings_are_asked_for_and_refused_with_the_reason(run: RunDir, page: T
             ("train.lr", "write it as section.key=value"),
             ("train.lr=" + "[" * 491, "train.lr = '[[["),
         ):
-            status, told = ask(page, "set", {"settings": ["alarms.calm_steps=3", setting]})
+            status, told = ask(page, "set", {"settings": ["alarms.kl_above=3", setting]})
             assert (status, why in told) == (400, True), told
         for bad in ({}, [], {"settings": []}, {"settings": "train.lr=1"}, {"settings": [1]}, {"settings": ["x" * 501]}):
             assert ask(page, "set", bad)[0] == 400, bad

@@ -32,7 +32,7 @@ DEADLINE_S = 60.0
 def runs(tmp_path: Path) -> Path:
     run = make_run(tmp_path / "runs" / "made")
     with RunStore.open(run.store_path) as store:
-        store.record("fleet", 3, {"state": ["ready", "broken"], "running": [5, 0]})
+        store.metrics.record("fleet", 3, {"state": ["ready", "broken"], "running": [5, 0]})
     return tmp_path / "runs"
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from each_case import each_case
 from starlette.testclient import TestClient
 from store.play import admit
 from typer.testing import CliRunner
@@ -24,10 +28,11 @@ from agentrl.run.reporting import status as reporting
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
 from agentrl.store.run_values import RESTARTED
-from agentrl.view import recorded_run, web_page
+from agentrl.view import page_server, recorded_run, web_page
 from agentrl.view.notes import keep_notes, notes_of
 from agentrl.view.opened_runs import OpenedRuns
 from agentrl.view.page_server import served
+from agentrl.view.run_gauges import exported
 from agentrl.view.web_page import Visitors, loopback_hosts, page_files
 
 from .made_run import HOSTILE, LONG, PICTURE, make_run
@@ -177,7 +182,7 @@ def test_beyond_this_machine_the_token_is_asked_for_too(runs: OpenedRuns) -> Non
         loopback_hosts("no such host")
 
 
-@pytest.mark.parametrize("path", ["/", "/assets/app.js", "/api/runs", "/nothing", "/assets/nothing"])
+@each_case("path", ["/", "/assets/app.js", "/api/runs", "/nothing", "/assets/nothing"])
 def test_every_answer_has_the_strict_headers(page: TestClient, path: str) -> None:
     for answer in (page.get(path), page.get(path, headers={"host": "evil.example"}), page.post(path)):
         policy = answer.headers["content-security-policy"]
@@ -236,7 +241,7 @@ def test_tags_and_a_note_stand_in_the_runs_folder(tmp_path: Path) -> None:
     assert notes_of(run) == {"tags": [], "note": ""}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("headers", "status"),
     [
         ({}, 200),
@@ -296,7 +301,7 @@ def test_an_image_is_sent_by_its_digest_as_what_its_bytes_are(page: TestClient, 
         assert page.get(f"/api/runs/made/images/{other}").status_code == status, other
 
 
-@pytest.mark.parametrize("path", OUT)
+@each_case("path", OUT)
 def test_no_path_leads_out(page: TestClient, path: str) -> None:
     assert page.get(path).status_code == 404
 
@@ -438,6 +443,37 @@ def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> No
             pass
     with pytest.raises(httpx.TransportError):
         httpx.get(base, timeout=30)
+
+
+@pytest.mark.parametrize("kind", ["page", "figures"])
+def test_half_requests_of_another_keep_the_owner_out_of_no_server(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than it has places for. Those that stay are closed when their time for a head is over."""
+    monkeypatch.setattr(page_server, "_BOUNDS", replace(page_server._BOUNDS, head_s=1.0))
+    if kind == "figures":
+        pytest.importorskip("prometheus_client")
+    with ExitStack() as stack:
+        server = served([folder]) if kind == "page" else exported([folder], port=0)
+        base, _, token = stack.enter_context(server).partition("/#token=")
+        url = base if kind == "figures" else f"{base}/api/runs"
+        place = urlsplit(base).hostname, urlsplit(base).port
+        others = [stack.enter_context(socket.create_connection(place)) for _ in range(320)]  # type: ignore[arg-type]
+        for other in others:
+            other.sendall(b"GET /api/runs HTTP/1.1\r\nHost: x\r\nX-Half: ")
+        answer = httpx.get(url, headers={"authorization": f"Bearer {token or None}"}, timeout=30)
+        assert answer.status_code == 200
+        for other in others:
+            other.settimeout(30)
+            with suppress(ConnectionResetError):
+                assert other.recv(1) == b""  # closed, without an answer
+
+
+def test_a_number_that_nothing_can_have_is_not_found(page: TestClient) -> None:
+    for kind in ("episodes", "groups", "steps"):
+        for number in (str(1 << 63), "9" * 5000, "-1", "x", "²"):
+            answer = page.get(f"/api/runs/made/{kind}/{number}")
+            assert answer.status_code == 404, (kind, number[:20], answer.text)
 
 
 def test_the_recorded_run_is_small_and_whole_and_tells_nothing_of_a_machine() -> None:

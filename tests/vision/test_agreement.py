@@ -18,16 +18,16 @@ from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, ShownImages
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights
 from agentrl.engine.embedded.vision_tower import VisionTower
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.rows import Row
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.records import SamplingParams
-from agentrl.testing.tiny_vision import make_tiny_vision
 from agentrl.tokens import images
 from agentrl.tokens.image_patches import ImagePatches
 from agentrl.tokens.images import Image
 from agentrl.tokens.vision import Vision, read_vision
+from tests.parts.tiny_vision import make_tiny_vision
 
 from .test_vision import picture
 

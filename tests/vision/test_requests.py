@@ -12,8 +12,8 @@ from agentrl.engine.embedded.requests import BadRequest, parse_generate
 from agentrl.engine.vllm_api import request_json
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
-from agentrl.testing.tiny_vision import make_tiny_vision
 from agentrl.tokens.vision import Vision, read_vision
+from tests.parts.tiny_vision import make_tiny_vision
 
 from .test_vision import picture
 

@@ -17,11 +17,11 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.env.image_parts import png
 from agentrl.errors import ModelError
 from agentrl.records import Message
-from agentrl.testing.tiny_vision import make_tiny_vision
 from agentrl.tokens import images
 from agentrl.tokens.image_patches import ImagePatches
 from agentrl.tokens.images import Image
 from agentrl.tokens.vision import read_vision
+from tests.parts.tiny_vision import make_tiny_vision
 
 SIZES = [(8, 8), (1, 1), (24, 24), (16, 24), (7, 150), (150, 9), (500, 333), (12, 20), (4, 12), (3, 599)]
 

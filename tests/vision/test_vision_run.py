@@ -24,9 +24,9 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.trainer import Trainer
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
-from agentrl.testing.tiny_vision import make_tiny_vision
 from agentrl.tokens import images
 from agentrl_environments.picture_grid import PictureGrid
+from tests.parts.tiny_vision import make_tiny_vision
 
 RUN = """
 model = "{model}"
@@ -72,9 +72,9 @@ def test_a_run_with_pictures_is_killed_and_resumed_and_trains_what_was_seen(tmp_
     assert done.returncode == 0, done.stderr
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
-        assert [len(store.lineage(step)) for step in (1, 2, 3)] == [8, 8, 8]
+        assert [len(store.lineage.episodes_of(step)) for step in (1, 2, 3)] == [8, 8, 8]
         seen = set[str]()
-        for trajectory in store.trajectories("train"):
+        for trajectory in store.reads.trajectories("train"):
             said = (trajectory.start, *(turn.step.observation for turn in trajectory.turns if turn.step))
             shown = [image.digest for messages in said for image in images.of_messages(messages)]
             assert shown == pictures(trajectory.task.seed)[: len(shown)]
@@ -98,8 +98,8 @@ def pictures(seed: int) -> list[str]:
 def journal_is_the_learners(store: RunStore, model: Path) -> None:
     """What the engine said of tokens that the first weights sampled, the learner computes from the journal."""
     policy, compared = PolicyModel(model), 0
-    for group in (store.group(id) for id in {one.group_id for one in store.trajectories("train")}):
-        rows = group_rows(group, GRPO(), step_of=store.step_of, step_now=0, max_lag=0).rows
+    for group in (store.reads.group(id) for id in {one.group_id for one in store.reads.trajectories("train")}):
+        rows = group_rows(group, GRPO(), step_of=store.versions.step_of, step_now=0, max_lag=0).rows
         rows = [row for row in rows if bool((row.columns["lag"] == 0).all())]
         for pack in packs([rows], 10_000) if rows else ():
             with torch.no_grad():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from agentrl.env.tools.tools import argument_check, cut, readable
+from agentrl.env.tools.tool_results import cut, readable
+from agentrl.env.tools.tools import argument_check
 from agentrl.protocols import ExecResult, ToolResult
 from agentrl.records import Json
 

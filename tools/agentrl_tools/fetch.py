@@ -14,7 +14,7 @@ import httpx
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools.tools import readable
+from agentrl.env.tools.tool_results import readable
 from agentrl.errors import ConfigError, ToolError, ToolTimeout, UsageError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json

@@ -14,9 +14,9 @@ from typing import Final
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools.tools import readable
+from agentrl.env.tools.tool_results import readable
 from agentrl.errors import PolicyFault, SandboxPathError, ToolError
-from agentrl.protocols import Sandbox, ToolResult
+from agentrl.protocols import ExecResult, Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
 from agentrl_tools.patching import Effort, FilePatch, apply_hunks, parse_patch
@@ -29,6 +29,14 @@ _MOST_WRITTEN: Final = 16 << 20  # bytes of them together
 _AS_BEFORE: Final = 'while [ $# -gt 1 ]; do [ ! -x "$1" ] || chmod a+x "$2"; shift 2; done'
 
 _PATH: Json = {"type": "string", "description": "path relative to the work folder", "minLength": 1}
+
+
+def _must_work(result: ExecResult) -> None:
+    """Raise ToolError for a command that failed: a patch that is applied in part must not pass for a whole one."""
+    if result.exit_code != 0:
+        raise ToolError(
+            readable(result.stderr).strip()[:500] or f"a file was not changed: exit code {result.exit_code}"
+        )
 
 
 def _text(data: bytes) -> str:
@@ -192,14 +200,14 @@ class ApplyPatch(SchemaChecked):
         unmade = [f"./{change.new}" for change in stay if change.executable is False and change.old is not None]
         for word, paths in (("a+x", made), ("a-x", unmade)):
             if paths:
-                await self._sandbox.exec(["chmod", word, "--", *paths])
+                _must_work(await self._sandbox.exec(["chmod", word, "--", *paths]))
         pairs = [f"./{name}" for change in stay if _moves(change) for name in (change.old, change.new)]
         if pairs:
-            await self._sandbox.exec(["sh", "-c", _AS_BEFORE, "sh", *pairs])
+            _must_work(await self._sandbox.exec(["sh", "-c", _AS_BEFORE, "sh", *pairs]))
 
     async def _remove(self, paths: Sequence[str]) -> None:
         if paths:
-            await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in paths)])
+            _must_work(await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in paths)]))
 
     async def _changed(
         self,

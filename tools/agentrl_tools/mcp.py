@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import trio
 
@@ -28,7 +28,10 @@ from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, text_result
 
-_LINE_BYTES: Final = 16 << 20
+_LINE_BYTES: Final = 8 << 20
+_SMALL_LINE: Final = 64 << 10  # bytes that take a moment to parse
+_MOST_PARTS: Final = 1_000  # of a result: the package makes an object of each in the loop
+_MOST_VALUES: Final = 20_000  # of a structured result, which may be checked against a schema in the loop
 _WHY: Final = 300  # characters of what is wrong with an answer
 _WAITING_MESSAGES: Final = 16  # of a server in a box, which the policy may have made its own
 
@@ -203,12 +206,47 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
+def _parsed(line: bytes) -> Any:
+    """A line of a server as the package's message, or as the error why it is none. What a result has beyond the bounds
+    is left out, and named in it."""
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    try:
+        message: Any = jsonrpc_message_adapter.validate_json(line)
+    except ValueError as error:
+        return error
+    result: Any = getattr(message, "result", None)
+    if isinstance(result, dict):
+        fields = cast("dict[str, Any]", result)
+        content: Any = fields.get("content")
+        if isinstance(content, list) and (beyond := len(cast("list[Any]", content)) - _MOST_PARTS) > 0:
+            note = {"type": "text", "text": f"[{beyond} more parts are left out]"}
+            fields["content"] = [*cast("list[Any]", content)[:_MOST_PARTS], note]
+        if not _has_at_most(_MOST_VALUES, fields.get("structuredContent")):
+            fields["structuredContent"] = {"left_out": f"a result of more than {_MOST_VALUES} values"}
+    return SessionMessage(message)
+
+
+def _has_at_most(most: int, value: Any) -> bool:
+    """Whether a JSON value has `most` values within it at most. Stops at the first one beyond."""
+    waiting, count = [value], 0
+    while waiting:
+        inner: Any = waiting.pop()
+        count += 1
+        if isinstance(inner, dict):
+            waiting += cast("dict[str, Any]", inner).values()
+        elif isinstance(inner, list):
+            waiting += cast("list[Any]", inner)
+        if count + len(waiting) > most:
+            return False
+    return True
+
+
 @asynccontextmanager
 async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]) -> AsyncGenerator[Any]:
     """The package's streams over stdin and stdout of a process in a box: one JSON-RPC message a line."""
     import anyio
-    from mcp.shared.message import SessionMessage
-    from mcp.types import jsonrpc_message_adapter
 
     process = await sandbox.start(command, env=env)
     to_client, from_server = anyio.create_memory_object_stream[Any](_WAITING_MESSAGES)
@@ -225,10 +263,11 @@ async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[
                     continue
                 *lines, waiting = waiting.split(b"\n")
                 for line in filter(None, lines):
-                    try:
-                        message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line))
-                    except ValueError as error:
-                        message = error
+                    # The policy may write what it likes: a long line is parsed beside the loop.
+                    if len(line) <= _SMALL_LINE:
+                        message = _parsed(bytes(line))
+                    else:
+                        message = await trio.to_thread.run_sync(_parsed, bytes(line))
                     await to_client.send(message)
 
     async def write() -> None:

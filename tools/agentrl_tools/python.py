@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools.tools import readable
+from agentrl.env.tools.tool_results import readable
 from agentrl.errors import SandboxError, ToolError
 from agentrl.protocols import BoxProcess, Sandbox, ToolResult
 from agentrl.records import Json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentrl.env.limits import positive_seconds
-from agentrl.env.tools.tools import readable
+from agentrl.env.tools.tool_results import readable
 from agentrl.errors import ToolError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
@@ -35,16 +35,32 @@ class Search(SchemaChecked):
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""
         given = self.checked(arguments)
-        command = ["grep", "-rnHIE", "-m", str(self._matches), *(["-i"] if given.get("ignore_case") else [])]
-        if "glob" in given:
-            command.append(f"--include={given['glob']}")
-        command += ["-e", given["pattern"], "--", given.get("path") or "."]
+        place = given.get("path") or "."
+        match = [
+            "-nHIE",
+            "-m",
+            str(self._matches),
+            *(["-i"] if given.get("ignore_case") else []),
+            "-e",
+            given["pattern"],
+        ]
+        command = ["grep", "-r", *match, "--", place]
+        if "glob" in given:  # and not --include, which busybox lacks
+            place = place if place.startswith("/") else f"./{place}"
+            command = ["find", place, "-type", "f", "-name", given["glob"], "-exec", "grep", *match, "--", "{}", "+"]
         result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
         if result.timed_out:
             raise ToolError(f"the search was ended after {self.timeout_s:g} s: narrow it")
-        if result.exit_code > 1 and not result.stdout:
-            raise ToolError(readable(result.stderr).strip() or f"grep ended with {result.exit_code}")
+        complaint = readable(result.stderr).strip()  # find ends with 1 also where grep has found nothing
+        if not result.stdout and (result.exit_code > 1 or (result.exit_code and complaint)):
+            raise ToolError(complaint or f"grep ended with {result.exit_code}")
         lines = readable(result.stdout).splitlines()
-        found = "\n".join(line.removeprefix("./") for line in lines[: self._output_bytes])  # more are never shown
+        found = "\n".join(_short(line) for line in lines[: self._output_bytes])  # more are never shown
         more = result.truncated or len(lines) > self._output_bytes
         return text_result(found or "no match", self._output_bytes, truncated=more)
+
+
+def _short(line: str) -> str:
+    while line.startswith("./"):
+        line = line[2:]
+    return line

@@ -18,8 +18,8 @@ _REASONS = {400: "Bad Request", 413: "Content Too Large", 414: "URI Too Long", 4
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection of the embedded engine. Timers run only while a request is on its way in several pieces, or none
-    has come."""
+    """One connection of a server that uvicorn runs. Timers run only while a request is on its way in several pieces, or
+    none has come."""
 
     def __init__(self, *, connections: Connections, bounds: ServerBounds, **settings: Any) -> None:
         super().__init__(**settings)

@@ -99,6 +99,11 @@ class Chat:
             raise BadRequest("top_logprobs: the embedded engine has the log-probs of sampled tokens alone (0)")
         if document.get("response_format") not in (None, {"type": "text"}):
             raise BadRequest("response_format: the embedded engine writes text")
+        if document.get("n") not in (None, 1):
+            raise BadRequest("n: the embedded engine gives one answer to a chat")
+        for key in ("functions", "function_call", "audio", "web_search_options"):
+            if document.get(key):
+                raise BadRequest(f"{key}: the embedded engine has tools alone")
         ids = self._render(messages, tools)
         most = document.get("max_completion_tokens", document.get("max_tokens"))
         stop = document.get("stop")
@@ -152,7 +157,9 @@ class Chat:
         calls = [_call(call) for call in found.calls if hasattr(call, "arguments")]
         if not calls or len(calls) < len(found.calls):  # a broken call is text, for whoever asked to judge
             return {"role": "assistant", "content": text}, reason
-        return {"role": "assistant", "content": found.text.strip() or None, "tool_calls": calls}, "tool_calls"
+        if reason != "length":  # else the end of what stood behind the calls is lost
+            reason = "tool_calls"
+        return {"role": "assistant", "content": found.text.strip() or None, "tool_calls": calls}, reason
 
     def logprobs(self, part: Emission) -> dict[str, Json]:
         """The log-probs of sampled tokens, in nats."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, cast
 
 from agentrl.engine.embedded.batching import Emission
@@ -22,7 +23,15 @@ _STOPS = 64  # stop token ids, or stop texts, that a request may name
 
 
 class BadRequest(Exception):
-    """The client's request cannot be served; the text goes back with status 400."""
+    """The client's request cannot be served; the text goes back with `status`."""
+
+    status: int = HTTPStatus.BAD_REQUEST
+
+
+class UnknownModel(BadRequest):
+    """The request names a model, or an adapter, that this engine does not have; vLLM answers 404 too."""
+
+    status = HTTPStatus.NOT_FOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,14 @@ from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, Sh
 from agentrl.engine.embedded.chat import Chat, ChatRequest, fresh
 from agentrl.engine.embedded.lora import Adapter, read
 from agentrl.engine.embedded.model import PackedWeights
-from agentrl.engine.embedded.requests import BadRequest, SamplingRequest, answer_json, parse_generate, parse_object
+from agentrl.engine.embedded.requests import (
+    BadRequest,
+    SamplingRequest,
+    UnknownModel,
+    answer_json,
+    parse_generate,
+    parse_object,
+)
 from agentrl.engine.weight_sync import object_store, uploads, weight_file
 from agentrl.engine.weight_sync.weight_sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
@@ -247,7 +255,7 @@ class EngineServer:
         try:
             asked, request, emissions = self._accept(await read_body(receive))
         except BadRequest as error:
-            await _error(str(error))(scope, receive, send)
+            await _refusal(error)(scope, receive, send)
             return
         with self._running(request, receive):
             if asked.stream:
@@ -263,7 +271,7 @@ class EngineServer:
             chat = self._chats.parse(document, name=self._name, length=self._batcher.slots.length)
             _, request, emissions = self._accept(chat.generate)
         except BadRequest as error:
-            await _error(str(error))(scope, receive, send)
+            await _refusal(error)(scope, receive, send)
             return
         with self._running(request, receive):
             if chat.stream:
@@ -491,7 +499,7 @@ class EngineServer:
         if asked.model is None or asked.model == self._name:
             return None
         if (adapter := self._adapters.get(asked.model)) is None:
-            raise BadRequest(f"The model `{asked.model}` does not exist.")
+            raise UnknownModel(f"The model `{asked.model}` does not exist.")
         return adapter
 
     async def _receive(self, request: HTTPRequest) -> Response:
@@ -539,7 +547,7 @@ class EngineServer:
             try:
                 return await handler(request)
             except (BadRequest, ModelError) as error:
-                return _error(str(error))
+                return _refusal(error if isinstance(error, BadRequest) else BadRequest(str(error)))
 
         return guarded
 
@@ -595,5 +603,8 @@ def tensors(data: weight_file.Bytes, path: str) -> dict[str, torch.Tensor]:
         raise BadRequest(f"update_info.path: {path!r} is not a safetensors file: {error}") from None
 
 
-def _error(text: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": text, "type": "BadRequestError", "code": 400}}, status_code=400)
+def _refusal(error: BadRequest) -> JSONResponse:
+    """The error body that vLLM's server sends."""
+    kind = "NotFoundError" if error.status == HTTPStatus.NOT_FOUND else "BadRequestError"
+    body = {"message": str(error), "type": kind, "code": error.status}
+    return JSONResponse({"error": body}, status_code=error.status)

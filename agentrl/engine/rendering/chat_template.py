@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +22,9 @@ from jinja2.ext import loopcontrols as loop_controls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from agentrl.env.chat_messages import REASONING_KEYS
 from agentrl.env.tools.calls import dump
+from agentrl.env.tools.json_schema import shown_schema
 from agentrl.errors import ModelError
 from agentrl.records import Json, Message
 
@@ -97,9 +100,31 @@ class ChatTemplate:
         self.source, self.where = source, where
         self._template, self._variables = compile_template(source, where, arguments), dict(variables)
 
+    def reads(self, key: str) -> bool:
+        """Whether the template names a key of a message anywhere. A name in another role counts too: this errs
+        towards silence about a key that is not read."""
+        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+
+    @cached_property
+    def _thought_keys(self) -> tuple[str, ...]:
+        """The keys under which it looks for thoughts."""
+        return tuple(key for key in REASONING_KEYS if re.search(rf"""[.\['"]{key}\b""", self.source))
+
+    def _with_thoughts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its thoughts under each key that the template looks at: their name is no standard."""
+        thoughts = message.get(REASONING_KEYS[0])
+        return message if thoughts is None else {**message, **dict.fromkeys(self._thought_keys, thoughts)}
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """Whether it looks for an assistant's thoughts at all."""
+        return bool(self._thought_keys)
+
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Json]] = (), *, asks: bool = True) -> str:
         """The text of a conversation in our records' shape. Raises ModelError for one that the template refuses."""
-        return self._write([self.style.of(message) for message in messages], tools, asks)
+        shown = [_with_choices(as_function(tool), self.hidden_choices) for tool in tools]
+        shaped = [self.style.of(self._with_thoughts(message)) for message in messages]
+        return self._write(shaped, shown, asks)
 
     def _write(self, messages: Messages, tools: Sequence[Mapping[str, Json]], asks: bool) -> str:
         schemas = [as_function(tool) for tool in tools] or None
@@ -152,6 +177,19 @@ class ChatTemplate:
         return bool(written[0]) and all(not text or PROBE_NAME in text for text in written)
 
     @cached_property
+    def hidden_choices(self) -> frozenset[str]:
+        """Where an `enum` may stand so that the template leaves its values out, by the names of `_CHOICES`. Gemma 4 and
+        gpt-oss, say, write those of a parameter itself and not those of `anyOf`, which stands for an optional one."""
+        if not self.writes_tools:
+            return frozenset()
+        probes = {place: {**_PROBE_OF, "properties": {"key": schema}} for place, schema in _CHOICES.items()}
+        written = {
+            place: self._tried([_user("a")], [{"name": PROBE_NAME, "description": "Probe.", "parameters": parameters}])
+            for place, parameters in probes.items()
+        }
+        return frozenset(place for place, text in written.items() if MARK not in text)
+
+    @cached_property
     def writes_calls(self) -> bool:
         conversation: list[dict[str, Any]] = [_user("a"), {"role": "assistant", "content": "a"}]
         written = self._with_call()
@@ -179,6 +217,51 @@ class ChatTemplate:
 
 
 _SYSTEM: Final = ({"role": "system", "content": "s"}, {"role": "user", "content": "a"})
+
+
+_PROBE_OF: Final[Mapping[str, Any]] = {"type": "object", "required": ["key"]}
+_ENUM: Final[Mapping[str, Any]] = {"type": "string", "enum": [MARK, "b"]}
+_CHOICES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "itself": _ENUM,
+    "branches": {"anyOf": [_ENUM, {"type": "null"}], "default": None},
+    "items": {"type": "array", "items": _ENUM},
+}
+"""Schemas of a parameter with choices, by where these stand in it."""
+_MOST_CHOICES: Final = 100
+
+
+def _with_choices(tool: Mapping[str, Any], hidden: Collection[str]) -> Mapping[str, Any]:
+    """A tool whose parameters say in their description which values they may have, where the template hides that."""
+    given: Any = tool["function"].get("parameters")
+    parameters = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else {})
+    properties: Any = parameters.get("properties")
+    if not hidden or not isinstance(properties, Mapping):
+        return tool
+    described = {
+        key: _described(schema, choices) if (choices := _choices(schema, hidden)) else schema
+        for key, schema in cast("Mapping[str, Any]", properties).items()
+    }
+    return {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": described}}}
+
+
+def _choices(schema: Any, hidden: Collection[str], place: str = "itself") -> list[Any]:
+    """The values of a schema's enums that stand where the template writes none."""
+    if not isinstance(schema, Mapping):
+        return []
+    fields = cast("Mapping[str, Any]", schema)
+    own = fields.get("enum", [fields["const"]] if "const" in fields else [])
+    found: list[Any] = list(cast("list[Any]", own)) if place in hidden and isinstance(own, list) else []
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for branch in cast("list[Any]", fields.get(keyword) or []):
+            found += _choices(branch, hidden, "branches")
+    return found + _choices(fields.get("items"), hidden, "items")
+
+
+def _described(schema: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
+    texts = list(dict.fromkeys(dump(choice) for choice in choices))
+    more = f" and {len(texts) - _MOST_CHOICES} more" if len(texts) > _MOST_CHOICES else ""
+    told = f"One of: {', '.join(texts[:_MOST_CHOICES])}{more}"
+    return {**schema, "description": f"{schema['description']} {told}" if schema.get("description") else told}
 
 
 def one_by_one(messages: Sequence[Message]) -> list[Message]:
@@ -250,5 +333,6 @@ def _refuse(message: str) -> None:
 
 
 def as_function(tool: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Templates expect OpenAI's envelope around a function schema."""
-    return tool if "function" in tool else {"type": "function", "function": dict(tool)}
+    """A tool as templates expect it: OpenAI's envelope around a function schema without references. Many templates
+    write the properties and not the definitions that these refer to, so a model would not see its choices."""
+    return {"type": "function", **(tool if "function" in tool else {}), "function": shown_schema(tool)}

@@ -21,26 +21,30 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, cast
 
 from tokenizers import Tokenizer
 
+from agentrl import notices
 from agentrl.engine.rendering.chat_template import MARK, PROBE, PROBE_NAME, ChatTemplate, one_by_one
-from agentrl.env.chat_messages import plain_message
+from agentrl.engine.rendering.guards import Guards, encode_piece
+from agentrl.env.chat_messages import CALL_KEYS, FUNCTION_KEYS, MESSAGE_KEYS, plain_message
 from agentrl.env.tools.calls import ToolCall, dump
 from agentrl.env.tools.parsers import FALLBACK, get_format, spoken_by
 from agentrl.env.tools.tool_format import ToolFormat
 from agentrl.errors import ModelError
-from agentrl.records import Json, Message
+from agentrl.records import ImagePart, Json, Message
 from agentrl.tokens import images
 from agentrl.tokens.vision import FAMILIES, read_vision
 
 _SENTINEL: Final = "zqTURNqz"
-_PRIVATE_USE: Final = 0xF0000  # first of the code points that stand for special tokens written out in messages
+_PREFIX_END: Final = "zqENDqz"
 _ASKED: Final[Message] = {"role": "user", "content": "."}
 _ANSWER: Final[Message] = {"role": "tool", "content": "."}
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 _READS_NONE: Final = (
     "the model in {!r} reads no images that are known here (give one of the families {}, such as"
@@ -69,14 +73,10 @@ class Renderer:
             name: ChatTemplate(source, str(self._folder), variables, given.keys() if name == "default" else ())
             for name, source in _read_templates(self._folder, settings).items()
         }
-        self._special = sorted(
-            (token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special),
-            key=len,
-            reverse=True,
-        )
-        self._literal = self._literals()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
+        self._guards = Guards(self._tokenizer, self._templates.values(), self._special)
         self._encode_again = lru_cache(maxsize=16)(self._encode)  # for a text that each turn has
-        self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{chr(_PRIVATE_USE + max(len(self._special), 1) - 1)}])")
         self._vision = read_vision(self._folder)
         self.no_images = "" if self._vision else _READS_NONE.format(str(self._folder), ", ".join(FAMILIES))
         self._ends: set[int] = set()
@@ -106,16 +106,25 @@ class Renderer:
         left_out = [what for what, written in ways.items() if not written]
         return f"the chat template of {str(self._folder)!r} writes no {', no '.join(left_out)}" if left_out else None
 
+    @property
+    def writes_thoughts(self) -> bool:
+        """Whether the chat template looks for an assistant's thoughts beside its content."""
+        return self._templates["default"].writes_thoughts
+
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
-        """The prompt of a fresh conversation (or a fork), up to where the assistant speaks."""
-        plain, template = self._plain(messages), self._template(tools=bool(tools))
-        ids = self._encode(self._whole(plain if template.writes_several else one_by_one(plain), tools))
-        return self._with_images(ids, messages)
+        """The prompt of a fresh conversation (or a fork), up to where the assistant speaks. Where the last message is
+        the assistant's own text, the assistant goes on with it, as transformers' `continue_final_message` has it: a
+        turn that is closed and opened again would be a conversation that no model was trained on."""
+        plain, template, tools = self._plain(messages), self._template(tools=bool(tools)), self._guards.tools(tools)
+        plain = plain if template.writes_several else one_by_one(plain)
+        text = self._prefilled(plain, tools) if _ends_with_prefix(plain) else self._whole(plain, tools)
+        self._name_left_out(plain, tools, text)
+        return self._with_images(self._encode(text), messages)
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
         itself, the new messages, and the opening of the next turn. `tools` are those of the conversation."""
-        return self._with_images(self._extended(sampled, self._plain(messages), tools), messages)
+        return self._with_images(self._extended(sampled, self._plain(messages), self._guards.tools(tools)), messages)
 
     def _extended(self, sampled: Sequence[int], news: list[Message], tools: Tools) -> tuple[int, ...]:
         template = self._template(tools=bool(tools))
@@ -136,7 +145,7 @@ class Renderer:
         a message otherwise than where the assistant speaks, or leaves out a part of it."""
         if any(message.get("images") for message in messages):
             raise ModelError("demonstrations with images are not learned from: leave the images out")
-        plain = self._plain(messages)
+        plain, tools = self._plain(messages), self._guards.tools(tools)
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for at in (at for at, message in enumerate(plain) if message["role"] == "assistant"):
             before = self._whole(plain[:at], tools)
@@ -147,6 +156,13 @@ class Renderer:
                     f"speaks{self._thinking_hint(plain[at], before)}"
                 )
             self._check_whole(at, plain[at], whole[len(before) :])
+            self._check_parts(plain[: at + 1], tools, whole)
+            thoughts = plain[at].get("reasoning_content", "").strip()
+            openings = tuple(opening for opening, _ in self._text_format.thoughts)
+            if thoughts and plain[at]["content"].lstrip().startswith(openings):
+                raise ModelError(f"message {at} has thoughts in its content and beside it: give one of them")
+            if thoughts and thoughts not in whole[len(before) :]:
+                notices.note("demonstrations", "the chat template leaves out the thoughts of an assistant's message")
             turn_ids = self._encode(whole[len(before) :])
             ends = [place for place, token in enumerate(turn_ids) if token in self._ends]
             turn_ids = turn_ids[: ends[-1] + 1] if ends else self._ended(turn_ids, plain[at], tools)
@@ -154,8 +170,9 @@ class Renderer:
         return found
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text as it is; no part of it is a control token."""
-        return self._encode(self._guard_value(text))
+        """The tokens of a text as it is; no part of it is a special token. Other added tokens stay, as in the policy's
+        own words."""
+        return self._encode(self._guards.text(text, inner=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones written out, without the one that ends the turn."""
@@ -165,6 +182,70 @@ class Renderer:
         return self._tokenizer.decode(text_ids, skip_special_tokens=False)
 
     # --- conversations as the template takes them ----------------------------------------------------------------
+
+    def _prefilled(self, messages: list[Message], tools: Tools) -> str:
+        """The text up to the end of the last message's content. A sentinel finds that end: the template may write the
+        end of a turn behind it, and may write the content twice.
+
+        Thoughts in that content stay where they are. Templates of thinking models take them for those of a closed turn:
+        Qwen3's writes an empty block before a `<think>` that is still open, and R1's strips all up to `</think>`."""
+        sentinel = _unused(_PREFIX_END, messages)
+        written = self._whole(_marked(messages, sentinel), tools, asks=False)
+        if sentinel not in written:
+            raise ModelError(
+                f"the chat template of {str(self._folder)!r} does not write the assistant's text at the end of the "
+                "prompt: end the prompt with the user's message"
+            )
+        prefix = written[: written.rindex(sentinel)].replace(sentinel, "")
+        words, thoughts = messages[-1]["content"], messages[-1].get("reasoning_content", "")
+        tags = [tag for pair in self._text_format.thoughts for tag in pair]
+        pieces = re.split("|".join(map(re.escape, tags)), words)  # a template may write other blanks around its tags
+        is_whole = all(piece.strip() in prefix for piece in pieces)
+        for opening, closing in self._text_format.thoughts:
+            if opening not in words:
+                continue
+            try:
+                before = self._whole(messages[:-1], tools)
+            except ModelError:  # a template may refuse the conversation without its last turn: an empty one, say
+                continue
+            if not is_whole or prefix.count(closing) > before.count(closing) + words.count(closing):
+                return (before.rstrip().removesuffix(opening) if before.rstrip().endswith(opening) else before) + words
+        if not is_whole or thoughts.strip() not in prefix:
+            case = "the chat template leaves out a part of the words with which the assistant begins"
+            notices.note("messages", case, by_policy=True)
+        return prefix
+
+    def _name_left_out(self, messages: Sequence[Message], tools: Tools, written: str) -> None:
+        """Name messages that the template did not write, and keys that it does not look at. An earlier turn of the
+        assistant may lose its thoughts by the template's own rule, so only other roles are looked for. Never a refusal:
+        a policy's program may have sent the messages."""
+        template = self._template(tools=bool(tools))
+        for at, message in enumerate(messages):
+            for key in _unread(template, message):
+                notices.note("messages", f"the key {key!r} is not read by the chat template", by_policy=True)
+            content = message["content"].strip()
+            if message["role"] == "assistant" or not content or content in written or message.get("images"):
+                continue
+            if self._makes_no_difference(messages, at, tools, written):
+                case = f"the chat template writes no message of role {message['role']!r} there: its text is not shown"
+                notices.note("messages", case, by_policy=True)
+
+    def name_unread(self, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Name the keys of demonstrated messages that the chat template does not read."""
+        template = self._template(tools=bool(tools))
+        for key in (key for message in messages for key in _unread(template, message)):
+            notices.note("demonstrations", f"the key {key!r} of a message is not read by the chat template")
+        for role in sorted({message["role"] for message in messages} - _ROLES):
+            if not template.reads(role):
+                notices.note("demonstrations", f"the role {role!r} is not known to the chat template: it is context")
+
+    def _makes_no_difference(self, messages: Sequence[Message], at: int, tools: Tools, written: str) -> bool:
+        """Whether the conversation reads the same without the content of this message."""
+        emptied = cast("Message", {**messages[at], "content": "."})
+        try:
+            return self._whole([*messages[:at], emptied, *messages[at + 1 :]], tools) == written
+        except ModelError:
+            return False
 
     def _template(self, *, tools: bool) -> ChatTemplate:
         """Some models have a template of its own for conversations with tools."""
@@ -185,7 +266,8 @@ class Renderer:
         readable = self._readable(template, messages)
         if not tools or template.writes_tools:
             return template.render(readable, tools, asks=asks)
-        instructions = cast("str", self._guard_value(self._text_format.instructions(tools)))
+        # The dialect's own tags in them are ours: what comes from outside, the schemas, is guarded already.
+        instructions = self._guards.text(self._text_format.instructions(tools), inner=False)
         try:
             return template.render(_with_instructions(readable, instructions, "system"), asks=asks)
         except ModelError:
@@ -200,10 +282,7 @@ class Renderer:
             if calls and not template.writes_calls:
                 found.append(_with_calls_as_text(message, self._text_format))
             elif message["role"] == "tool" and not self._keeps_results:
-                if message.get("images"):
-                    hint = "show them in a user message behind it"
-                    raise ModelError(f"the chat template of {template.where!r} writes no answers to tool calls: {hint}")
-                (answer,) = self._text_format.answer_as_user((message,))
+                (answer,) = self._text_format.pictured_as_user((message,))
                 found.append(_joined(found.pop(), answer) if before == "tool" else answer)
             else:
                 found.append(message)
@@ -215,15 +294,15 @@ class Renderer:
     ) -> tuple[list[int], list[int], bool]:
         """The tokens behind the sentinel of a small conversation with and without the new messages, and whether its
         turn made calls. Raises ModelError for messages that the template refuses behind every kind of turn."""
-        sentinel, refusal = _SENTINEL, ModelError("")
-        while any(sentinel in text for text in _texts(news)):
-            sentinel += "x"
+        sentinel, refusal = _unused(_SENTINEL, news), ModelError("")
+        prefix_end = _unused(_PREFIX_END, news) if _ends_with_prefix(news) else ""
         kinds = _turns_before(news, sentinel)
         if not template.writes_tools:
             tools = ()
         for turn, answers in kinds:
             try:
-                behind = template.render([_ASKED, turn, *answers], tools)
+                behind = template.render([_ASKED, turn, *_marked(answers, prefix_end)], tools, asks=not prefix_end)
+                behind = behind.rpartition(prefix_end)[0] if prefix_end else behind
                 alone = template.render([_ASKED, turn], tools, asks=False)
             except ModelError as error:
                 refusal = error if not str(refusal) else refusal
@@ -293,27 +372,32 @@ class Renderer:
                     f"message {at}"
                 )
 
+    def _check_parts(self, messages: list[Message], tools: Tools, written: str) -> None:
+        """Raise ModelError for one of several calls of the last message that makes no difference in what the template
+        wrote (gpt-oss' writes the first alone), and name its text if that makes none (Mistral's leaves out words beside
+        calls)."""
+        message, at = messages[-1], len(messages) - 1
+        calls = message.get("tool_calls", [])
+
+        def is_without(**changes: Any) -> bool:
+            return self._whole([*messages[:-1], cast("Message", {**message, **changes})], tools, asks=False) == written
+
+        for left_out in range(len(calls) if len(calls) > 1 else 0):
+            if is_without(tool_calls=[*calls[:left_out], *calls[left_out + 1 :]]):
+                raise ModelError(
+                    f"the chat template of {str(self._folder)!r} leaves out call {left_out} of message {at}: give one "
+                    "call a message"
+                )
+        content = message["content"].strip()
+        if content and content not in written and is_without(content=""):
+            notices.note("demonstrations", "the chat template leaves out the text of an assistant's message")
+
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a rendered text; the stand-ins of `_guard` become the ordinary tokens of what they stand for."""
+        """Ids of a rendered text; the stand-ins of guarded texts become the ordinary tokens of what they stand for."""
         ids: list[int] = []
-        for at, piece in enumerate(self._stand_ins.split(text)):
-            ids += self._literal[ord(piece) - _PRIVATE_USE] if at % 2 and self._literal else self._encode_piece(piece)
+        for piece, literal in self._guards.pieces(text):
+            ids += literal if literal is not None else encode_piece(self._tokenizer, piece)
         return tuple(ids)
-
-    def _encode_piece(self, text: str) -> list[int]:
-        if not text:
-            return []
-        # Unlike `encode`, a batch lets the GIL go; the fast one leaves out offsets, which nobody asks for.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return encoded.ids
-
-    def _literals(self) -> list[list[int]]:
-        """The ordinary tokens of each special token's text."""
-        self._tokenizer.encode_special_tokens = True
-        try:
-            return [self._encode_piece(token) for token in self._special]
-        finally:
-            self._tokenizer.encode_special_tokens = False
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in one shape, in which no text can pass for a control token: an environment's output is not the
@@ -321,22 +405,15 @@ class Renderer:
         if self.no_images and any(message.get("images") for message in messages):
             raise ModelError(f"{self.no_images}, and a message has one")
         try:
-            return [self._guarded(plain_message(message)) for message in messages]
+            return [self._guards.message(self._named_role(plain_message(message))) for message in messages]
         except TypeError as error:
             raise ModelError(f"the messages are of another shape: {error}") from error
 
-    def _guarded(self, message: Message) -> Message:
-        """A message in whose texts nothing is a control token; its images stay where they were."""
-        shown = message.get("images", [])
-        bare = cast("Json", {name: value for name, value in message.items() if name != "images"})
-        guarded = cast("Message", self._guard_value(bare))
-        if shown:
-            ends = [0, *(image["at"] for image in shown), len(message["content"])]
-            texts = [str(self._guard_value(message["content"][start:end])) for start, end in pairwise(ends)]
-            ats = list(accumulate(map(len, texts)))
-            guarded["content"] = "".join(texts)
-            guarded["images"] = [{**image, "at": at} for image, at in zip(shown, ats, strict=False)]
-        return guarded
+    def _named_role(self, message: Message) -> Message:
+        """OpenAI's role `developer` is the system's for a template that does not know it."""
+        if message["role"] == "developer" and not self._templates["default"].reads("developer"):
+            return cast("Message", {**message, "role": "system"})
+        return message
 
     def _with_images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a prompt with those of its images, for each of which the template wrote a placeholder. Raises
@@ -358,19 +435,6 @@ class Renderer:
             last = at + 1
         return (*found, *ids[last:])
 
-    def _guard_value(self, value: Json) -> Json:
-        if isinstance(value, str):
-            for at, token in enumerate(self._special):
-                if token in value:
-                    value = value.replace(token, chr(_PRIVATE_USE + at))
-            return value
-        if isinstance(value, dict):
-            inner = cast("dict[str, Json]", value).items()  # a tool call's arguments have the policy's names
-            return {cast("str", self._guard_value(name)): self._guard_value(item) for name, item in inner}
-        if isinstance(value, list):
-            return [self._guard_value(inner) for inner in cast("list[Json]", value)]
-        return value
-
     def _find_stops(self, eos_token: str | None) -> tuple[set[int], tuple[int, ...]]:
         """What ends a turn in a history; and what a model may end it with: the end tokens of its generation settings
         and the tokenizer's. Where the folder has no generation settings, also what the template writes there. (A format
@@ -389,7 +453,11 @@ class Renderer:
                     raise
                 continue  # it knows no tools
             same = _common(behind, alone)
-            marks = [token for token in behind if token in special and (news is _ASKED or special[token].special)]
+            marks = [
+                token
+                for token in behind
+                if token in special and (news is _ASKED or special[token].content in self._special)
+            ]
             common = [token for token in behind[:same] if token in marks]
             if any(token in known for token in common) or (marks and marks[0] in known):
                 continue
@@ -501,7 +569,10 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _joined(first: Message, second: Message) -> Message:
-    return cast("Message", {**first, "content": f"{first['content']}\n{second['content']}"})
+    content, begin = f"{first['content']}\n{second['content']}", len(first["content"]) + 1
+    later = [ImagePart(at=begin + image["at"], url=image["url"]) for image in second.get("images", ())]
+    images = [*first.get("images", ()), *later]
+    return cast("Message", {**first, "content": content, **({"images": images} if images else {})})
 
 
 def _with_instructions(messages: Sequence[Message], instructions: str, role: str) -> list[Message]:
@@ -510,6 +581,35 @@ def _with_instructions(messages: Sequence[Message], instructions: str, role: str
         first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"})
         return [first, *messages[1:]]
     return [{"role": role, "content": instructions}, *messages]
+
+
+def _unread(template: ChatTemplate, message: Message) -> list[str]:
+    """Keys of a message and of its calls that neither our records nor the template know."""
+    keys = {*message} - MESSAGE_KEYS
+    for call in message.get("tool_calls", ()):
+        function = call.get("function")
+        keys |= {*call} - CALL_KEYS | ({*function} - FUNCTION_KEYS if isinstance(function, dict) else set())
+    return sorted(key for key in keys if not template.reads(key))
+
+
+def _unused(sentinel: str, messages: Sequence[Message]) -> str:
+    """The sentinel, made longer until no text of the messages has it."""
+    while any(sentinel in text for text in _texts(messages)):
+        sentinel += "x"
+    return sentinel
+
+
+def _marked(messages: Sequence[Message], mark: str) -> list[Message]:
+    """The messages with a mark at the end of the last one, if there is a mark."""
+    if not mark:
+        return list(messages)
+    return [*messages[:-1], cast("Message", {**messages[-1], "content": messages[-1]["content"] + mark})]
+
+
+def _ends_with_prefix(messages: Sequence[Message]) -> bool:
+    """Whether the assistant has begun to speak at the end of the messages."""
+    last = messages[-1] if messages else None
+    return last is not None and last["role"] == "assistant" and not last.get("tool_calls")
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

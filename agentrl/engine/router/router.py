@@ -29,7 +29,7 @@ from typing import Self
 import trio
 
 from agentrl.config import EngineSettings
-from agentrl.engine.client import collect
+from agentrl.engine.generation import collect
 from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.hedging import Hedges, race
 from agentrl.engine.router.replica import Homes, Wait

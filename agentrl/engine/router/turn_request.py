@@ -2,7 +2,6 @@
 
 Pure: opens nothing, waits for nothing. Two clocks run. `spent_s` is the policy's: time between tokens while they came
 at the pace of their engine. All other time is the engines': waiting for a replica, queueing, prefill, pauses, outages.
-`Stitcher` puts the chunks of a stream together into one generation, across replicas if need be.
 """
 
 from __future__ import annotations
@@ -10,78 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import EngineError, EngineRefusal, UnknownIdError
+from agentrl.errors import EngineRefusal
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Finish, Generation, RoutedExperts, SamplingParams, spans_of
+from agentrl.records import Finish, SamplingParams
 from agentrl.tokens import columns
-
-
-class Stitcher:
-    """The tokens received so far. Chunk spans count from the chunk's first token; an engine that stamps versions only
-    at the end restates earlier tokens with negative starts, and the later word holds."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._recomputed: set[int] = set()
-        self._experts: RoutedExperts | None = None
-        self._parts: list[tuple[int, columns.Columns]] = []
-
-    def add(self, chunk: Chunk) -> None:
-        """Append one chunk. Raises EngineError if it contradicts itself."""
-        base = len(self.token_ids)
-        if len(chunk.logprobs) != len(chunk.token_ids):
-            raise EngineError(f"a chunk has {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
-        if chunk.columns:
-            try:
-                columns.check(chunk.columns, len(chunk.token_ids))
-            except (ValueError, UnknownIdError) as error:
-                raise EngineError(f"a chunk's columns do not fit: {error}") from error
-        self._parts.append((len(chunk.token_ids), chunk.columns))
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self._versions += [-1] * len(chunk.token_ids)
-        self._experts = chunk.experts
-        for span in chunk.spans:
-            start, end = base + span.start, base + span.end
-            if not 0 <= start <= end <= len(self.token_ids):
-                raise EngineError(f"a chunk's version span {span} lies outside the {len(self.token_ids)} tokens")
-            self._versions[start:end] = [span.version] * (end - start)
-            if span.recomputed:
-                self._recomputed.add(start)
-        if -1 in self._versions[base:]:
-            raise EngineError("a chunk has tokens without a weight version")
-
-    def generation(self, finish: Finish) -> Generation:
-        """All of it."""
-        return Generation(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            spans=spans_of(self._versions, self._recomputed),
-            finish=finish,
-            experts=self._experts,
-            columns=columns.joined(self._parts),
-        )
-
-
-def joined(before: Chunk, rest: Generation) -> Generation:
-    """A generation that began elsewhere with `before`; the request for the rest computed keys and values anew."""
-    if not before.token_ids:
-        return rest
-    stitcher = Stitcher()
-    stitcher.add(before)
-    stitcher.add(
-        Chunk(
-            token_ids=rest.token_ids,
-            logprobs=rest.logprobs,
-            spans=tuple(replace(span, recomputed=span.recomputed or span.start == 0) for span in rest.spans),
-            experts=rest.experts,
-            columns=rest.columns,
-        )
-    )
-    return stitcher.generation(rest.finish)
-
 
 Decode = Callable[[Sequence[int]], str]
 

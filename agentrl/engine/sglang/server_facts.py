@@ -6,13 +6,17 @@ Owns the questions. Together they cost the server a few tokens; none changes its
 from __future__ import annotations
 
 import shlex
+from http import HTTPStatus
 from typing import Any, cast
+from uuid import uuid4
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.sglang.sglang_api import follows_temperature
 from agentrl.engine.vllm_api import parse_json
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, boundary
+from agentrl.protocols import GenerateRequest
+from agentrl.records import SamplingParams
 
+_PROBE, _SAME = 8, 1e-4  # tokens whose log-probs are compared, and nats that they may be apart
 _DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
 
 
@@ -26,7 +30,7 @@ async def require(client: EngineClient, *, context: int, adapters: bool) -> None
             info = parse_json(await client.call("GET", "/server_info", deadline_s=_DEADLINE_S))
             models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
         except EngineError as error:
-            if "answered 401" not in str(error):
+            if error.status != HTTPStatus.UNAUTHORIZED:
                 raise
             hint = "export its key, and name the variable in engine.api_key_env"
             raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
@@ -40,7 +44,7 @@ async def require(client: EngineClient, *, context: int, adapters: bool) -> None
             lacks["loading LoRA adapters while it runs"] = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
         if not info.get("incremental_streaming_output"):
             lacks["streams that do not repeat their tokens"] = "--incremental-streaming-output"
-        env = "" if await follows_temperature(client, deadline_s=_DEADLINE_S) else "SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
+        env = "" if await _follows_temperature(client, deadline_s=_DEADLINE_S) else "SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
         if env:
             lacks["log-probs of the sampling distribution"] = ""
         if lacks:
@@ -51,3 +55,19 @@ async def require(client: EngineClient, *, context: int, adapters: bool) -> None
                 f"the SGLang server at {client.url} lacks {', '.join(lacks)}: start it, beside its other flags, with: "
                 f"{start}"
             )
+
+
+async def _follows_temperature(client: EngineClient, *, deadline_s: float) -> bool:
+    """Whether a server's log-probs of tokens sampled at temperature 2 are not those at 1. It samples a few."""
+    prompt = (0, 1, 2, 3)
+    request = GenerateRequest(
+        request_id=f"probe-{uuid4().hex}",
+        session="probe",
+        token_ids=prompt,
+        sampling=SamplingParams(max_tokens=_PROBE, temperature=2.0),
+        deadline_s=deadline_s,
+    )
+    sampled = await client.generate(request)
+    plain = await client.score((*prompt, *sampled.token_ids), deadline_s=deadline_s)
+    pairs = zip(sampled.logprobs, plain[len(prompt) - 1 :], strict=True)
+    return any(abs(hot - cold) > _SAME for hot, cold in pairs)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ async def _refuses(client: EngineClient) -> bool:
     try:
         await client.call("GET", "/model_info", deadline_s=_ASK_S)
     except EngineError as error:
-        if "answered 401" not in str(error):
+        if error.status != HTTPStatus.UNAUTHORIZED:
             raise
         return True
     return False

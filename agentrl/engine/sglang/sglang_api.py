@@ -8,20 +8,17 @@ before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from http import HTTPStatus
+from typing import Any, cast
 from uuid import uuid4
 
 from agentrl.engine.vllm_api import MALFORMED, ChunkParser
 from agentrl.errors import ConfigError, EngineError, EngineRefusal
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Json, SamplingParams
-
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
+from agentrl.records import Json
 
 _ALL = 1 << 30  # as top_k: every token
 _MOST_KEPT = 4096  # tokens of a set, unless the server was started with another --sampling-mask-max-tokens
-_PROBE, _SAME = 8, 1e-4  # tokens whose log-probs are compared, and nats that they may be apart
 _UNKNOWN_ADAPTER = "LoRA adapters are not loaded"
 RID_END = "$"
 """Ends each request's id: an abort ends all requests whose ids begin with the one that it names."""
@@ -89,22 +86,6 @@ def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tupl
         raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error
 
 
-async def follows_temperature(client: EngineClient, *, deadline_s: float) -> bool:
-    """Whether a server's log-probs of tokens sampled at temperature 2 are not those at 1. It samples a few."""
-    prompt = (0, 1, 2, 3)
-    asked = GenerateRequest(
-        request_id=f"probe-{uuid4().hex}",
-        session="probe",
-        token_ids=prompt,
-        sampling=SamplingParams(max_tokens=_PROBE, temperature=2.0),
-        deadline_s=deadline_s,
-    )
-    sampled = await client.generate(asked)
-    plain = await client.score((*prompt, *sampled.token_ids), deadline_s=deadline_s)
-    pairs = zip(sampled.logprobs, plain[len(prompt) - 1 :], strict=True)
-    return any(abs(hot - cold) > _SAME for hot, cold in pairs)
-
-
 class SGLangParser(ChunkParser):
     """As `ChunkParser`, for the events of SGLang, whether each repeats all tokens or has the new ones alone."""
 
@@ -162,5 +143,5 @@ class SGLangParser(ChunkParser):
 
 def _failure(message: str, code: object) -> EngineError:
     if _UNKNOWN_ADAPTER in message:
-        return EngineRefusal(f"the adapter does not exist: {message}")
+        return EngineRefusal(f"the adapter does not exist: {message}", status=HTTPStatus.NOT_FOUND, reason=message)
     return EngineRefusal(message) if code == 400 else EngineError(f"the engine failed: {message}")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 import trio
 
-from agentrl.engine.dialect import EngineDialect, WeightUpdate
+from agentrl.engine.dialect import EngineCalls, EngineDialect, WeightUpdate
 from agentrl.engine.sglang import sglang_api
 from agentrl.engine.sglang.sglang_api import SGLangParser
 from agentrl.engine.vllm_api import parse_json, parse_version
@@ -25,8 +26,8 @@ from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Json
 
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
+_ALREADY_LOADED: Final = ("already exists", "already loaded")
+"""SGLang's words for an adapter that it has; its answer has no code for it."""
 
 METRICS = {
     "sglang:num_running_reqs": "vllm:num_requests_running",
@@ -58,33 +59,33 @@ class SGLangDialect(EngineDialect):
     def metric(self, name: str) -> str:
         return METRICS.get(name, name)
 
-    async def look(self, client: EngineClient, *, deadline_s: float) -> None:
-        await client.call("GET", "/server_info", deadline_s=deadline_s)  # has the scheduler's own state
+    async def look(self, engine: EngineCalls, *, deadline_s: float) -> None:
+        await engine.call("GET", "/server_info", deadline_s=deadline_s)  # has the scheduler's own state
 
-    async def paused(self, client: EngineClient, *, deadline_s: float) -> bool:
+    async def paused(self, engine: EngineCalls, *, deadline_s: float) -> bool:
         try:
-            await client.call("GET", "/ready", deadline_s=deadline_s)
+            await engine.call("GET", "/ready", deadline_s=deadline_s)
         except EngineUnavailable as error:
-            if "answered 503" not in str(error):
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             return True
         return False
 
-    async def stated_version(self, client: EngineClient, *, deadline_s: float) -> int | None:
-        answer = parse_json(await client.call("GET", "/model_info", deadline_s=deadline_s))
+    async def stated_version(self, engine: EngineCalls, *, deadline_s: float) -> int | None:
+        answer = parse_json(await engine.call("GET", "/model_info", deadline_s=deadline_s))
         return parse_version(answer["weight_version"]) if "weight_version" in answer else None
 
-    async def announce(self, client: EngineClient, version: int, *, deadline_s: float) -> None:
+    async def announce(self, engine: EngineCalls, version: int, *, deadline_s: float) -> None:
         asked: dict[str, Json] = {"new_version": str(version), "abort_all_requests": False}
-        await client.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
+        await engine.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
 
-    async def resume(self, client: EngineClient, *, deadline_s: float) -> None:
-        await client.call("POST", "/continue_generation", json={}, deadline_s=deadline_s)
+    async def resume(self, engine: EngineCalls, *, deadline_s: float) -> None:
+        await engine.call("POST", "/continue_generation", json={}, deadline_s=deadline_s)
 
-    async def take_weights(self, client: EngineClient, update: WeightUpdate, *, deadline_s: float) -> float:
+    async def take_weights(self, engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
         folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
         started = trio.current_time()
-        await client.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
+        await engine.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
         asked: dict[str, Json] = {
             "model_path": str(folder),
             "load_format": "auto",
@@ -92,24 +93,22 @@ class SGLangDialect(EngineDialect):
             "abort_all_requests": False,
             "flush_cache": True,
         }
-        await client.call("POST", "/update_weights_from_disk", json=asked, deadline_s=deadline_s)
-        await self.resume(client, deadline_s=deadline_s)
+        await engine.call("POST", "/update_weights_from_disk", json=asked, deadline_s=deadline_s)
+        await self.resume(engine, deadline_s=deadline_s)
         return trio.current_time() - started
 
-    async def load_adapter(
-        self, client: EngineClient, name: str, place: str, digest: str, *, deadline_s: float
-    ) -> None:
+    async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
         asked: dict[str, Json] = {"lora_name": name, "lora_path": place}
         try:
-            await client.call("POST", "/load_lora_adapter", json=asked, deadline_s=deadline_s)
+            await engine.call("POST", "/load_lora_adapter", json=asked, deadline_s=deadline_s)
         except EngineError as error:
-            if not any(said in str(error) for said in ("already exists", "already loaded")):
+            if not any(words in error.reason for words in _ALREADY_LOADED):
                 raise
 
-    async def unload_adapter(self, client: EngineClient, name: str, *, deadline_s: float) -> None:
-        await client.call("POST", "/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+    async def unload_adapter(self, engine: EngineCalls, name: str, *, deadline_s: float) -> None:
+        await engine.call("POST", "/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
 
-    async def adapters_in_use(self, client: EngineClient, *, deadline_s: float) -> str:
+    async def adapters_in_use(self, engine: EngineCalls, *, deadline_s: float) -> str:
         return ""  # it does not say; its unloading waits for the requests that use one
 
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, cast
 from uuid import uuid4
 
@@ -139,7 +140,7 @@ async def _probed(client: EngineClient, *, untested: bool) -> Facts:
         version = str(parse_json(await client.call("GET", "/version", deadline_s=_DEADLINE_S)).get("version"))
         models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
     except EngineError as error:
-        if "answered 401" not in str(error):
+        if error.status != HTTPStatus.UNAUTHORIZED:
             raise
         hint = "export its key, and name the variable in engine.api_key_env"
         raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
@@ -208,7 +209,7 @@ async def _takes_adapters(client: EngineClient) -> bool:
     try:
         await client.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=_DEADLINE_S)
     except EngineError as error:
-        return bool(re.search("No adapter found|cannot load the adapter", str(error)))  # vLLM's words, our plugin's
+        return bool(re.search("No adapter found|cannot load the adapter", error.reason))  # vLLM's words, our plugin's
     return True
 
 
@@ -218,8 +219,8 @@ async def _backend(client: EngineClient) -> str | None:
     try:
         await client.call("POST", "/init_weight_transfer_engine", json=asked, deadline_s=_DEADLINE_S)
     except EngineError as error:
-        said = re.search(r"Invalid init_info for (\w+)", str(error))
-        return said[1] if said else None
+        backend = re.search(r"Invalid init_info for (\w+)", error.reason)
+        return backend[1] if backend else None
     return None
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from agentrl.engine import vllm_api
-from agentrl.engine.dialect import EngineDialect, WeightUpdate
+from agentrl.engine.dialect import EngineCalls, EngineDialect, WeightUpdate
 from agentrl.engine.vllm import weight_calls
 from agentrl.engine.vllm_api import ChunkParser, metric, parse_json, parse_version
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Json
-
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
 
 
 class VLLMDialect(EngineDialect):
@@ -38,16 +34,16 @@ class VLLMDialect(EngineDialect):
     def metric(self, name: str) -> str:
         return name
 
-    async def look(self, client: EngineClient, *, deadline_s: float) -> None:
-        await client.call("GET", "/is_paused", deadline_s=deadline_s)
+    async def look(self, engine: EngineCalls, *, deadline_s: float) -> None:
+        await engine.call("GET", "/is_paused", deadline_s=deadline_s)
 
-    async def paused(self, client: EngineClient, *, deadline_s: float) -> bool:
-        return bool(parse_json(await client.call("GET", "/is_paused", deadline_s=deadline_s)).get("is_paused"))
+    async def paused(self, engine: EngineCalls, *, deadline_s: float) -> bool:
+        return bool(parse_json(await engine.call("GET", "/is_paused", deadline_s=deadline_s)).get("is_paused"))
 
-    async def stated_version(self, client: EngineClient, *, deadline_s: float) -> int | None:
+    async def stated_version(self, engine: EngineCalls, *, deadline_s: float) -> int | None:
         for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
             try:
-                answer = parse_json(await client.call("GET", path, deadline_s=deadline_s))
+                answer = parse_json(await engine.call("GET", path, deadline_s=deadline_s))
             except (EngineUnavailable, EngineTimeout):
                 raise
             except EngineError:  # it lacks the path
@@ -56,32 +52,30 @@ class VLLMDialect(EngineDialect):
                 return parse_version(answer["weight_version"])
         return None
 
-    async def announce(self, client: EngineClient, version: int, *, deadline_s: float) -> None:
+    async def announce(self, engine: EngineCalls, version: int, *, deadline_s: float) -> None:
         asked: dict[str, Json] = {"new_version": str(version)}
-        await client.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
+        await engine.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
 
-    async def resume(self, client: EngineClient, *, deadline_s: float) -> None:
-        await client.call("POST", "/resume", deadline_s=deadline_s)
+    async def resume(self, engine: EngineCalls, *, deadline_s: float) -> None:
+        await engine.call("POST", "/resume", deadline_s=deadline_s)
 
-    async def take_weights(self, client: EngineClient, update: WeightUpdate, *, deadline_s: float) -> float:
-        return await weight_calls.take_weights(client, update, deadline_s=deadline_s)
+    async def take_weights(self, engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
+        return await weight_calls.take_weights(engine, update, deadline_s=deadline_s)
 
-    async def load_adapter(
-        self, client: EngineClient, name: str, place: str, digest: str, *, deadline_s: float
-    ) -> None:
+    async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
         asked: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
         try:
-            await client.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
+            await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
         except EngineError as error:
-            if "already been loaded" not in str(error):
+            if "already been loaded" not in error.reason:  # vLLM has no code for it
                 raise
 
-    async def unload_adapter(self, client: EngineClient, name: str, *, deadline_s: float) -> None:
-        await client.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+    async def unload_adapter(self, engine: EngineCalls, name: str, *, deadline_s: float) -> None:
+        await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
 
-    async def adapters_in_use(self, client: EngineClient, *, deadline_s: float) -> str:
+    async def adapters_in_use(self, engine: EngineCalls, *, deadline_s: float) -> str:
         latest, names = 0.0, ""
-        for line in (await client.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines():
+        for line in (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines():
             # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
             if line.startswith("vllm:lora_requests_info{"):
                 labels, at = metric(line)

@@ -10,48 +10,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import trio
 
 from agentrl.engine import sleep
-from agentrl.engine.dialect import WeightUpdate
+from agentrl.engine.dialect import EngineCalls, WeightUpdate
 from agentrl.engine.vllm_api import parse_json, results
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
-if TYPE_CHECKING:
-    from agentrl.engine.client import EngineClient
-
 _STAGE_POLL_S = 0.01
 
 
-async def take_weights(client: EngineClient, update: WeightUpdate, *, deadline_s: float) -> float:
+async def take_weights(engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
     """As `EngineDialect.take_weights`."""
     infos, clear_cache = update.files, update.clear_cache
     init: dict[str, Json] = {} if update.keep_base is None else {"keep_base": update.keep_base}
-    answer = await client.call("POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s)
+    answer = await engine.call("POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s)
     ahead = bool(parse_json(answer).get("reads_ahead"))
     if update.stage and not update.asleep:
         second = update.second and len(infos) == 1
-        if await _stage(client, infos[0], second, deadline_s):
-            paused = await _swap(client, infos[0], update.version, deadline_s, clear_cache)
+        if await _stage(engine, infos[0], second, deadline_s):
+            paused = await _swap(engine, infos[0], update.version, deadline_s, clear_cache)
             if paused is not None:
                 return paused
-    return await _load(client, infos, update.version, deadline_s, clear_cache, ahead, update.asleep)
+    return await _load(engine, infos, update.version, deadline_s, clear_cache, ahead, update.asleep)
 
 
-async def _stage(client: EngineClient, info: Mapping[str, Json], second: bool, deadline_s: float) -> bool:
+async def _stage(engine: EngineCalls, info: Mapping[str, Json], second: bool, deadline_s: float) -> bool:
     """Wait until the engine's workers have the file ready. Returns whether they hold it as a second copy of their
     weights, to be swapped; an engine without our plugin reads it in the pause."""
     try:
-        await _workers(client, "agentrl_stage", json.dumps(dict(info)), second, deadline_s, deadline_s=deadline_s)
+        await _workers(engine, "agentrl_stage", json.dumps(dict(info)), second, deadline_s, deadline_s=deadline_s)
     except (EngineTimeout, EngineUnavailable):
         raise
     except EngineError:
         return False
     while True:
-        states = results(await _workers(client, "agentrl_staged", deadline_s=deadline_s), ready=bool)
+        states = results(await _workers(engine, "agentrl_staged", deadline_s=deadline_s), ready=bool)
         if errors := [str(state["error"]) for state in states if state.get("error")]:
             raise WeightSyncError(errors[0])
         if all(state["ready"] for state in states):
@@ -60,25 +56,25 @@ async def _stage(client: EngineClient, info: Mapping[str, Json], second: bool, d
 
 
 async def _swap(
-    client: EngineClient, info: Mapping[str, Json], version: int, deadline_s: float, clear_cache: bool
+    engine: EngineCalls, info: Mapping[str, Json], version: int, deadline_s: float, clear_cache: bool
 ) -> float | None:
     """Have staged weights take the place of the old ones. Returns the seconds in which the engine computed nothing, by
     its own clock; None if it has no second copy any more, and nothing was changed."""
     asked = (json.dumps(dict(info)), str(version), clear_cache)
-    answer = await _workers(client, "agentrl_publish", *asked, deadline_s=deadline_s)
+    answer = await _workers(engine, "agentrl_publish", *asked, deadline_s=deadline_s)
     if not all(worker["swapped"] for worker in results(answer, swapped=bool)):
         return None
     return max(worker["paused_s"] for worker in results(answer, paused_s=int | float))
 
 
-async def _workers(client: EngineClient, method: str, *args: Json, deadline_s: float) -> bytes:
+async def _workers(engine: EngineCalls, method: str, *args: Json, deadline_s: float) -> bytes:
     """The answer of the engine's workers to a method of our plugin."""
     asked: dict[str, Json] = {"method": method, "args": list(args)}
-    return await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    return await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
 
 
 async def _load(
-    client: EngineClient,
+    engine: EngineCalls,
     infos: Sequence[Mapping[str, Json]],
     version: int,
     deadline_s: float,
@@ -90,7 +86,7 @@ async def _load(
     or have it load them in its sleep. Returns the seconds from the pause's call to the last answer."""
 
     async def call(path: str, json: dict[str, Json] | None = None, params: dict[str, str] | None = None) -> None:
-        await client.call("POST", path, deadline_s=deadline_s, json=json, params=params)
+        await engine.call("POST", path, deadline_s=deadline_s, json=json, params=params)
 
     async def update() -> None:
         try:
@@ -104,11 +100,11 @@ async def _load(
     finish: dict[str, Json] = {"weight_version": str(version)}
     if asleep:
         started = trio.current_time()
-        await sleep.sleep(client, level=2, deadline_s=deadline_s)  # whatever it does
-        await sleep.wake(client, "weights", deadline_s=deadline_s)
+        await sleep.sleep(engine, level=2, deadline_s=deadline_s)  # whatever it does
+        await sleep.wake(engine, "weights", deadline_s=deadline_s)
         await update()
         await call("/finish_weight_update", finish)
-        await sleep.wake(client, "kv_cache", deadline_s=deadline_s)
+        await sleep.wake(engine, "kv_cache", deadline_s=deadline_s)
         return trio.current_time() - started
     if ahead:
         await update()

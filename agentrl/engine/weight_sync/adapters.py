@@ -12,9 +12,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,20 +29,14 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.http_client import socket_of
 from agentrl.engine.vllm_api import parse_json, results
 from agentrl.engine.weight_sync import uploads
+from agentrl.engine.weight_sync.adapter_names import LEAGUE, POLICY, adapter_name, versions_in
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
 
 _CONFIG = "adapter_config.json"
-NAME, LEAGUE = "policy", "league"
 _SENDER = secrets.token_hex(4)  # no other process sends a folder of the same name
-
-
-def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -> str:
-    """The name of a weight version's adapter at an engine: that of a `role`, or the one of all roles without their own;
-    of a past self that is `kept`, or of the policy."""
-    return f"{LEAGUE if kept else NAME}-{version}" + (f"-{role}" if role else "")
 
 
 Current = Callable[[], Awaitable[int | None]]
@@ -59,19 +54,17 @@ def always(version: int | None) -> Current:
 
 class AdapterClient(EngineClient):
     """Samples from the adapter that `current` names at the start of each turn, and stamps its tokens with that version
-    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet. `below` gives
-    the version of the weights below if the engine cannot say it: those of a shared fleet are no run's."""
+    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet."""
 
     def __init__(
         self,
         url: str,
         *,
         current: Current,
-        below: Current | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(url, **settings)
-        self._current, self._below = current, below
+        self._current = current
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
@@ -80,14 +73,13 @@ class AdapterClient(EngineClient):
         version = request.version if kept else await self._current()
         if version:  # 0 has the weights below
             request = replace(request, model=adapter_name(version, request.policy, kept=kept))
-        elif version is None and self._below is not None:
-            version = await self._below()
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk if version is None else _stamped(chunk, version)
         except EngineError as error:
-            if request.model is not None and "does not exist" in str(error):
+            # The engine lost the adapter, by a restart say; another replica may have it. A refusal fails the episode.
+            if request.model is not None and error.status == HTTPStatus.NOT_FOUND:
                 raise EngineUnavailable(f"{self.url} has no adapter {request.model!r}") from error
             raise
 
@@ -103,10 +95,7 @@ class AdapterClient(EngineClient):
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
         found = await loaded(self, deadline_s=deadline_s)
-        if found:
-            return max(found)
-        below = None if self._below is None else await self._below()
-        return await super().served_version(deadline_s=deadline_s) if below is None else below
+        return max(found) if found else await super().served_version(deadline_s=deadline_s)
 
 
 async def load(
@@ -167,7 +156,7 @@ def is_near(url: str) -> bool:
 
 def _unread(error: EngineError) -> bool:
     """Whether an engine says that it has, or reads, no such folder; vLLM leaves the path out of what it says."""
-    return bool(re.search(r"No adapter found|No such file|cannot load", str(error)))
+    return bool(re.search(r"No adapter found|No such file|cannot load", error.reason))
 
 
 async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float) -> str | None:
@@ -206,11 +195,11 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
 
     async def unload(engine: EngineClient) -> None:
         places = await _places(engine, deadline_s)
-        found = {name: version for name in places for version in _versions([name])}
-        old = frozenset(found.values()) - frozenset(keep)
+        version_of = {name: version for name in places for version in versions_in([name])}
+        old = frozenset(version_of.values()) - frozenset(keep)
         busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
         left.update(old & busy)
-        for name in sorted(name for name, version in found.items() if version in old - busy):
+        for name in sorted(name for name, version in version_of.items() if version in old - busy):
             await _unload(engine, name, places[name], deadline_s)
 
     await _everywhere(engines, unload, "unload old adapters")
@@ -233,7 +222,7 @@ async def forget(engines: Sequence[EngineClient], version: int | None = None, *,
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
     names = await _places(engine, deadline_s)
-    return frozenset(version for version in _versions(names) if adapter_name(version) in names)
+    return frozenset(version for version in versions_in(names) if adapter_name(version) in names)
 
 
 async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
@@ -248,12 +237,7 @@ async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that running or waiting requests of an engine use, at its last look."""
     names = await engine.dialect.adapters_in_use(engine, deadline_s=deadline_s)
-    return _versions(re.findall(rf"{NAME}-\d+", names))
-
-
-def _versions(names: Iterable[str]) -> frozenset[int]:
-    matches = (re.fullmatch(rf"{NAME}-([0-9]{{1,18}})(-.*)?", name) for name in names)  # as `wire.parse_version`
-    return frozenset(int(match[1]) for match in matches if match)
+    return versions_in(re.findall(rf"{POLICY}-\d+", names))
 
 
 def _stamped(chunk: Chunk, version: int) -> Chunk:

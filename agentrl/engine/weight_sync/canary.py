@@ -31,7 +31,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm_api import results
 from agentrl.engine.weight_sync import fingerprints as fingerprint
 from agentrl.engine.weight_sync import weight_file
-from agentrl.engine.weight_sync.adapters import adapter_name
+from agentrl.engine.weight_sync.adapter_names import adapter_name
 from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
@@ -119,10 +119,10 @@ class CanaryResult:
 
 
 def allowed(dtype: Dtype, settings: EngineSettings) -> float:
-    """What a run takes for rounding, in nats of one token: `engine.canary_tolerance`, else what follows from the dtypes
-    that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
-    if settings.canary_tolerance is not None:
-        return settings.canary_tolerance
+    """The difference that counts as rounding, in nats of one token: `engine.canary` as a number, else the one of the
+    dtypes that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
+    if not isinstance(settings.canary, bool):
+        return settings.canary
     given = settings.vllm
     cache = str(given.get("kv-cache-dtype", "auto"))
     rounds = "quantization" in given or cache not in ("auto", "bfloat16", "float16")
@@ -141,7 +141,7 @@ async def _scored(
     try:
         found = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
     except EngineError as error:
-        if "not JSON compliant" not in str(error):
+        if "not JSON compliant" not in error.reason:
             raise
         found = (math.nan,)
     return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, found)) else found
@@ -173,7 +173,7 @@ async def check(
         if not _near(found, canary.logprobs, most, canary.dtype):
             raise CanaryMismatch(
                 f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
-                f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary_tolerance): "
+                f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary): "
                 f"{await _layers(engine, canary, update_info, deadline_s)}"
             )
         if seen is not None:
@@ -234,7 +234,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 async def _layers(engine: EngineClient, canary: Canary, update_info: dict[str, Json] | None, deadline_s: float) -> str:
-    """What is wrong with the file, else what the engine's own comparison of its layers with the file says."""
+    """The fault of the file that was sent, else the layers that the engine did not take, in words."""
     if update_info is None:
         return "which layers were not taken is not known"
     if wrong := await trio.to_thread.run_sync(_wrong_in_file, canary, Path(str(update_info["path"]))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 import trio
 
@@ -18,7 +19,7 @@ from agentrl.engine.dialect import WeightUpdate
 from agentrl.engine.weight_sync import object_store, weight_file
 from agentrl.engine.weight_sync.object_store import Outbox, StoredVersion
 from agentrl.engine.weight_sync.transport import Parcel, Place, PushReport, WeightTransport
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.errors import EngineError, FilesUnseen, WeightSyncError
 from agentrl.records import Json
 
 
@@ -58,7 +59,7 @@ async def push(
         infos.append(update_info(whole, digest, base_sha256, version=version, deadline_s=deadline_s))
     started = trio.current_time()
     pauses: list[float] = []
-    failures: list[str] = []
+    failures, unseen = list[str](), list[bool]()
 
     update = WeightUpdate(
         version=version,
@@ -84,9 +85,12 @@ async def push(
             with trio.fail_after(deadline_s):
                 pauses.append(await update_one(client))
         except trio.TooSlowError:
+            unseen.append(False)
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
-            failures.append(f"{client.url} did not take version {version}: {error}{_mend(error, infos)}")
+            hint = _NO_SHARED_DISK if _is_unseen(error, infos) else ""
+            unseen.append(bool(hint))
+            failures.append(f"{client.url} did not take version {version}: {error}{hint}")
         finally:
             if isinstance(engine, str):
                 with trio.CancelScope(shield=True):  # closes sockets, waits for nothing
@@ -96,7 +100,7 @@ async def push(
         for engine in engines:
             nursery.start_soon(push_to, engine)
     if failures:
-        raise WeightSyncError("; ".join(sorted(failures)))
+        raise (FilesUnseen if all(unseen) else WeightSyncError)("; ".join(sorted(failures)))
     total = trio.current_time() - started
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
 
@@ -115,18 +119,18 @@ def _found(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Pat
     return place, size, sha256 or weight_file.digest(weight_file.open_bytes(place))
 
 
-def _mend(error: EngineError, infos: Sequence[dict[str, Json]]) -> str:
-    """What to do about an engine that cannot read a file which is there."""
-    unseen = [
-        info["path"] for info in infos if not object_store.is_url(info["path"]) and str(info["path"]) in str(error)
-    ]
-    if not unseen or "cannot read" not in str(error):
-        return ""
-    return (
-        "; the file is there, so this engine was not started with its folder (--weights-from FOLDER), or it shares no "
-        "disk with the learner: set engine.weights_url to a folder that both reach "
-        '(engine.weights_url = "s3://bucket/weights"), or scratch_dir to a folder that both mount'
-    )
+def _is_unseen(error: EngineError, infos: Sequence[dict[str, Json]]) -> bool:
+    """Whether an engine says that it cannot read a file which is there. The words are those of our server and of our
+    plugin in vLLM, whose answers have no other field for it."""
+    paths = [str(info["path"]) for info in infos if not object_store.is_url(info["path"])]
+    return "cannot read" in error.reason and any(path in error.reason for path in paths)
+
+
+_NO_SHARED_DISK: Final = (
+    "; the file is there, so this engine was not started with its folder (--weights-from FOLDER), or it shares no "
+    "disk with the learner: set engine.weights_url to a folder that both reach "
+    '(engine.weights_url = "s3://bucket/weights"), or scratch_dir to a folder that both mount'
+)
 
 
 def update_info(
@@ -181,7 +185,7 @@ class FileTransport(WeightTransport):
             base_sha256=base.sha256 if use is not None and base is not None else None,
             keep_base=True if self.deltas else None,
             stage=settings.kind == "vllm",
-            second=settings.stage == "auto",
+            second=True,
             deadline_s=settings.admin_deadline_s,
             clear_cache=settings.recompute_kv,
             asleep=settings.colocated,

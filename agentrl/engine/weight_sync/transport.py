@@ -18,17 +18,15 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from agentrl.config import EngineSettings, Train
 from agentrl.config.weight_sync import Form
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.plugin import BACKEND
+from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.records import Json
-
-if TYPE_CHECKING:
-    from agentrl.engine.weight_sync.canary import Canary
 
 
 class WeightsInMemory(Protocol):

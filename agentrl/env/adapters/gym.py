@@ -6,6 +6,7 @@ passed on as process rewards.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,13 +16,17 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
+from agentrl import notices
 from agentrl.env.limits import EpisodeLimits
 from agentrl.env.tool_env import Grade, ToolEnv
+from agentrl.env.tools.tool_results import plain_json
 from agentrl.env.tools.tools import SchemaTool
 from agentrl.errors import ContentParseError, StructuralParseError, ToolError, UsageError
 from agentrl.records import Json
 
 AnyEnv = gymnasium.Env[Any, Any]
+
+_MANY_NUMBERS = 1_000
 
 
 class TextGym(ToolEnv):
@@ -58,11 +63,18 @@ class TextGym(ToolEnv):
         super().__init__(tools=[act], **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """What the model reads: the "ansi" rendering, highlights in brackets, else the observation as JSON."""
+        """What the model reads: the "ansi" rendering, highlights in brackets, else the observation as JSON. A frame of
+        pixels is named once as what it is, thousands of numbers: override this method for a better text."""
         if self._gym.render_mode == "ansi":
             drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
-        return str(plain(observation))
+        seen = plain(observation)
+        if (size := _size_of_value(seen)) > _MANY_NUMBERS:
+            what = f"an observation is {size} values as text: override show, or wrap the environment in a smaller one"
+            notices.note(
+                "observations of gymnasium", what, place=str(self._gym.spec.id if self._gym.spec else self._gym)
+            )
+        return json.dumps(seen, ensure_ascii=False)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": int(self.np_random.integers(2**31)), "options": dict(options)}
@@ -105,7 +117,7 @@ class TextGym(ToolEnv):
         self._return += float(reward)
         self._mask = info.get("action_mask")
         if terminated or truncated:
-            self.finish()
+            self.finish(truncated=not terminated)
         return self.show(observation, info)
 
     def grade(self) -> Grade | None:
@@ -206,6 +218,14 @@ def names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
+def _size_of_value(value: Any) -> int:
+    """How many values stand in a plain observation."""
+    if isinstance(value, dict | list):
+        items = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        return sum(map(_size_of_value, items))
+    return 1
+
+
 def _size_of(space: Any) -> tuple[int, int]:
     return int(space.n), int(space.start)
 
@@ -230,13 +250,5 @@ def _bounds_of(space: Any) -> dict[str, Json]:
 
 
 def plain(value: Any) -> Any:
-    """Arrays and numpy numbers as plain values."""
-    if isinstance(value, np.ndarray):
-        return cast("Any", value).tolist()
-    if isinstance(value, np.generic):
-        return cast("Any", value).item()
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, tuple | list):
-        return [plain(inner) for inner in cast("list[Any]", value)]
-    return value
+    """An observation as JSON has it: arrays, sets and numbers of numpy as plain values, keys as texts."""
+    return plain_json(value, "show")

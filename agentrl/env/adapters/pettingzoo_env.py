@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class PettingZoo(RolesEnv):
         self._env.reset(seed=int(self.np_random.integers(2**31)), options=dict(task) or None)
         self._returns = dict.fromkeys(self.roles, 0.0)
         self._told: set[str] = set()
+        self.cut_off = False
         return str(self._env.agent_selection)
 
     def see(self, role: str) -> str:
@@ -63,7 +65,7 @@ class PettingZoo(RolesEnv):
         if self._show is not None:
             shown = self._show(role, observation, info)
         else:
-            shown = str(plain(_without_mask(observation)))
+            shown = json.dumps(plain(_without_mask(observation)), ensure_ascii=False)
         legal = self._legal(role, observation, info)
         return "\n".join(filter(None, [*opening, shown, f"Possible actions: {', '.join(legal)}."]))
 
@@ -79,6 +81,7 @@ class PettingZoo(RolesEnv):
             raise ToolError(f"the game cannot take {name} now ({type(error).__name__}: {error})") from error
         for agent, amount in self._env.rewards.items():
             self._returns[str(agent)] += float(amount)
+        self.cut_off = any(self._env.truncations.values()) and not any(self._env.terminations.values())
         while self._env.agents and self._gone(self._env.agent_selection):
             self._env.step(None)
         return str(self._env.agent_selection) if self._env.agents else None

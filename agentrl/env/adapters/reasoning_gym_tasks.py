@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-import trio
-
 from agentrl.env.adapters.random_generators import OwnGenerators, hashes_are_fixed
 from agentrl.env.limits import EpisodeLimits, positive_seconds
 from agentrl.env.optional_imports import require
+from agentrl.env.sync_async import in_thread
 from agentrl.env.tool_env import Grade, ToolEnv
 from agentrl.errors import ContentParseError, UsageError
+from agentrl.host.clocks import watch
 from agentrl.records import Json
 
 UNORDERED: Final = {
@@ -40,7 +40,7 @@ class ReasoningGym(ToolEnv):
 
     The model answers within `<answer>…</answer>`; an answer without the tags costs a turn. Some data sets evaluate
     answers as Python: there, one that is more than plain arithmetic or a plain list counts as empty. So does one that
-    the data set cannot score, or not within `score_s` seconds.
+    the data set cannot score, or not within `score_s` seconds: then the info has the data set in `scores_late`.
 
     A question depends on its seed alone: the global generators that some data sets draw from are seeded with it. A few
     data sets draw from a set of texts, whose order Python changes from process to process unless PYTHONHASHSEED is
@@ -75,8 +75,10 @@ class ReasoningGym(ToolEnv):
         answer = answer_in(text)
         if answer is None:
             raise ContentParseError("no answer found: write <answer>…</answer>")
-        with trio.move_on_after(self._score_s):
-            self._score = await trio.to_thread.run_sync(self._scored, answer, abandon_on_cancel=True)
+        with watch(own_s=self._score_s, policy_s=self._score_s) as watching:  # the wait for a thread does not count
+            self._score = await in_thread(partial(self._scored, answer))
+        if watching.over is not None:
+            self.note(scores_late=[self._name])
         self.finish()
 
     def _scored(self, answer: str) -> float:

@@ -1,8 +1,10 @@
-"""Environment classes written for TRL's `environment_factory`, unchanged: `reset(**row)`, public methods, `get_reward`.
+"""Environment classes written for TRL's `environment_factory`, unchanged: `reset(**row)`, public methods, and a reward
+from `get_reward()` or from reward functions beside the class.
 
 Their rules: public methods are the tools; `reset` takes the row of the data set and may return text, which is appended
 to the last prompt message; whatever a method raises is read by the model; a message without a tool call ends the
-episode; `get_reward()` is the outcome.
+episode. The outcome is what `get_reward()` gives, or the weighted sum of what TRL's `reward_funcs` give, which are
+called with lists of one: `completions`, `prompts`, `environments` and the columns of the row.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast, get_type_hints
@@ -19,30 +22,70 @@ from typing import Any, cast, get_type_hints
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-from agentrl import registry
+from agentrl import notices, registry
+from agentrl.env import asyncio_code
+from agentrl.env.core import StepResult
+from agentrl.env.datasets import read_rows
+from agentrl.env.limits import finite
+from agentrl.env.reward_functions import NOBODY_JUDGES, Answer, RewardFunction
 from agentrl.env.tool_env import Grade, ToolEnv
-from agentrl.env.tools.tools import FunctionTool, ToolOptions
-from agentrl.errors import InfrastructureError, Tracebacks, UsageError, place_of
+from agentrl.env.tools.calls import ToolCall
+from agentrl.env.tools.tools import CallResult, FunctionTool, ToolOptions, tool_messages
+from agentrl.errors import EnvError, InfrastructureError, Tracebacks, UsageError, place_of
 from agentrl.records import Json, Message
 
 _TRACEBACKS = Tracebacks()  # of get_reward, by kind: an instance lives for one episode
+
+
+Function = str | Callable[..., Any]
+"""A reward function of TRL's, or its reference."""
 
 
 class TrlEnv(ToolEnv):
     """`agentrl/TRL-v0`. A class written for TRL, unchanged. `env` is the class (or a factory), or its reference
     `module:Class`; `prompt` the opening where the row has no `prompt` of its own.
 
-    The tools are those of TRL: names, descriptions and parameters. Blocking methods run in a thread. Rows come from the
-    reset options. Such an environment does not promise replay."""
+    `reward_funcs` are the reward functions of TRL beside the class, or references to them, `reward_weights` what each
+    is multiplied by (default: 1). A class without them and without `get_reward` gives no reward: a run with it needs a
+    rewarder or reward sources.
 
-    def __init__(self, env: str | Callable[[], Any], *, prompt: str | Sequence[Message] = "", **settings: Any) -> None:
+    The tools are those of TRL: names, descriptions and parameters. Blocking methods run in a thread. Rows come from the
+    reset options; without any, row `seed` modulo their number of the file `rows`. Such an environment does not promise
+    replay."""
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        prompt: str | Sequence[Message] = "",
+        reward_funcs: Sequence[Function] | Function = (),
+        reward_weights: Sequence[float] | None = None,
+        rows: str | None = None,
+        **settings: Any,
+    ) -> None:
         make = registry.load_reference(env) if isinstance(env, str) else env
         self._env = make()
+        name = type(self._env).__name__
         if not callable(getattr(self._env, "reset", None)):
-            raise UsageError(f"{type(self._env).__name__} has no reset method: it is no environment in TRL's sense")
+            raise UsageError(f"{name} has no reset method: it is no environment in TRL's sense")
+        for _, method in inspect.getmembers(cast("object", self._env).__class__, inspect.iscoroutinefunction):
+            asyncio_code.mark(method, True)  # TRL runs them on asyncio's loop
         self._default = prompt
-        self.graded = hasattr(self._env, "get_reward")
+        self._functions = _functions_of(reward_funcs)
+        self._weights = _weights_of(reward_weights, len(self._functions))
+        self._rows = None if rows is None else read_rows(rows)
+        self._said: list[Message] = []
+        self._action = ""
+        self.graded = bool(self._functions) or callable(getattr(self._env, "get_reward", None))
+        if not self.graded:
+            hint = "give reward_funcs = ['file.py:function'] in env.kwargs, or the run a rewarder (env.reward)"
+            self.unrewarded = f"{name} has no get_reward, so nothing gives its episodes a reward: {hint}"
         super().__init__(tools=_methods_of(self._env), **settings)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        if options or not self._rows:
+            return dict(options)
+        return dict(self._rows[(self._seed or 0) % len(self._rows)])
 
     async def prompt(self, task: Mapping[str, Json]) -> Sequence[Message]:
         seen = cast(object, await self._hook(functools.partial(self._env.reset, **task)))
@@ -54,28 +97,91 @@ class TrlEnv(ToolEnv):
         if seen is not None:
             last = opening.pop() if opening else Message(role="user", content="")
             opening.append(Message(role=last["role"], content=last["content"] + seen))
+        self._said, self._asked = [], opening
         return opening
+
+    async def astep(self, action: str) -> StepResult:
+        self._action = action
+        return await super().astep(action)
+
+    def after_turn(self, results: Sequence[CallResult]) -> None:
+        """Keep the conversation for reward functions, as TRL gives it to them."""
+        calls = [
+            {"type": "function", "function": {"name": result.name, "arguments": dict(result.call.arguments)}}
+            for result in results
+            if isinstance(result.call, ToolCall)
+        ]
+        said = Message(role="assistant", content=self._format.parse(self._action, self.schemas).text)
+        self._said += [cast("Message", {**said, "tool_calls": calls}) if calls else said, *tool_messages(results, 0)]
 
     def on_text(self, text: str) -> None:
         """A message without a call is the model's last word."""
         self.finish()
 
     async def grade(self) -> Grade | None:
-        """What `get_reward` gives. If it raises, or gives no finite number, the outcome is 0: it judges what the policy
-        did, so the policy could have caused it."""
-        get_reward = getattr(self._env, "get_reward", None)
-        if get_reward is None:
+        """What the reward functions give, else what `get_reward` gives. If one raises, or gives no finite number, the
+        outcome is 0: it judges what the policy did, so the policy could have caused it."""
+        if not self.graded:
             return None
+        scores = dict[str, float]()
         try:
-            outcome = float(await self._hook(get_reward))
+            if self._functions:
+                answer = self._answer()
+                for function in self._functions:
+                    score: float | None = await self._hook(function, answer)
+                    if score is not None:  # None abstains
+                        scores[function.name] = score
+                weights = dict(zip((function.name for function in self._functions), self._weights, strict=True))
+                outcome = math.fsum(weights[name] * score for name, score in scores.items())
+                if not scores:
+                    notices.note("rewards", NOBODY_JUDGES, by_policy=True)
+            else:
+                outcome = float(await self._hook(self._env.get_reward))
+        except UsageError:
+            raise
+        except EnvError as error:  # no finite number
+            notices.note("rewards", f"{error}: the outcome is 0", by_policy=True)
+            return Grade(outcome=0.0, success=False, info={"reward_error": str(error)[:500]})
         except InfrastructureError:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            _TRACEBACKS.log(error, f"get_reward of {type(self._env).__qualname__} raised {said} ({place_of(error)})")
+            _TRACEBACKS.log(error, f"the reward of {type(self._env).__qualname__} raised {said} ({place_of(error)})")
             return Grade(outcome=0.0, success=False, info={"reward_error": said[:500]})
-        outcome = outcome if math.isfinite(outcome) else 0.0
-        return Grade(outcome=outcome, success=outcome >= 1.0)
+        if not math.isfinite(outcome):
+            notices.note("rewards", f"get_reward gives {outcome}: the outcome is 0", by_policy=True)
+            outcome = 0.0
+        return Grade(outcome=outcome, success=outcome >= 1.0, info={"scores": dict(scores)} if scores else {})
+
+    def _answer(self) -> Answer:
+        completion = self._said[-1]["content"] if self._said else ""
+        row = {key: value for key, value in self.task.items() if key != "prompt"}
+        return Answer(
+            prompt=self._asked, completion=completion, row=row, talk=True, messages=self._said, environment=self._env
+        )
+
+
+def _functions_of(given: Sequence[Function] | Function) -> list[RewardFunction]:
+    functions = [given] if isinstance(given, str) or callable(given) else list(given)
+    made = [
+        RewardFunction.of(each)
+        if isinstance(each, str)
+        else RewardFunction.made(getattr(each, "__name__", repr(each)), each)
+        for each in functions
+    ]
+    if alien := [function.name for function in made if not function.batched]:
+        raise UsageError(f"reward_funcs: {alien[0]!r} takes no arguments of TRL's: write def f(environments, **kwargs)")
+    names = Counter(function.name for function in made)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UsageError(f"reward_funcs: {twice[0]!r} is there twice: give each its own name")
+    return made
+
+
+def _weights_of(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    weights = (1.0,) * count if given is None else tuple(given)
+    if len(weights) != count:
+        raise UsageError(f"reward_weights = {given!r}: give one for each of the {count} reward_funcs")
+    return tuple(finite(f"reward_weights[{at}]", weight) for at, weight in enumerate(weights))
 
 
 def _methods_of(env: Any) -> list[FunctionTool]:

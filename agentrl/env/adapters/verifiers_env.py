@@ -14,11 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 from agentrl.env.agent_programs import ProgramEnv, Session
+from agentrl.env.asyncio_code import in_asyncio
 from agentrl.env.core import as_messages
 from agentrl.env.optional_imports import require
 from agentrl.env.tool_env import Grade
+from agentrl.env.tools.parsers import get_format
+from agentrl.env.tools.tools import function_schema
 from agentrl.errors import EnvError, UsageError
-from agentrl.records import Json
+from agentrl.records import Json, Message, Messages
 
 _OF_THE_HOST: Final = ("SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
 _COUNTED: dict[tuple[str, str, str, int], int] = {}  # tasks that a set was found to have, up to those asked for
@@ -82,14 +85,14 @@ class Verifiers(ProgramEnv):
         taskset = self._loaders.load_environment(self._config).taskset
         return sum(1 for _ in itertools.islice(taskset, at_most))
 
-    def _play(self, session: Session) -> Any:
-        return asyncio.run(self._episode(session))
+    async def _play(self, session: Session) -> Any:
+        return await in_asyncio(self._episode, session)
 
     async def _episode(self, session: Session) -> Any:
         vf = self._vf
-        env = self._loaders.load_environment(self._config)
+        env = await asyncio.to_thread(self._loaders.load_environment, self._config)
         index = int(session.task["index"])
-        task = _task_at(env.taskset, index)
+        task = await asyncio.to_thread(_task_at, env.taskset, index)
         client = vf.EvalClientConfig(base_url=f"{session.base_url}/v1", api_key_var="AGENTRL_NO_KEY")
         async with env.serving():
             context = vf.ModelContext(model=session.model, client=client, sampling=vf.SamplingConfig())
@@ -127,8 +130,8 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
             for seed in range(size):
                 env = make()
                 opening, _ = env.reset(seed=seed)
+                messages = _with_tools_told(env, as_messages(opening))
                 env.close()
-                messages = as_messages(opening)
                 prompt = [{"role": m["role"], "content": m["content"]} for m in messages]
                 yield SeedTask(SeedData(name=f"seed {seed}", prompt=prompt, seed=seed), self.config.task)
 
@@ -155,6 +158,19 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
             interaction.trace.record_reward("process", total, 1.0)
 
     return Tasks, Game
+
+
+def _with_tools_told(env: Any, messages: Messages) -> Messages:
+    """The opening with the tools in its system message: verifiers' chat template is told of no tools of ours, and
+    its policy writes calls as text."""
+    schemas = [function_schema(schema) for schema in env.unwrapped.tool_schemas()]
+    if not schemas:
+        return messages
+    told = get_format(env.unwrapped.tool_format or env.unwrapped.template_format).instructions(schemas)
+    if messages and messages[0]["role"] == "system":
+        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"})
+        return (first, *messages[1:])
+    return (Message(role="system", content=told), *messages)
 
 
 def _hint(taskset: str) -> str:

@@ -9,10 +9,25 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
+from agentrl.env.agent_programs.request_checks import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Refused,
+    RequestKeys,
+    UnservedRequest,
+    always,
+    check_tools,
+    kind_not_in,
+    not_in,
+    note,
+    objects,
+    shown,
+    text_at,
+)
 from agentrl.env.chat_messages import text_of
 from agentrl.env.spaces import ROLES, Messages
 from agentrl.env.tools.calls import MAX_DEPTH, ToolCall, check_plain, dump, own_id
@@ -21,9 +36,30 @@ from agentrl.records import Json, Message
 
 Fields = Mapping[str, Any]
 
+_NO_FORM: Final = "the policy's answer is sampled without a form: ask for it in the messages"
+_NO_CHOICE: Final = "a call cannot be forced: give 'auto' or 'none'"
+_NO_LOGPROBS: Final = "log-probabilities are the run's"
+_FORMS: Final = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar")
+_SAMPLING: Final = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    }
+)
+_BOOKKEEPING: Final = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    }
+)
 
-class UnservedRequest(Exception):
-    """The request asks for something that is not served; the text names it."""
+
+def _has_form(text: Any) -> bool:
+    """Whether `text` of the responses API, or `output_config` of Anthropic's, asks for an answer of a form."""
+    if not isinstance(text, dict):
+        return True
+    form = cast("Fields", text).get("format")
+    return form is not None and kind_not_in("text")(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +73,15 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The policy's answer: text outside of its calls, and the calls. `id` is unique within the episode."""
+    """The policy's answer: text outside of its calls, and the calls. `id` is unique within the episode. `is_cut` says
+    that a limit ended the turn and not the policy; `stop` is the stop text that ended `text`."""
 
     id: str
     text: str
     calls: tuple[ToolCall, ...] = field(default=())
     thoughts: str = ""
+    is_cut: bool = False
+    stop: str = ""
 
     def call_id(self, index: int) -> str:
         """The model's own, or nine letters and digits: what the strictest chat template takes."""
@@ -67,29 +106,39 @@ class Reply:
 class Api(ABC):
     """One API."""
 
-    path: str
+    path: ClassVar[str]
+    keys: ClassVar[RequestKeys]
 
     def read(self, body: Fields) -> Conversation:
         """The conversation to continue. Raises UnservedRequest for a body of another shape, or one that no episode can
-        record: what the policy made a program send is the program's to hear of, and no failure of the environment."""
+        record: what the policy made a program send is the program's to hear of, and no failure of the environment.
+        May be called in a thread."""
         try:
-            check_plain(body, MAX_DEPTH, "the request")
-            read = self._read(body)
-            names = [tool["function"]["name"] for tool in read.tools]
+            self.keys.check(body)
+            self._bound(body)
+            check_plain({key: body[key] for key in self.keys.honoured if key in body}, MAX_DEPTH, "the request")
+            conversation = self._read(body)
+            check_tools(conversation.tools)
         except StructuralParseError as error:
             raise UnservedRequest(str(error)) from None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UnservedRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
-        if reason := _MESSAGES.why_not(read.messages):
+        if reason := _MESSAGES.why_not(conversation.messages):
             raise UnservedRequest(f"messages: {reason}")
-        for role in {message["role"] for message in read.messages}.difference(ROLES):
-            raise UnservedRequest(f"role {role!r} is none of {', '.join(ROLES)}")
-        if not all(isinstance(name, str) for name in names):
-            raise UnservedRequest("the name of a tool must be a text")
-        stops = cast("tuple[Any, ...]", read.stops)
+        if not conversation.messages:
+            raise UnservedRequest("the conversation is empty: send a message at least")
+        for role in {message["role"] for message in conversation.messages}.difference(ROLES):
+            raise UnservedRequest(f"role {shown(role)!r} is none of {', '.join(ROLES)}")
+        stops = cast("tuple[Any, ...]", conversation.stops)
         if len(stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
             raise UnservedRequest(f"stops must be texts, at most {_MOST_STOPS}")
-        return read
+        return conversation
+
+    def _bound(self, body: Fields) -> None:
+        """Refuse lists that are too long before anything walks them."""
+        for key, most in (("messages", MOST_MESSAGES), ("input", MOST_MESSAGES), ("tools", MOST_TOOLS)):
+            if isinstance(body.get(key), list):
+                objects(body[key], key, most)
 
     @abstractmethod
     def _read(self, body: Fields) -> Conversation: ...
@@ -113,19 +162,40 @@ class ChatCompletions(Api):
     """OpenAI's `/v1/chat/completions`."""
 
     path = "/v1/chat/completions"
+    keys = RequestKeys(
+        honoured=frozenset({"messages", "tools", "tool_choice", "stop", "stream", "stream_options", "model"}),
+        sampling=_SAMPLING
+        | {"max_completion_tokens", "logit_bias", "reasoning_effort", "reasoning", "verbosity", "chat_template_kwargs"},
+        bookkeeping=_BOOKKEEPING | {"prediction"},
+        refused={
+            "n": Refused(not_in(1), "n must be 1: an episode has one continuation"),
+            "response_format": Refused(kind_not_in("text"), _NO_FORM),
+            "functions": Refused(always, "give tools: functions are not served"),
+            "function_call": Refused(not_in("auto", "none"), "give tools: functions are not served"),
+            "tool_choice": Refused(not_in("auto", "none"), _NO_CHOICE),
+            "logprobs": Refused(always, _NO_LOGPROBS),
+            "top_logprobs": Refused(always, _NO_LOGPROBS),
+            "modalities": Refused(not_in(["text"]), "the policy writes text"),
+            "audio": Refused(always, "the policy writes text"),
+            "web_search_options": Refused(always, "nothing is searched here: offer a tool"),
+            "continue_final_message": Refused(always, "an answer is a message of its own"),
+            **{key: Refused(always, _NO_FORM) for key in _FORMS},
+            **{key: Refused(always, "answers are sampled, one at a time") for key in ("best_of", "use_beam_search")},
+        },
+    )
 
     def _read(self, body: Fields) -> Conversation:
-        if body.get("n", 1) not in (1, None):
-            raise UnservedRequest("n must be 1: an episode has one continuation")
-        messages = tuple(_chat_message(message) for message in _list(body, "messages"))
+        entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
+        messages = tuple(_chat_message(message, f"messages[{at}]") for at, message in enumerate(entries))
         stop = body.get("stop") or ()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Conversation(messages, tuple(_chosen(body)), stops)
+        if not isinstance(body.get("stream_options") or {}, dict):
+            raise UnservedRequest(f"stream_options = {shown(body['stream_options'])}: give an object")
+        return Conversation(messages, _functions(body), stops)
 
     def write(self, reply: Reply, body: Fields) -> Json:
         message = {**_chat_reply(reply), "content": reply.text or None}
-        finish = "tool_calls" if reply.calls else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": _chat_finish(reply), "logprobs": None}
         return {**_chat_head(reply, body, "chat.completion"), "choices": [choice], "usage": _USAGE}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
@@ -133,10 +203,9 @@ class ChatCompletions(Api):
         delta = _chat_reply(reply)
         for index, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = index
-        finish = "tool_calls" if reply.calls else "stop"
         chunks: list[Json] = [
             {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]},
+            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _chat_finish(reply)}]},
         ]
         if cast("Fields", body.get("stream_options") or {}).get("include_usage"):
             chunks.append({**head, "choices": [], "usage": _USAGE})
@@ -147,41 +216,73 @@ class Responses(Api):
     """OpenAI's `/v1/responses`, with `previous_response_id`."""
 
     path = "/v1/responses"
+    keys = RequestKeys(
+        honoured=frozenset(
+            {"input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "model"}
+        ),
+        sampling=_SAMPLING | {"max_output_tokens", "reasoning"},
+        bookkeeping=_BOOKKEEPING | {"truncation", "include", "stream_options", "context_management"},
+        refused={
+            "text": Refused(_has_form, _NO_FORM),
+            "tool_choice": Refused(not_in("auto", "none"), _NO_CHOICE),
+            "top_logprobs": Refused(always, _NO_LOGPROBS),
+            "conversation": Refused(always, "send the whole conversation, or previous_response_id"),
+            "prompt": Refused(always, "there are no stored prompts: send instructions and input"),
+            "background": Refused(always, "wait for the answer"),
+        },
+    )
 
     def __init__(self) -> None:
         self._earlier: dict[str, tuple[Message, ...]] = {}
 
     def _read(self, body: Fields) -> Conversation:
-        given: Any = body.get("input", [])
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Fields]", given)
+        entries: Any = body.get("input", [])
+        if isinstance(entries, str):
+            entries = [{"role": "user", "content": entries}]
+        items = objects(entries, "input", MOST_MESSAGES)
         before: tuple[Message, ...] = ()
         earlier = body.get("previous_response_id")
         if earlier is not None:
-            if earlier not in self._earlier:
-                raise UnservedRequest(f"no response with id {earlier!r} in this episode")
+            if not isinstance(earlier, str) or earlier not in self._earlier:
+                raise UnservedRequest(f"no response with id {shown(earlier)!r} in this episode")
             before = tuple(message for message in self._earlier[earlier] if message["role"] != "system")
         system = body.get("instructions")
-        opening = (Message(role="system", content=str(system)),) if system else ()
-        tools = [
-            {"type": "function", "function": {key: tool[key] for key in _FUNCTION if key in tool}}
-            for tool in cast("list[Fields]", body.get("tools") or [])
-            if tool.get("type") == "function"
-        ]
-        return Conversation((*opening, *before, *_merged(items)), tuple(tools))
+        if system is not None and not isinstance(system, str):
+            raise UnservedRequest(f"instructions = {shown(system)}: give a text")
+        opening = (Message(role="system", content=system),) if system else ()
+        return Conversation((*opening, *before, *_merged(items)), _functions(body, is_flat=True))
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
         self._earlier[f"resp_{reply.id}"] = (*conversation.messages, reply.message)
 
     def write(self, reply: Reply, body: Fields) -> Json:
+        return self._response(reply, body, "incomplete" if reply.is_cut else "completed", self._output(reply))
+
+    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
+        output = self._output(reply)
+        begun = self._response(reply, body, "in_progress", [])
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(output):
+            events += _item_events(index, item)
+        last = "response.incomplete" if reply.is_cut else "response.completed"
+        events.append({"type": last, "response": self.write(reply, body)})
+        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
+
+    def _response(self, reply: Reply, body: Fields, status: str, output: Sequence[Fields]) -> Json:
         return {
             "id": f"resp_{reply.id}",
             "object": "response",
             "created_at": 0,
-            "status": "completed",
-            "model": str(body.get("model", "policy")),
-            "output": self._output(reply),
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "error": None,
+            "model": _model(body),
+            "output": [dict(item) for item in output],
             "parallel_tool_calls": True,
-            "tool_choice": "auto",
+            "tool_choice": body.get("tool_choice") or "auto",
             "tools": list(body.get("tools") or []),
             "usage": {
                 "input_tokens": 0,
@@ -192,26 +293,12 @@ class Responses(Api):
             },
         }
 
-    def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        whole: Any = self.write(reply, body)
-        empty: dict[str, Any] = {**whole, "output": []}
-        events: list[dict[str, Any]] = [{"type": "response.created", "response": empty}]
-        for index, item in enumerate(whole["output"]):
-            events.append({"type": "response.output_item.added", "output_index": index, "item": item})
-            if item["type"] == "message":
-                where = {"item_id": item["id"], "output_index": index, "content_index": 0}
-                spoken: dict[str, Any] = {**where, "logprobs": list[Json]()}
-                events.append({"type": "response.output_text.delta", **spoken, "delta": reply.text})
-                events.append({"type": "response.output_text.done", **spoken, "text": reply.text})
-            events.append({"type": "response.output_item.done", "output_index": index, "item": item})
-        events.append({"type": "response.completed", "response": whole})
-        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
-
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
         output: list[dict[str, Any]] = []
         if reply.text or not reply.calls:
-            content: list[Json] = [{"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}]
-            message = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": "completed"}
+            content: list[Json] = [_text_part(reply.text)]
+            status = "incomplete" if reply.is_cut else "completed"
+            message = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": status}
             output.append({**message, "content": content})
         for index, call in enumerate(reply.calls):
             identity = {"type": "function_call", "id": f"fc_{reply.id}_{index}", "call_id": reply.call_id(index)}
@@ -225,22 +312,34 @@ class AnthropicMessages(Api):
     """Anthropic's `/v1/messages`."""
 
     path = "/v1/messages"
+    keys = RequestKeys(
+        honoured=frozenset({"messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "model"}),
+        sampling=_SAMPLING | {"thinking"},
+        bookkeeping=_BOOKKEEPING | {"betas", "anthropic_version", "context_management", "cache_control"},
+        refused={
+            "tool_choice": Refused(kind_not_in("auto", "none"), _NO_CHOICE),
+            "output_format": Refused(always, _NO_FORM),
+            "output_config": Refused(_has_form, _NO_FORM),
+            "mcp_servers": Refused(always, "no server is called from here: offer tools"),
+            "container": Refused(always, "there are no containers here"),
+        },
+    )
 
     def _read(self, body: Fields) -> Conversation:
         system = body.get("system")
         opening = (Message(role="system", content=text_of(system)),) if system else ()
-        messages = [part for message in _list(body, "messages") for part in _anthropic_parts(message)]
+        entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
+        messages = [part for at, message in enumerate(entries) for part in _anthropic_parts(message, f"messages[{at}]")]
         tools = [
             {
                 "type": "function",
                 "function": {
-                    "name": tool["name"],
+                    "name": tool.get("name"),
                     "description": tool.get("description", ""),
                     "parameters": tool["input_schema"],
                 },
             }
-            for tool in cast("list[Fields]", body.get("tools") or [])
-            if "input_schema" in tool
+            for tool in _on_offer(body, lambda tool: "input_schema" in tool)
         ]
         return Conversation((*opening, *messages), tuple(tools), tuple(body.get("stop_sequences") or ()))
 
@@ -249,12 +348,15 @@ class AnthropicMessages(Api):
         for index, call in enumerate(reply.calls):
             use = {"type": "tool_use", "id": reply.call_id(index), "name": call.name}
             content.append({**use, "input": dict(call.arguments)})
-        return {**self._head(reply, body), "content": content, "stop_reason": "tool_use" if reply.calls else "end_turn"}
+        return {**self._head(reply, body), "content": content, **self._ending(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
         whole: Any = self.write(reply, body)
         events: list[dict[str, Any]] = [
-            {"type": "message_start", "message": {**self._head(reply, body), "content": [], "stop_reason": None}}
+            {
+                "type": "message_start",
+                "message": {**self._head(reply, body), "content": [], "stop_reason": None, "stop_sequence": None},
+            }
         ]
         for index, block in enumerate(whole["content"]):
             empty: dict[str, Any]
@@ -266,21 +368,26 @@ class AnthropicMessages(Api):
             events.append({"type": "content_block_start", "index": index, "content_block": empty})
             events.append({"type": "content_block_delta", "index": index, "delta": delta})
             events.append({"type": "content_block_stop", "index": index})
-        ending = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        events.append({"type": "message_delta", "delta": ending, "usage": {"output_tokens": 0}})
+        events.append({"type": "message_delta", "delta": self._ending(reply), "usage": {"output_tokens": 0}})
         events.append({"type": "message_stop"})
         return [(event["type"], event) for event in events]
 
     def error(self, text: str) -> Json:
         return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
 
+    def _ending(self, reply: Reply) -> dict[str, Json]:
+        reason = "max_tokens" if reply.is_cut else "stop_sequence" if reply.stop else None
+        return {
+            "stop_reason": reason or ("tool_use" if reply.calls else "end_turn"),
+            "stop_sequence": reply.stop or None,
+        }
+
     def _head(self, reply: Reply, body: Fields) -> dict[str, Any]:
         return {
             "id": f"msg_{reply.id}",
             "type": "message",
             "role": "assistant",
-            "model": str(body.get("model", "policy")),
-            "stop_sequence": None,
+            "model": _model(body),
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
@@ -295,6 +402,22 @@ _MOST_STOPS: Final = 64  # each is looked for in the whole of a reply
 _DONE: Final = "[DONE]"
 _USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
+_MOST_NAME: Final = 200
+_ANTHROPIC_BLOCKS: Final = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+_OF_MESSAGE: Final = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "function_call"),
+        *("type", "id", "status", "phase", "annotations", "refusal", "audio", "reasoning_details", "model", "usage"),
+        *("stop_reason", "stop_sequence", "provider_specific_fields"),
+    }
+)
+"""Keys that are read, and those that clients repeat from an answer without a meaning for the next one."""
+_UNKNOWN_KEY: Final = "a key of a message that is not known is left out"
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"})
+_OF_PART: Final = frozenset({"type", "text", "annotations", "logprobs", "citations", "cache_control", "id"})
+_OF_TOOL: Final = frozenset(
+    {"type", "function", *_FUNCTION, "input_schema", "cache_control", "defer_loading", "allowed_callers"}
+)
 
 
 def event_text(data: Json) -> str:
@@ -302,15 +425,21 @@ def event_text(data: Json) -> str:
     return data if data == _DONE else json.dumps(data)
 
 
-def _list(body: Fields, key: str) -> list[Fields]:
-    value = body.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast("list[Any]", value)):
-        raise UnservedRequest(f"{key} must be a list of objects")
-    return cast("list[Fields]", value)
+def _model(body: Fields) -> str:
+    """The name of the model as the program wrote it."""
+    name = body.get("model")
+    return name[:_MOST_NAME] if isinstance(name, str) else "policy"
 
 
 def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": 0, "model": str(body.get("model", "policy"))}
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": 0, "model": _model(body)}
+
+
+def _chat_finish(reply: Reply) -> str:
+    """A cut answer says so, also one with calls: what stood behind them is lost."""
+    if reply.is_cut:
+        return "length"
+    return "tool_calls" if reply.calls else "stop"
 
 
 def _chat_reply(reply: Reply) -> dict[str, Any]:
@@ -318,66 +447,190 @@ def _chat_reply(reply: Reply) -> dict[str, Any]:
     return {**reply.message, "reasoning_content": reply.thoughts} if reply.thoughts else dict(reply.message)
 
 
-def _chosen(body: Fields) -> Iterable[Fields]:
-    """The tools on offer; none where the request forbids calls."""
-    if body.get("tool_choice") == "none":
-        return []
-    return [tool for tool in cast("list[Fields]", body.get("tools") or []) if tool.get("type") == "function"]
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": list[Json](), "logprobs": list[Json]()}
 
 
-def _chat_message(message: Fields) -> Message:
-    role = str(message.get("role", "user"))
-    read = Message(role="system" if role == "developer" else role, content=text_of(message.get("content")))
+def _item_events(index: int, item: Fields) -> Iterable[dict[str, Any]]:
+    """The events of one item of the responses API: it is added empty, its content comes, and it is done."""
+    place = {"item_id": item["id"], "output_index": index}
+    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": list[Json]()}
+    yield {
+        "type": "response.output_item.added",
+        "output_index": index,
+        "item": {**item, **empty, "status": "in_progress"},
+    }
+    if item["type"] == "function_call":
+        arguments = item["arguments"]
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+        yield {"type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": arguments}
+    else:
+        part = item["content"][0]
+        spoken: dict[str, Any] = {**place, "content_index": 0}
+        yield {"type": "response.content_part.added", **spoken, "part": _text_part("")}
+        yield {"type": "response.output_text.delta", **spoken, "delta": part["text"], "logprobs": list[Json]()}
+        yield {"type": "response.output_text.done", **spoken, "text": part["text"], "logprobs": list[Json]()}
+        yield {"type": "response.content_part.done", **spoken, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _on_offer(body: Fields, is_function: Callable[[Fields], bool]) -> list[Fields]:
+    """The tools that the policy may call; none where the request forbids calls. Others are named: they are the
+    servers' own, such as a search."""
+    choice: Any = body.get("tool_choice")
+    tools = objects(body.get("tools") or [], "tools", MOST_TOOLS)
+    functions = [tool for tool in tools if is_function(tool)]
+    for at, tool in enumerate(functions):
+        _note_unknown(tool, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{at}]")
+    if len(functions) < len(tools):
+        others = [tool.get("type") for tool in tools if not is_function(tool)]
+        note("tools that are no functions are not offered", place=shown(others))
+    if body.get("parallel_tool_calls") is False or (
+        isinstance(choice, dict) and cast("Fields", choice).get("disable_parallel_tool_use")
+    ):
+        note("the policy may make several calls at once, whatever the request says")
+    kind = cast("Fields", choice).get("type") if isinstance(choice, dict) else choice
+    return [] if kind == "none" else functions
+
+
+def _functions(body: Fields, *, is_flat: bool = False) -> tuple[Fields, ...]:
+    """The functions on offer in OpenAI's envelope, which the responses API leaves out (`is_flat`)."""
+    functions = _on_offer(body, lambda tool: tool.get("type") == "function")
+    if is_flat:
+        return tuple(
+            {"type": "function", "function": {key: tool[key] for key in _FUNCTION if key in tool}} for tool in functions
+        )
+    return tuple(functions)
+
+
+def _content(content: Any) -> str:
+    """A content as text; parts that are no text are named in the text, and in a notice."""
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        for part in (cast("Fields", part) for part in parts if isinstance(part, dict)):
+            if not isinstance(part.get("text"), str):
+                note("parts that are no text are named to the policy, and not shown")
+            elif part.get("type", "text") not in _TEXT_PARTS:
+                note("a part of a kind that is not known is read as text", place=shown(part["type"]))
+            _note_unknown(part, _OF_PART, "a key of a part that is not known is left out", "part")
+    return text_of(content)
+
+
+def _note_unknown(fields: Fields, known: frozenset[str], what: str, where: str) -> None:
+    """Name the keys of `fields` with a value that are not known; a null asks for nothing."""
+    for key, value in fields.items():
+        if value and key not in known:
+            note(what, place=f"{where[:_MOST_NAME]}.{shown(key)}")
+
+
+def _chat_message(message: Fields, where: str) -> Message:
+    role = text_at(message, "role", where)
+    read = Message(role="system" if role == "developer" else role, content=_content(message.get("content")))
+    if message.get("function_call") is not None:
+        raise UnservedRequest(f"{where}.function_call is not served: give tool_calls")
     if message.get("tool_calls"):
-        read["tool_calls"] = [dict(call) for call in cast("list[Fields]", message["tool_calls"])]
+        read["tool_calls"] = [
+            _chat_call(call, f"{where}.tool_calls[{at}]")
+            for at, call in enumerate(objects(message["tool_calls"], f"{where}.tool_calls", MOST_MESSAGES))
+        ]
     for key in ("tool_call_id", "name"):
         if message.get(key):
-            read[key] = str(message[key])
+            read[key] = text_at(message, key, where)
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if thoughts:
+        if not isinstance(thoughts, str):
+            raise UnservedRequest(f"{where}.reasoning_content = {shown(thoughts)}: give a text")
+        cast("dict[str, Json]", read)["reasoning_content"] = thoughts
+    _note_unknown(message, _OF_MESSAGE, _UNKNOWN_KEY, where)
     return read
 
 
+def _chat_call(call: Fields, where: str) -> dict[str, Json]:
+    """A call of an earlier message in OpenAI's envelope."""
+    if call.get("type", "function") != "function":
+        raise UnservedRequest(f"{where}.type = {shown(call['type'])}: only functions are served")
+    function: Any = call.get("function")
+    if not isinstance(function, dict):
+        raise UnservedRequest(f"{where}.function = {shown(function)}: give an object")
+    fields = cast("Fields", function)
+    text_at(fields, "name", f"{where}.function")
+    if not isinstance(fields.get("arguments"), str | dict):
+        raise UnservedRequest(f"{where}.function.arguments = {shown(fields.get('arguments'))}: give JSON as a text")
+    if call.get("id") is not None:
+        text_at(call, "id", where)
+    return dict(call)
+
+
 def _merged(items: Sequence[Fields]) -> list[Message]:
-    """Items of the responses API as messages; calls join the assistant's message before them."""
+    """Items of the responses API as messages; calls join the assistant's message before them, and so do thoughts the
+    one behind them."""
     messages: list[Message] = []
-    for item in items:
+    thoughts = ""
+    for at, item in enumerate(items):
         kind = item.get("type", "message")
+        where = f"input[{at}]"
+        if kind == "reasoning":
+            texts = [*(item.get("summary") or ()), *(item.get("content") or ())]
+            thoughts = "\n".join(filter(None, (thoughts, _content(texts))))
+            continue
         if kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append(Message(role="assistant", content=""))
-            call = {"name": item["name"], "arguments": item.get("arguments", "{}")}
+            call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             calls = messages[-1].get("tool_calls", [])
-            messages[-1]["tool_calls"] = [*calls, {"id": item.get("call_id"), "type": "function", "function": call}]
+            whole = _chat_call({"id": item.get("call_id"), "type": "function", "function": call}, where)
+            messages[-1]["tool_calls"] = [*calls, whole]
         elif kind == "function_call_output":
-            text = text_of(item.get("output"))
-            messages.append(Message(role="tool", content=text, tool_call_id=str(item.get("call_id"))))
+            text = _content(item.get("output"))
+            messages.append(Message(role="tool", content=text, tool_call_id=text_at(item, "call_id", where)))
         elif kind == "message":
-            messages.append(_chat_message(item))
+            messages.append(_chat_message(item, where))
+        elif kind == "item_reference":
+            raise UnservedRequest(f"{where}: items are not kept here: send the item itself")
+        else:
+            note("an item that is no message, function call or reasoning is left out", place=f"{where}: {shown(kind)}")
+        if thoughts and messages and messages[-1]["role"] == "assistant":
+            cast("dict[str, Json]", messages[-1]).setdefault("reasoning_content", thoughts)
+        thoughts = ""
     return messages
 
 
-def _anthropic_parts(message: Fields) -> Iterable[Message]:
+def _anthropic_parts(message: Fields, where: str) -> Iterable[Message]:
     """One of Anthropic's messages as ours: tool results are messages of their own, before the text beside them."""
-    content: Any = message.get("content")
+    role, content = text_at(message, "role", where), message.get("content")
+    _note_unknown(message, _OF_MESSAGE, _UNKNOWN_KEY, where)
     if isinstance(content, str):
-        return [Message(role=str(message.get("role", "user")), content=content)]
-    blocks = cast("list[Fields]", content or [])
+        return [Message(role=role, content=content)]
+    blocks = objects(content if content is not None else [], f"{where}.content", MOST_MESSAGES)
     results = [
-        Message(role="tool", content=text_of(block.get("content")), tool_call_id=str(block.get("tool_use_id")))
+        Message(
+            role="tool",
+            content=_content(block.get("content")),
+            tool_call_id=text_at(block, "tool_use_id", f"{where}.content"),
+        )
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     uses = [block for block in blocks if block.get("type") == "tool_use"]
-    rest = [block for block in blocks if block.get("type") not in ("tool_result", "tool_use", "thinking")]
+    thoughts = [block for block in blocks if block.get("type") == "thinking"]
+    rest = [block for block in blocks if block.get("type") not in _ANTHROPIC_BLOCKS]
+    if any(block.get("type") == "redacted_thinking" for block in blocks):
+        note("redacted thoughts are left out", place=where)
     if not rest and not uses:
         return results
-    spoken = Message(role=str(message.get("role", "user")), content=text_of(rest))
+    spoken = Message(role=role, content=_content(rest))
     if uses:
-        spoken["tool_calls"] = [
-            {
-                "id": use["id"],
-                "type": "function",
-                "function": {"name": use["name"], "arguments": dump(dict(use.get("input") or {}))},
-            }
-            for use in uses
-        ]
+        spoken["tool_calls"] = [_tool_use(use, f"{where}.content") for use in uses]
+    if thoughts:
+        text = "\n".join(text_at(block, "thinking", f"{where}.content") for block in thoughts)
+        cast("dict[str, Json]", spoken)["reasoning_content"] = text
     return [*results, spoken]
+
+
+def _tool_use(use: Fields, where: str) -> dict[str, Json]:
+    """A call of an earlier message in OpenAI's envelope."""
+    arguments: Any = use.get("input") or {}
+    if not isinstance(arguments, dict):
+        raise UnservedRequest(f"{where}: input = {shown(arguments)}: give an object")
+    function = {"name": use.get("name"), "arguments": dump(arguments)}
+    return _chat_call({"id": use.get("id"), "type": "function", "function": function}, where)

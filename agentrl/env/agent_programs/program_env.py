@@ -19,18 +19,22 @@ from gymnasium.error import ResetNeeded
 from agentrl import registry
 from agentrl.env import sync_async
 from agentrl.env.agent_programs.model_apis import Conversation, Reply
-from agentrl.env.agent_programs.session import Ended, Exited, Pending, Program, Running
+from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
+from agentrl.env.agent_programs.session import Ended, Exited, Program, Running, body_bound
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tool_env import Grade, MaybeAwaitable
 from agentrl.env.tools.by_name import check_limits
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
 from agentrl.errors import ConfigError, EnvError, InfrastructureError, SandboxPathError, UsageError
+from agentrl.host.clocks import policy_time
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json, Message, Messages, StopReason
 from agentrl.sandbox.current_box import CurrentBox
 from agentrl.sandbox.shared_backend import SharedBackend, shared
 
+_SILENCE_S: Final = 300.0
 _LIMITS: Final = Limits(cpu_s=600.0, cpus=2.0, memory_bytes=2 << 30, pids=256, open_files=1024, disk_bytes=1 << 30)
 
 
@@ -40,17 +44,25 @@ class ProgramEnv(Env):
     by the usual variables (`OPENAI_BASE_URL`, …).
 
     It may speak OpenAI's chat completions or responses, or Anthropic's messages, streamed or whole. Sampling settings
-    that it asks for are the run's business and are ignored, save stop texts. The outcome is what `grade` says; by
+    that it asks for are the run's business and have no effect, save stop texts. The outcome is what `grade` says; by
     default the number or truth value that the program returns. A program that raises once it was answered has the
-    outcome 0, as the policy could have caused it; an InfrastructureError that it raises is no fault of the policy. One
-    that asks nothing for `silence_s` is ended and the episode truncated. Requests side by side are answered one after
-    the other.
+    outcome 0, as the policy could have caused it; an InfrastructureError that it raises is no fault of the policy.
+    Requests side by side are answered one after the other.
+
+    The time between an answer and the next request is the policy's, whatever the program does in it. A run bounds it by
+    `rollout.step_deadline_s`; one that asks nothing for `silence_s` is ended and the episode truncated (without it 300
+    s, for those who play without a run).
+
+    A client that gave up before its answer came and asks again gets that answer. If it does not ask again, nobody read
+    the turn, and it is not trained (`info["masked"]`). A program that ends because an answer came too late has failed
+    through our fault: EnvError.
 
     With `sandbox`, the id of a sandbox backend, a command runs in a box of its own, which reaches the model and nothing
     else; it begins with the files of `box_files`, and `grade` finds it as `self.box`. `image` is the backend's name of
     its root file system, `box` has fields of `agentrl.protocols.Limits`. The box needs `sh` and `python3`."""
 
     replayable = False
+    policy_writes_prompts = True
 
     def __init__(
         self,
@@ -58,7 +70,7 @@ class ProgramEnv(Env):
         *,
         tool_format: str | None = None,
         max_turns: int = 100,
-        silence_s: float = 300.0,
+        silence_s: float | None = None,
         replayable: bool = False,
         sandbox: str | None = None,
         image: str | None = None,
@@ -77,11 +89,14 @@ class ProgramEnv(Env):
         self.box = CurrentBox()
         if tool_format is not None:
             get_format(tool_format)
-        self._max_turns, self._silence_s = max_turns, silence_s
+        self._max_turns = max_turns
+        self._silence_s = _SILENCE_S if silence_s is None else positive_seconds("silence_s", silence_s)
+        if silence_s is not None:
+            self.needs_step_s, self.needs_step_by = silence_s, "silence_s"
         self.tool_format, self.replayable = tool_format, replayable
         self._running: Running | None = None
         self._pending: Pending | None = None
-        self._turns = 0
+        self._turns = self._unread = 0  # answers that the program has read, and those that it has not
 
     # --- hooks
 
@@ -109,9 +124,11 @@ class ProgramEnv(Env):
         await self.aclose()
         await super().areset(seed=seed)
         self.task = self.make_task(dict(options or {}))
-        self._turns = 0
+        self._turns = self._unread = 0
         box = await self._new_box()
-        running = self._running = Running(cast("Program | Sequence[str]", self._program), self.task, box)
+        program = cast("Program | Sequence[str]", self._program)
+        running = Running(program, self.task, box, body_bytes=body_bound(self.observation_bytes))
+        self._running = running
         await running.start()
         event = await self._next(running)
         if not isinstance(event, Pending):
@@ -124,17 +141,23 @@ class ProgramEnv(Env):
         if running is None or pending is None:
             raise ResetNeeded("ProgramEnv: call reset before step, and after the end of an episode")
         self._pending = None
-        self._turns += 1
         reply = self._reply(action, pending.conversation)
-        pending.answer(reply)
-        event = await self._next(running)
-        if isinstance(event, Pending) and self._turns < self._max_turns:
+        running.answer(reply)
+        with trio.move_on_after(self._silence_s):  # the policy has no part in this wait: what it wrote is not read yet
+            await running.asks_again()
+        with policy_time():
+            event = await self._next(running)
+        is_unread = running.requests.is_unread
+        self._turns, self._unread = self._turns + (not is_unread), self._unread + is_unread
+        info: Info = {"masked": True} if is_unread else {}
+        if isinstance(event, Pending) and max(self._turns, self._unread) < self._max_turns:
             self._pending = event
             news = news_of(pending.conversation, reply, event.conversation)
             if news is None:
-                return (), 0.0, False, False, {"history": list(_copied(event.conversation.messages))}
-            return news, 0.0, False, False, {}
-        return await self._end(event)
+                return (), 0.0, False, False, {**info, "history": list(_copied(event.conversation.messages))}
+            return news, 0.0, False, False, info
+        observation, reward, terminated, truncated, last = await self._end(event, running.requests)
+        return observation, reward, terminated, truncated, {**info, **last}
 
     async def aclose(self) -> None:
         await self._stop()
@@ -168,11 +191,18 @@ class ProgramEnv(Env):
         """The program's next request or its end; None if it was silent for too long."""
         with trio.move_on_after(self._silence_s):
             return await running.next()
+        running.requests.end(trio.current_time())
         return None
 
-    async def _end(self, event: Pending | Ended | None) -> StepResult:
+    async def _end(self, event: Pending | Ended | None, requests: OpenRequests) -> StepResult:
         await self._stop()
         try:
+            if isinstance(event, Ended) and (failure := _infrastructure(event.error)) is not None:
+                raise failure
+            lost = requests.lost(failed=_failed(event))
+            if lost is not None:
+                waited = f"a client of the program left after {lost.waited_s:.3g} s, before its answer"
+                raise EnvError(f"{waited}, and did not ask again: {_why(event)}")
             return await self._ending(event)
         finally:
             await self.aclose()
@@ -181,8 +211,6 @@ class ProgramEnv(Env):
         if not isinstance(event, Ended):
             stop = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
             return (), 0.0, False, True, {"stop_reason": stop.value, "outcome": 0.0, "success": False}
-        if isinstance(event.error, InfrastructureError):
-            raise event.error
         if event.error is not None:  # it has read what the policy wrote: the policy could have caused it
             failed: Info = {"stop_reason": StopReason.DONE.value, "program_error": _why(event)[:500]}
             return (), 0.0, True, False, {**failed, "outcome": 0.0, "success": False}
@@ -214,20 +242,30 @@ class ProgramEnv(Env):
             whole = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             if len(whole) == len(parsed.calls):
                 text, calls = parsed.text.strip(), whole
+        thoughts, ended_by = "" if text is action else parsed.thoughts, ""
         for stop in conversation.stops:
-            text = text.partition(stop)[0] if stop else text
-        return Reply(f"{self._turns:04d}", text, calls, "" if text is action else parsed.thoughts)
+            if stop and stop in text:
+                text, ended_by = text.partition(stop)[0], stop
+        is_cut = self.action_cut and not ended_by
+        return Reply(f"{self._turns + self._unread + 1:04d}", text, calls, thoughts, is_cut, ended_by)
 
 
 def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
     """The messages that a request adds to the conversation that ended with `reply`; None if it does not extend it."""
     count = len(before.messages)
-    if now.tools != before.tools or now.messages[:count] != before.messages or len(now.messages) <= count:
+    if now.tools != before.tools or len(now.messages) <= count:
+        return None
+    if _without_thoughts(now.messages[:count]) != _without_thoughts(before.messages):
         return None
     if not _same(now.messages[count], reply):
         return None
     names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}
     return _copied([_named(message, names) for message in now.messages[count + 1 :]])
+
+
+def _without_thoughts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as they are compared: many clients repeat the thoughts of some earlier answers and not of others."""
+    return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
 
 
 def _named(message: Message, names: Mapping[str, str]) -> Message:
@@ -252,11 +290,31 @@ def _copied(messages: Sequence[Message]) -> Messages:
     return tuple(cast(Message, json.loads(json.dumps(message))) for message in messages)
 
 
-def _why(event: Ended | Pending | None) -> str:
+def _infrastructure(error: BaseException | None) -> InfrastructureError | None:
+    """The failure of ours that a program raised, also one among the errors of its tasks."""
+    if isinstance(error, BaseExceptionGroup):
+        parts = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return next(filter(None, map(_infrastructure, parts)), None)
+    return error if isinstance(error, InfrastructureError) else None
+
+
+def _failed(event: Ended | Pending | None) -> bool:
+    """Whether a program ended by an error."""
     if not isinstance(event, Ended):
+        return False
+    return event.error is not None or (isinstance(event.result, Exited) and event.result.exit_code != 0)
+
+
+def _why(event: Ended | Pending | None) -> str:
+    if isinstance(event, Pending):
+        return "the most turns are played"
+    if event is None:
         return "it asked nothing in time"
-    if event.error is not None:
-        return f"{type(event.error).__name__}: {event.error}"
+    error: BaseException | None = event.error
+    while isinstance(error, BaseExceptionGroup):  # of a program's tasks
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    if error is not None:
+        return f"{type(error).__name__}: {error}"
     if isinstance(event.result, Exited):
         last = event.result.stderr.decode(errors="backslashreplace").strip().splitlines()[-1:]
         return f"exit code {event.result.exit_code}: {''.join(last)}"

@@ -1,9 +1,10 @@
 """One episode's side of an agent program: its requests come in, the policy's replies go out, in order.
 
 A session owns the program while it runs and the key under which the HTTP server finds it; it never knows who the policy
-is. The server listens on the loopback address: one per trio loop, shared by its episodes and closed with the last of
-them. Sockets and bounds are those of `agentrl.http.http_server`. Whoever registered the first part of a path, which
-nobody else can guess, handles its requests; a request to another path is refused before its body is read.
+is. `agentrl.env.agent_programs.open_requests` says which request waits for which reply. The server listens on the
+loopback address: one per trio loop, shared by its episodes and closed with the last of them. Sockets and bounds are
+those of `agentrl.http.http_server`. Whoever registered the first part of a path, which nobody else can guess, handles
+its requests; a request to another path is refused before its body is read.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 from urllib.parse import urlsplit
 
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, UnservedRequest, apis, event_text
+from agentrl.env.agent_programs.model_apis import Api, Conversation, Reply, apis, event_text
+from agentrl.env.agent_programs.open_requests import OpenRequests, Pending
+from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.host.child_environment import OF_THE_RUN
 from agentrl.host.janitor import OwnedFolder, owned_folder
 from agentrl.http.bounds import ServerBounds
@@ -34,27 +37,38 @@ from agentrl.records import Json
 from agentrl.sandbox.network_policy import forwarded
 
 MAX_BODY: Final = 64 << 20
+"""The most bytes of a request's body, whatever an episode allows."""
+_LEAST_BODY: Final = 4 << 20
+_INLINE_BYTES: Final = 32 << 10  # a body so small takes a moment
+_GRACE_S: Final = 1.0  # for the connections of a program that has ended to close
+_SETTLE_TURNS: Final = 20
+"""Turns of the loop from the end of a program to the last look at its requests. One that its client sent and gave up at
+once may still lie in a socket: it takes about eight turns to be accepted and read, and it says why a program ended."""
+_READERS: Final = 2  # threads in which a process reads large requests: more would take the loop's share of the CPU
 
 _servers: RunVar[_Server] = RunVar("agentrl_program_server")
+_readers: RunVar[trio.CapacityLimiter] = RunVar("agentrl_program_readers")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`path` is what follows the registered key, with a leading slash; `body` the parsed JSON, {} if there was none."""
+    """`path` is what follows the registered key, with a leading slash; `content` is the body, not parsed."""
 
     method: str
     path: str
     headers: Mapping[str, str]
-    body: Mapping[str, Json]
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A JSON `body`, or server-sent `events` as (name, data): an empty name writes no event line."""
+    """A JSON `body`, or server-sent `events` as (name, data): an empty name writes no event line. `on_sent` is called
+    once: with True if all of it was written to the client, with False if the client left before."""
 
     status: int = 200
     body: Json = None
     events: tuple[tuple[str, str], ...] | None = None
+    on_sent: Callable[[bool], None] | None = None
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -65,7 +79,12 @@ class _Server:
     port: int
     scope: trio.CancelScope
     closed: trio.Event = field(default_factory=trio.Event)
-    handlers: dict[str, Handler] = field(default_factory=dict[str, Handler])
+    handlers: dict[str, tuple[Handler, int]] = field(default_factory=dict[str, "tuple[Handler, int]"])
+
+    def body_bytes(self, path: str) -> int:
+        """The most bytes of a body that the key of `path` allows."""
+        _, most = self.handlers.get(_split(path)[0], (None, 0))
+        return most
 
     def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
         """As `listening.Refuses`: a key that nobody has registered."""
@@ -78,22 +97,21 @@ class _Server:
     ) -> tuple[int, Typed]:
         """As `listening.Handler`."""
         key, rest = _split(path)
-        handler = self.handlers.get(key)
+        handler, _ = self.handlers.get(key, (None, 0))
         if handler is None:
             return _written(Response(503, {"error": {"message": "the episode is over", "type": "server_error"}}))
-        body = _parsed(content)
-        if body is None:
-            error = {"message": "the body is not a JSON object", "type": "invalid_request_error"}
-            return _written(Response(400, {"error": error}))
         try:
-            response = await handler(Request(method, rest, headers, body))
+            response = await handler(Request(method, rest, headers, content))
+        except UnservedRequest as error:
+            response = Response(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
         except Exception as error:  # a connection's boundary: whatever it was, the program is answered and told
             response = Response(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
         return _written(response)
 
 
-async def register(key: str, handler: Handler) -> str:
-    """Have requests to `http://127.0.0.1:PORT/KEY/…` answered by `handler`; the address up to the key.
+async def register(key: str, handler: Handler, *, body_bytes: int = MAX_BODY) -> str:
+    """Have requests to `http://127.0.0.1:PORT/KEY/…`, of bodies up to `body_bytes`, answered by `handler`. Returns the
+    address up to the key.
 
     The server starts with the first key of a trio loop."""
     try:
@@ -103,7 +121,7 @@ async def register(key: str, handler: Handler) -> str:
     if server is None or server.scope.cancel_called:
         server = await _start()
         _servers.set(server)
-    server.handlers[key] = handler
+    server.handlers[key] = (handler, body_bytes)
     return f"http://127.0.0.1:{server.port}/{key}"
 
 
@@ -126,7 +144,8 @@ async def _start() -> _Server:
 
     async def serve() -> None:
         with server.scope:
-            await listen(server, listeners, bounds=ServerBounds(body_bytes=MAX_BODY), refuses=server.refuses)
+            bounds = ServerBounds(body_bytes=MAX_BODY)
+            await listen(server, listeners, bounds=bounds, refuses=server.refuses, body_bytes=server.body_bytes)
         for listener in listeners:
             with trio.CancelScope(shield=True):
                 await listener.aclose()
@@ -142,25 +161,48 @@ def _split(path: str) -> tuple[str, str]:
     return key, f"/{rest}"
 
 
-def _parsed(data: bytes) -> Mapping[str, Json] | None:
+def parsed(content: bytes) -> Mapping[str, Json]:
+    """A body as JSON, {} of an empty one. Raises UnservedRequest for what is no object, or no JSON: NaN and numbers
+    beyond a double's range are none."""
     try:
-        body: Any = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return None
-    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+        body: Any = json.loads(content or b"{}", parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise UnservedRequest(f"the body is no JSON: {str(error)[:200]}") from None
+    if not isinstance(body, dict):
+        raise UnservedRequest("the body is not a JSON object")
+    return cast("dict[str, Any]", body)
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"{digits[:20]} is out of range")
+    return number
+
+
+def body_bound(observation_bytes: int) -> int:
+    """The most bytes of a request of an episode whose answers may have `observation_bytes` of text: as JSON, with
+    tools and with pictures, which are named to the policy, it is larger than its text."""
+    return min(MAX_BODY, max(_LEAST_BODY, 2 * observation_bytes))
 
 
 def _written(response: Response) -> tuple[int, Typed]:
     if response.events is None:
-        return response.status, Typed("application/json", json.dumps(response.body).encode())
+        body = Typed("application/json", json.dumps(response.body).encode(), response.on_sent)
+        return response.status, body
     lines = (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n" for name, text in response.events)
-    return response.status, Typed("text/event-stream", "".join(lines).encode())
+    return response.status, Typed("text/event-stream", "".join(lines).encode(), response.on_sent)
 
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
 """An agent program: an async function, or a plain one (in a thread of its own), given where the model is."""
 
 OUTPUT_BYTES: Final = 64 << 10
+_RETRIES: Final = "x-stainless-retry-count"  # OpenAI's and Anthropic's clients count in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,19 +237,6 @@ class Session:
         }
 
 
-@dataclass(slots=True)
-class Pending:
-    """A request that waits for the policy."""
-
-    conversation: Conversation
-    answered: trio.Event = field(default_factory=trio.Event)
-    reply: Reply | None = None
-
-    def answer(self, reply: Reply) -> None:
-        self.reply = reply
-        self.answered.set()
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The program is over: with a result, or with its exception."""
@@ -217,36 +246,70 @@ class Ended:
 
 
 class Running:
-    """A program at work, in a `box` if it has one. `start`, then `next` until it is `Ended`; `stop` ends it at any
-    time."""
+    """A program at work, in a `box` if it has one. `start`, then `next` and `answer` in turn until it is `Ended`;
+    `stop` ends it at any time. Its requests have `body_bytes` at most."""
 
-    def __init__(self, program: Program | Sequence[str], task: Mapping[str, Json], box: Sandbox | None = None) -> None:
-        self._program, self._task, self._box = program, task, box
-        self._send, self._receive = trio.open_memory_channel[Pending | Ended](math.inf)
+    def __init__(
+        self,
+        program: Program | Sequence[str],
+        task: Mapping[str, Json],
+        box: Sandbox | None = None,
+        *,
+        body_bytes: int = MAX_BODY,
+    ) -> None:
+        self._program, self._task, self._box, self._body_bytes = program, task, box, body_bytes
         self._key = secrets.token_hex(16)
         self._apis = apis()
         self._scope = trio.CancelScope()
         self._over = trio.Event()
-        self._waiting: list[Pending] = []
+        self._ended: Ended | None = None
+        self._news = trio.Event()
+        self._reading = trio.CapacityLimiter(1)
         self._started = False
+        self.requests = OpenRequests(shares_box=box is not None)
 
     async def start(self) -> None:
         """Run the program in the background of this trio loop."""
-        session = Session(await register(self._key, self._handle), self._key, self._task)
+        address = await register(self._key, self._handle, body_bytes=self._body_bytes)
         self._started = True
-        trio.lowlevel.spawn_system_task(self._run, session, name="agentrl agent program")
+        trio.lowlevel.spawn_system_task(
+            self._run, Session(address, self._key, self._task), name="agentrl agent program"
+        )
 
     async def next(self) -> Pending | Ended:
-        """The program's next request, or its end."""
-        return await self._receive.receive()
+        """The program's next request, which waits for `answer`, or its end."""
+        while True:
+            if self._ended is not None:
+                for _ in range(_SETTLE_TURNS):
+                    await trio.lowlevel.checkpoint()
+                with trio.move_on_after(_GRACE_S):
+                    while self.requests.is_open:
+                        await self._wait()
+                self.requests.end(trio.current_time())
+                return self._ended
+            if (pending := self.requests.next(trio.current_time())) is not None:
+                return pending
+            await self._wait()
+
+    async def asks_again(self) -> None:
+        """Wait for a client that we were too slow for: until it asks again, or the program does something else."""
+        while self.requests.is_lost_by_us and not self.requests.has_next and self._ended is None:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._news = trio.Event()
+        await self._news.wait()
+
+    def answer(self, reply: Reply) -> None:
+        """Answer the request that `next` gave."""
+        self.requests.answer(reply)
 
     async def stop(self) -> None:
         """End the program and everything it started."""
         self._scope.cancel()
         if self._started:
             await self._over.wait()
-        for pending in self._waiting:
-            pending.answered.set()
+        self.requests.close()
         await unregister(self._key)
 
     async def _run(self, session: Session) -> None:
@@ -257,7 +320,8 @@ class Running:
         except Exception as error:  # a boundary: what the program raised is data for whoever waits
             ended = Ended(error=error)
         finally:
-            self._send.send_nowait(ended)
+            self._ended = ended
+            self._news.set()
             self._over.set()
 
     async def _handle(self, request: Request) -> Response:
@@ -265,20 +329,55 @@ class Running:
             return Response(200, {"object": "list", "data": [{"id": "policy", "object": "model"}]})
         api = self._apis.get(request.path)
         if api is None or request.method != "POST":
-            return Response(404, {"error": {"message": f"{request.method} {request.path} is not served"}})
+            return Response(404, {"error": {"message": f"{request.method} {request.path[:200]} is not served"}})
         try:
-            conversation = api.read(request.body)
+            body, conversation = await self._read(api, request.content)
         except UnservedRequest as error:
             return Response(400, api.error(str(error)))
-        pending = Pending(conversation)
-        self._waiting.append(pending)
-        self._send.send_nowait(pending)
-        await pending.answered.wait()
-        self._waiting.remove(pending)
-        if pending.reply is None:
-            return Response(503, api.error("the episode is over"))
-        api.remember(conversation, pending.reply)
-        return _response(api, pending.reply, request.body)
+        is_retry = request.headers.get(_RETRIES, "0") != "0"
+        pending = self.requests.open(api.path, conversation, trio.current_time(), is_retry=is_retry)
+        if pending is None:
+            return Response(429, api.error("too many requests of this episode wait for an answer"))
+        self._news.set()
+        is_closed = False
+
+        def close(delivered: bool) -> None:
+            nonlocal is_closed
+            if not is_closed:
+                is_closed = True
+                self.requests.leave(pending, trio.current_time(), delivered=delivered)
+                self._news.set()
+
+        try:
+            await pending.answered.wait()
+            for _ in range(2):  # a client that has left meanwhile is noticed in the loop's next turn
+                await trio.lowlevel.checkpoint()
+            if pending.reply is not None:
+                api.remember(conversation, pending.reply)
+                return replace(_response(api, pending.reply, body), on_sent=close)
+        except BaseException:
+            close(False)
+            raise
+        close(False)
+        return Response(503, api.error("the episode is over"))
+
+    async def _read(self, api: Api, content: bytes) -> tuple[Mapping[str, Json], Conversation]:
+        """A request's body, and the conversation that it asks for. In a thread if it is large, one at a time of each
+        episode: whoever wrote it, other episodes go on meanwhile. Raises UnservedRequest."""
+
+        def read() -> tuple[Mapping[str, Json], Conversation]:
+            body = parsed(content)
+            return body, api.read(body)
+
+        if len(content) <= _INLINE_BYTES:
+            return read()
+        try:
+            readers = _readers.get()
+        except LookupError:
+            readers = trio.CapacityLimiter(_READERS)
+            _readers.set(readers)
+        async with self._reading:
+            return await trio.to_thread.run_sync(read, limiter=readers)
 
 
 def _response(api: Api, reply: Reply, body: Mapping[str, Json]) -> Response:

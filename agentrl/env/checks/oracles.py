@@ -57,7 +57,7 @@ class UnplayableTask(Protocol):
 @dataclass(frozen=True, slots=True)
 class OracleResult:
     """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given). `info` is
-    the last step's, `task` what the reset's info calls the task, `answer` what the oracle read at last."""
+    the last step's, `task` what the reset's info calls the task, `answers` what the oracle read of each action."""
 
     name: str
     expected: float
@@ -65,7 +65,7 @@ class OracleResult:
     turns: int
     task: str = ""
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    answer: str = ""
+    answers: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -84,14 +84,15 @@ async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[OracleResult]:
             if index >= len(oracles):
                 return verdicts
             oracle, turns, over, task = oracles[index], 0, False, str(info.get("task", ""))
+            answers: list[str] = []
             while not over and turns < TURNS:
                 text = await sync_async.call(oracle.policy, messages, blocking=False)
                 messages, _, terminated, truncated, info = await env.astep(text)
                 turns, over = turns + 1, terminated or truncated
+                answers += [str(message.get("content") or "") for message in messages]
             got = info.get("outcome")
-            answer = "\n".join(str(message.get("content") or "") for message in messages)
             outcome = None if got is None else float(got)
-            verdicts.append(OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), answer))
+            verdicts.append(OracleResult(oracle.name, oracle.outcome, outcome, turns, task, dict(info), tuple(answers)))
         finally:
             await env.aclose()
         index += 1

@@ -314,7 +314,7 @@ def sample_action(schemas: Sequence[Mapping[str, Json]], form: ToolFormat, rng: 
     count = 1 + int(rng.random() < 0.2)
     calls = [sample_call(schemas[int(rng.integers(len(schemas)))], rng) for _ in range(count)]
     before = "" if form.name in ("llama", "pythonic") else _pick(_WORDS[:4], rng) + "\n"  # a llama speaks or calls
-    return before + form.write(*calls)
+    return before + form.write(*(form.spelled(call, schemas) for call in calls))
 
 
 def sample_call(schema: Mapping[str, Json], rng: np.random.Generator) -> ToolCall:

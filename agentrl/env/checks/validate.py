@@ -21,7 +21,9 @@ from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
 from agentrl.registration import make
 
-_WORDS = 400  # characters of a reason
+_WORDS = 900  # characters of a reason
+_SHOWN = 240  # characters of a text that a reason quotes
+_ANSWERS = 3  # that a reason quotes
 
 
 @dataclass(slots=True)
@@ -165,15 +167,34 @@ def _missed(seed: int, verdicts: Sequence[OracleResult]) -> Iterator[TaskFault]:
     for verdict in verdicts:
         if not verdict.holds:
             absent, tests = _number(verdict, "absent"), _number(verdict, "tests")
-            why = f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}"
-            if absent:
-                named = verdict.info.get("absent_tests")
-                why += f"; {absent} of {tests} test ids are not in the log of its test run"
-                why += f", as {named[0]!r}" if isinstance(named, list) and named else ""
-            elif verdict.answer:
-                why += f"; it read {verdict.answer[:200]!r}"
-            yield TaskFault(verdict.task or f"seed {seed}", why[:_WORDS], absent, tests)
+            why = [f"the oracle {verdict.name} got {verdict.got} instead of {verdict.expected:g}", *_reasons(verdict)]
+            yield TaskFault(verdict.task or f"seed {seed}", "; ".join(why)[:_WORDS], absent, tests)
             return
+
+
+def _reasons(verdict: OracleResult) -> Iterator[str]:
+    """Why an oracle missed its outcome, as far as the environment knows: what its actions were answered, what the
+    grader noted, then the end of what the tests printed."""
+    if answers := [answer for answer in verdict.answers if answer.strip()]:
+        yield "it read " + ", then ".join(map(_short, answers[:_ANSWERS]))
+    info = verdict.info
+    for name in ("not_graded", "contradiction"):
+        if isinstance(said := info.get(name), str):
+            yield said
+    for name in ("unknown_tests", "reward_faults", "left_behind"):
+        if said := info.get(name):
+            yield f"{name}: {_short(json.dumps(said, ensure_ascii=False))}"
+    if (absent := _number(verdict, "absent")) and "not_graded" not in info:
+        named = info.get("absent_tests")
+        example = f", as {named[0]!r}" if isinstance(named, list) and named else ""
+        yield f"{absent} of {_number(verdict, 'tests')} test ids are not in the log of its test run{example}"
+    if isinstance(output := info.get("test_output"), str) and output:
+        yield f"the test run ended with {_short(output, end=True)}"
+
+
+def _short(text: str, *, end: bool = False) -> str:
+    """A text on one line, its beginning or its end."""
+    return repr(text.strip()[-_SHOWN:] if end else text.strip()[:_SHOWN])
 
 
 def _number(verdict: OracleResult, name: str) -> int:

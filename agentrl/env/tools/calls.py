@@ -42,11 +42,13 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """`text` is what stands outside of calls and thoughts; `thoughts` is the reasoning in front of them."""
+    """`text` is what stands outside of calls and thoughts; `thoughts` is the reasoning in front of them, and `head` the
+    same as it was written, with its tags."""
 
     text: str
     calls: tuple[ToolCall | Malformed, ...]
     thoughts: str = ""
+    head: str = ""
 
 
 def own_id(call: ToolCall | Malformed) -> str:

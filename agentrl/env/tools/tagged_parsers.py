@@ -25,6 +25,7 @@ from agentrl.env.tools.calls import (
     named_call,
     skip_space,
 )
+from agentrl.env.tools.json_schema import reader_of
 from agentrl.env.tools.tool_format import Span, ToolFormat, next_match
 from agentrl.errors import StructuralParseError
 from agentrl.records import Json
@@ -244,54 +245,32 @@ class Parameters(_Tagged):
             at = max(end, head.end())
 
     def _typed(self, value: str, key: re.Match[str]) -> Any:
-        return value if key["text"] == "true" else _json_or_text(value)
+        if key["text"] == "true":
+            return value
+        try:
+            read = decode_whole(value)
+        except StructuralParseError:
+            return value
+        return value if isinstance(read, str) else read
+
+    @property
+    def _writes_types(self) -> bool:
+        return "TEXT" in self._tags.write_key
 
     def typed(self, call: ToolCall | Malformed, schemas: Sequence[Mapping[str, Json]]) -> ToolCall | Malformed:
-        if isinstance(call, Malformed) or "TEXT" in self._tags.write_key:
+        if isinstance(call, Malformed) or self._writes_types:
             return call
-        types = _types(call.name, schemas)
-        arguments = {
-            key: value
-            if not isinstance(value, str) or types.get(key) == {"string"}
-            else _json_or_text(value, types.get(key))
-            for key, value in call.arguments.items()
+        reader = reader_of(call.name, schemas)
+        values = {
+            key: reader.read(key, value) if isinstance(value, str) else value for key, value in call.arguments.items()
         }
-        return replace(call, arguments=arguments)
+        return replace(call, arguments=values)
 
-
-def _types(name: str, schemas: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:
-    """The JSON types that each parameter of a tool may have; what names none is left out."""
-    for schema in schemas:
-        function: Any = schema.get("function", schema)
-        if function.get("name") == name:
-            parameters: dict[str, Any] = function.get("parameters") or {}
-            properties: dict[str, Any] = parameters.get("properties") or {}
-            return {key: found for key, value in properties.items() if (found := set(_named_types(value)))}
-    return {}
-
-
-def _named_types(schema: Any) -> Iterator[str]:
-    if isinstance(schema, Mapping):
-        fields = cast("Mapping[str, Any]", schema)
-        given = fields.get("type")
-        yield from cast("list[str]", given) if isinstance(given, list) else [given] if isinstance(given, str) else []
-        if "enum" in fields and given is None:
-            yield from ("string" for field in fields["enum"] if isinstance(field, str))
-        for inner in ("anyOf", "oneOf"):
-            for alternative in cast("list[Any]", fields.get(inner) or []):
-                yield from _named_types(alternative)
-
-
-def _json_or_text(value: str, types: set[str] | None = None) -> Any:
-    """JSON where the text is some, and one of the types may be JSON; else the text."""
-    text = value.strip()
-    if types and "boolean" in types and text in ("True", "False"):
-        return text == "True"
-    try:
-        found = decode_whole(text)
-    except StructuralParseError:
-        return value
-    return value if isinstance(found, str) else found
+    def spelled(self, call: ToolCall, schemas: Sequence[Mapping[str, Json]]) -> ToolCall:
+        if self._writes_types:
+            return call
+        reader = reader_of(call.name, schemas)
+        return replace(call, arguments={key: reader.spell(key, value) for key, value in call.arguments.items()})
 
 
 # --- values in a notation of their own

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from agentrl.env.tools.calls import Malformed, Parsed, ToolCall, call_of, decode_json, dump
+from agentrl.env.tools.json_schema import shown_schema
 from agentrl.errors import StructuralParseError
-from agentrl.records import Json, Message, Messages
+from agentrl.records import ImagePart, Json, Message, Messages
 
 MAX_BROKEN: Final = 64
 """So many broken calls of a text are read one by one."""
@@ -33,7 +34,7 @@ class Span:
 
 class ToolFormat(ABC):
     """A dialect. `parse` and `write` are inverse: `parse(write(a, b)).calls == (a, b)`; one that writes values without
-    their types needs the tools' schemas for that.
+    their types needs the tools' schemas for that, in `spelled` and in `parse`.
 
     A chat template teaches the model the `native` ones. The others bring `instructions` of their own, and their results
     come back as user messages. A package of your own offers one under the entry point `agentrl.tool_formats`."""
@@ -60,10 +61,15 @@ class ToolFormat(ABC):
         words = "".join(outside)
         if self.framing is not None:
             words = self.framing.sub("", words)
-        return Parsed(words, tuple(self.typed(call, schemas) for call in calls), thoughts)
+        return Parsed(words, tuple(self.typed(call, schemas) for call in calls), thoughts, text[:start])
 
     def typed(self, call: ToolCall | Malformed, schemas: Sequence[Mapping[str, Json]]) -> ToolCall | Malformed:
         """A call with its values as the tool's schema has them."""
+        return call
+
+    def spelled(self, call: ToolCall, schemas: Sequence[Mapping[str, Json]]) -> ToolCall:
+        """A call whose arguments `write` puts down so that `parse` with the same schemas gives the call back. A dialect
+        that writes values without their types has to tell a text `5` from the number."""
         return call
 
     def _spans(self, text: str, start: int) -> Iterator[Span]:
@@ -91,11 +97,24 @@ class ToolFormat(ABC):
 
     def answer(self, messages: Messages) -> Messages:
         """Tool messages in the roles that this dialect's models know."""
-        return messages if self.native else self.answer_as_user(messages)
+        return messages if self.native else self.pictured_as_user(messages)
 
     def answer_as_user(self, messages: Sequence[Message]) -> Messages:
         """Tool messages as one message of the user."""
         return as_user(f"Result of {message.get('name', 'the call')}: {message['content']}" for message in messages)
+
+    def pictured_as_user(self, messages: Sequence[Message]) -> Messages:
+        """The same with the images of the messages, where these stood in their texts."""
+        if not any(message.get("images") for message in messages):
+            return self.answer_as_user(messages)
+        text, images = "", list[ImagePart]()
+        for message in messages:
+            for answer in self.answer_as_user((message,)):
+                text += "\n" if text else ""
+                begin = len(text) + max(answer["content"].rfind(message["content"]), 0)
+                images += [ImagePart(at=begin + image["at"], url=image["url"]) for image in message.get("images", ())]
+                text += answer["content"]
+        return (Message(role="user", content=text, images=images),)
 
     def _thoughts(self, text: str) -> tuple[int, str]:
         """Where the reasoning at the head of `text` ends, and what it says: calls drafted in it are not meant.
@@ -137,8 +156,8 @@ def object_of(call: ToolCall, key: str) -> str:
 
 
 def listed(schemas: Sequence[Mapping[str, Json]]) -> str:
-    """Schemas of tools, one a line."""
-    return "\n".join(dump(dict(schema.get("function", schema))) for schema in schemas)
+    """Schemas of tools, one a line, with what their references name in the place of these."""
+    return "\n".join(dump(shown_schema(schema)) for schema in schemas)
 
 
 def as_user(lines: Iterator[str]) -> Messages:

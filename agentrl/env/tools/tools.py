@@ -13,16 +13,27 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Final, TypeVar, cast, get_type_hints, overload
 
 import jsonschema
-import jsonschema.validators
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from agentrl.env import asyncio_code
 from agentrl.env.limits import Fault
 from agentrl.env.sync_async import call
 from agentrl.env.tools.calls import Malformed, ToolCall, own_id
+from agentrl.env.tools.json_schema import (
+    VALIDATOR,
+    function_schema,
+    has_float,
+    leads_nowhere,
+    schemas_of_item,
+    schemas_of_member,
+    target_of,
+    types_of,
+    without_references,
+)
+from agentrl.env.tools.tool_results import as_result, clean_text, cut
 from agentrl.errors import (
     ParseError,
     PolicyFault,
@@ -38,7 +49,6 @@ from agentrl.records import Json, Message, Messages
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK: Final = "__agentrl_tool__"
-_MANY: Final = 1_000  # members or items where a check compares each with each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,7 @@ def tool(
     parallel: bool = False,
     timeout_s: float | None = None,
     errors: tuple[type[Exception], ...] = (),
+    asyncio: bool | None = None,
 ) -> Callable[[F], F]: ...
 def tool(
     function: Any = None,
@@ -69,13 +80,15 @@ def tool(
     parallel: bool = False,
     timeout_s: float | None = None,
     errors: tuple[type[Exception], ...] = (),
+    asyncio: bool | None = None,
 ) -> Any:
     """Offer a method (or function) to the model. Its type hints and docstring become the JSON schema.
 
     `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until
     the call is ended and the model is told. `errors`: exceptions that the model's arguments can cause; their text is
     shown to it. Any other exception is a failure of the environment and takes the episode out of the loss; raise
-    `ToolError` with a message for the model.
+    `ToolError` with a message for the model. `asyncio`: whether an `async def` is written with asyncio and runs on its
+    loop, and not under trio; None: as its code says, see `agentrl.env.asyncio_code`.
 
     Example::
 
@@ -94,6 +107,8 @@ def tool(
             name=name or function.__name__, parallel=parallel, timeout_s=timeout_s, errors=tuple(errors)
         )
         setattr(function, _MARK, options)
+        if asyncio is not None:
+            asyncio_code.mark(function, asyncio)
         return function
 
     return mark if function is None else mark(function)
@@ -124,7 +139,7 @@ class FunctionTool:
             raise
         except self._errors as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
-        return as_result(result)
+        return as_result(result, self.name)
 
 
 class SchemaTool:
@@ -155,11 +170,12 @@ class SchemaTool:
         """Raises ToolArgumentError, ToolError for exceptions that `errors` names, or the function's own exception."""
         arguments = self._check(arguments)
         try:
-            return as_result(await call(self._function, arguments, blocking=self._blocking))
+            result = await call(self._function, arguments, blocking=self._blocking)
         except PolicyFault:
             raise
         except self._errors as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
+        return as_result(result, self.name)
 
 
 def is_tool(value: object) -> bool:
@@ -177,46 +193,6 @@ def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
             elif attribute in found:  # overridden without a mark: no longer offered
                 del found[attribute]
     return [FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in found.items()]
-
-
-def as_result(value: Any) -> ToolResult:
-    """A tool's return value as a text for the model: text as it is, bytes decoded, None as "ok", the rest as JSON."""
-    if isinstance(value, ToolResult):
-        return value
-    if value is None:
-        return ToolResult(content="ok")
-    if isinstance(value, str):
-        return ToolResult(content=clean_text(value))
-    if isinstance(value, bytes):
-        return ToolResult(content=readable(value))
-    if isinstance(value, BaseModel):
-        return ToolResult(content=value.model_dump_json())
-    return ToolResult(content=clean_text(json.dumps(value, ensure_ascii=False, default=str)))
-
-
-def readable(data: bytes) -> str:
-    """Bytes as text; bytes that are not UTF-8 show as `\\xff` and the like, so that nothing is lost to the reader."""
-    return data.decode("utf-8", errors="backslashreplace")
-
-
-def clean_text(text: str) -> str:
-    """Text without lone surrogates: each shows as the escape of its byte or code point."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def cut(text: str, limit: int) -> tuple[str, bool]:
-    """At most about `limit` bytes of `text`: its head and its tail with a note in between, and whether it was cut."""
-    data = text.encode()
-    if len(data) <= limit:
-        return text, False
-    head, tail = data[: limit - limit // 2], data[len(data) - limit // 2 :]
-    note = f"\n[output cut: {limit} of {len(data)} bytes shown]\n"
-    return head.decode(errors="ignore") + note + tail.decode(errors="ignore"), True
-
-
-def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The function part of a tool schema, whether or not it comes in OpenAI's envelope."""
-    return schema.get("function", schema)
 
 
 def argument_check(schema: Mapping[str, Json]) -> ArgumentCheck:
@@ -240,64 +216,61 @@ class ArgumentCheck:
             jsonschema.Draft202012Validator.check_schema(parameters)
         except jsonschema.SchemaError as error:
             raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
-        self._validator: Any = _VALIDATOR(parameters)
+        if reference := leads_nowhere(parameters, parameters):
+            raise UsageError(
+                f"tool {self._name!r} has the reference {reference!r} in its JSON schema, which names nothing"
+            )
+        self._parameters: Mapping[str, Any] = parameters
+        self._validator: Any = VALIDATOR(parameters)
 
     def __call__(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
-        """The arguments as a tool may take them: 1.0, an integer by JSON Schema, is 1. Raises ToolArgumentError naming
-        up to three that do not fit."""
+        """The arguments as a tool may take them: 1.0 is 1 where the schema takes integers alone, and stays a float
+        elsewhere. Raises ToolArgumentError naming up to three that do not fit."""
         errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
         if errors:
             said = "; ".join(_said(error) for error in errors[:3])
             raise ToolArgumentError(f"{self._name}: {said}")
-        return {name: _whole(value) for name, value in arguments.items()}
+        return cast("dict[str, Json]", self._with_integers(dict(arguments), [self._parameters]))
+
+    def _with_integers(self, value: Any, schemas: Sequence[Any]) -> Any:
+        """A valid value with integers for the floats that `schemas`, all of which it fits, want as integers."""
+        if isinstance(value, float):
+            wants_integer = any("number" not in types_of(schema, self._parameters) for schema in schemas)
+            return _whole(value) if wants_integer else value
+        if not has_float(value):
+            return value
+        parts = [part for schema in schemas for part in self._parts_of(schema, value, frozenset())]
+        if isinstance(value, list):
+            items = cast("list[Any]", value)
+            return [
+                self._with_integers(item, [inner for part in parts for inner in schemas_of_item(part, at)])
+                for at, item in enumerate(items)
+            ]
+        return {
+            key: self._with_integers(inner, [below for part in parts for below in schemas_of_member(part, key)])
+            for key, inner in cast("dict[str, Any]", value).items()
+        }
+
+    def _parts_of(self, schema: Any, value: Any, followed: frozenset[str]) -> Iterator[Mapping[str, Any]]:
+        """A schema and those that it combines, as far as they apply to a value that fits it."""
+        if not isinstance(schema, Mapping):
+            return
+        fields = cast("Mapping[str, Any]", schema)
+        yield fields
+        reference = str(fields.get("$ref"))
+        if reference not in followed:
+            yield from self._parts_of(target_of(fields, self._parameters), value, followed | {reference})
+        for part in cast("list[Any]", fields.get("allOf") or []):
+            yield from self._parts_of(part, value, followed)
+        for keyword in ("anyOf", "oneOf"):
+            for branch in cast("list[Any]", fields.get(keyword) or []):
+                if self._validator.evolve(schema=branch).is_valid(value):
+                    yield from self._parts_of(branch, value, followed)
 
 
-def _whole(value: Any) -> Any:
-    """JSON with integers for the floats that are whole."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _whole(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    return [_whole(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
-    compares each with each if they cannot be sorted."""
-    if wanted and isinstance(value, list):
-        items = cast("list[Any]", value)
-        if len({json.dumps(_whole(item), sort_keys=True) for item in items}) < len(items):
-            yield jsonschema.ValidationError(f"its items must differ: {value!r}")
-
-
-def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """`multipleOf`, also of an integer that no float can be: jsonschema's own raises OverflowError."""
-    try:
-        yield from jsonschema.Draft202012Validator.VALIDATORS["multipleOf"](validator, unit, value, schema)
-    except OverflowError:
-        if Fraction(value) % Fraction(unit):
-            yield jsonschema.ValidationError(f"not a multiple of {unit}: {value!r}")
-
-
-def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
-    """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
-    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
-
-    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-        if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
-            yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
-        else:
-            yield from own(validator, wanted, value, schema)
-
-    return check
-
-
-_extended = cast("Callable[..., Any]", jsonschema.validators.extend)  # pyright: ignore[reportUnknownMemberType]
-_VALIDATOR: Final = _extended(
-    jsonschema.Draft202012Validator,
-    {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
-    | {keyword: _bounded(keyword) for keyword in ("unevaluatedItems", "unevaluatedProperties")},
-)
+def _whole(value: float) -> int | float:
+    """The integer that a float is, if it is one."""
+    return int(value) if value.is_integer() else value
 
 
 def _error_place(error: Any) -> str:
@@ -364,10 +337,10 @@ def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
         aliases[field] = parameter.name
     try:
         model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = _without_titles(model.model_json_schema(by_alias=True))
+        parameters = without_references(_without_titles(model.model_json_schema(by_alias=True)))
     except Exception as error:  # pydantic raises several kinds for types that JSON cannot express
         raise UsageError(f"{what}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
-    parameters.setdefault("properties", {})
+    parameters = {**parameters, "properties": parameters.get("properties", {})}
     return _Signature({"name": name, "description": summary, "parameters": parameters}, model, aliases)
 
 
@@ -466,12 +439,15 @@ _KINDS: Final[Mapping[type[PolicyFault], str]] = {
 def tool_messages(results: Sequence[CallResult], before: int) -> Messages:
     """One tool message per call, with the id that the model gave its call. Other ids count the episode's calls, of
     which there were `before`, and have the nine characters that Mistral wants."""
-    return tuple(
-        Message(
+    messages = list[Message]()
+    for index, result in enumerate(results):
+        message = Message(
             role="tool",
             content=result.result.content,
             name=clean_text(result.name)[:100] or "unknown",
             tool_call_id=own_id(result.call) or f"call{before + index:05d}",
         )
-        for index, result in enumerate(results)
-    )
+        if result.result.images:
+            message["images"] = [*result.result.images]
+        messages.append(message)
+    return tuple(messages)

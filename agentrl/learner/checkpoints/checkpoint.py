@@ -4,7 +4,7 @@ Owns the folder's layout and its atomicity. Never knows the store: it records wh
 the reader decides what follows from it.
 
     checkpoints/step-00000020/
-        config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
+        config.json, tokenizer*, …   all but weights, copied from the model's folder: an engine can serve this one
         model.safetensors            weights, an adapter merged into them
         adapter/                     the adapter alone, in PEFT's format, if one is trained
         critic/                      the critic's own weights, if one is trained
@@ -12,7 +12,8 @@ the reader decides what follows from it.
         roles/ROLE/                  config.json, tokenizer*, model.safetensors of a role's own model, as above
         optimizer.pt                 optimizers and random state
         optimizer/                   if ranks wrote it: what their optimizers remember, a file of each rank
-        state.json                   step, episodes trained since the previous checkpoint, step by step
+        state.json                   format, step, episodes trained since the previous checkpoint, step by step
+        SHA256SUMS                   digests of all other files, compared before anything goes on from them
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,7 +21,6 @@ the reader decides what follows from it.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -35,7 +35,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.errors import RunFailed
-from agentrl.learner.checkpoints.folders import STATE, complete, name_of, of_role
+from agentrl.learner.checkpoints import digests, folders
+from agentrl.learner.checkpoints.folders import complete, name_of, of_role
+from agentrl.learner.checkpoints.model_files import copy_description
 from agentrl.learner.model import lora
 from agentrl.learner.optimizers import master_weights
 from agentrl.learner.optimizers.optimizers import regrouped
@@ -51,9 +53,6 @@ WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
 
 SHARDS = "optimizer"
 """Its folder of what optimizers over ranks remember: see `agentrl.learner.parallel.optimizer_state`."""
-
-_COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
-_OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 
 class CheckpointPart(Protocol):
@@ -81,12 +80,11 @@ _NO_MODELS: Final[Mapping[str, Model]] = {}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
     """`step` optimizer steps are in the weights; `episodes` lists those trained by each step since the previous
-    checkpoint of the lineage, `previous_step` (0: the initial weights). It is None if an older agentrl made it, which
-    trained whole groups."""
+    checkpoint of the lineage, `previous_step` (0: the initial weights)."""
 
     step: int
     previous_step: int
-    episodes: tuple[tuple[int, ...], ...] | None
+    episodes: tuple[tuple[int, ...], ...]
 
 
 def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None] = lambda: None) -> Path:
@@ -133,10 +131,10 @@ def save(
     root, folder = draft.parent, draft.parent / name_of(state.step)
     given = contents(module, optimizers, parts, own) if found is None else found
     try:
-        _describe(model_folder, draft)
+        copy_description(model_folder, draft)
         for role, model in own.items():
             of_role(draft, role).mkdir(parents=True)
-            _describe(model.folder, of_role(draft, role))
+            copy_description(model.folder, of_role(draft, role))
         progress()
         for name, content in given:
             if name == SHARDS:
@@ -146,7 +144,8 @@ def save(
             progress()
         settle()
         _check_shared(draft / SHARDS, range(1, ranks))
-        (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
+        folders.write_state(draft, asdict(state))
+        digests.write(draft, progress)
         for file in draft.rglob("*"):
             _sync(file)
             progress()
@@ -270,13 +269,10 @@ def _parts_of(tensor: Tensor) -> list[str]:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """What a checkpoint records about itself."""
-    state = json.loads((folder / STATE).read_text())
-    episodes = state.get("episodes")
+    """Read the record of its training from a checkpoint. Raises FormatError if another version wrote it."""
+    state = folders.read_state(folder)
     return CheckpointState(
-        step=state["step"],
-        previous_step=state["previous_step"],
-        episodes=None if episodes is None else tuple(map(tuple, episodes)),
+        step=state["step"], previous_step=state["previous_step"], episodes=tuple(map(tuple, state["episodes"]))
     )
 
 
@@ -284,20 +280,21 @@ def load(
     folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, CheckpointPart] = _NO_PARTS
 ) -> CheckpointState:
     """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the weights of policies are
-    loaded as those of any model folder. Raises ModelError if it has no such part."""
+    loaded as those of any model folder. Raises ModelError if it has no such part, FormatError. The caller has compared
+    the digests of its files: see `digests.check`."""
+    state = read_state(folder)
     # Mapped: a rank reads its own shards alone.
     blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
     for name, part in parts.items():
         part.load(folder / name)
-    states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
-    names = blob.get("shards", ())  # none: one rank wrote it, or an older agentrl, which gathered them
+    names = blob.get("shards", ())  # none: one rank wrote it
     shards = optimizer_state.read(folder / SHARDS, names, optimizers) if names else {}
     for name, optimizer in optimizers.items():
-        load_state(optimizer, regrouped(states[name], optimizer), shards.get(name, {}))
+        load_state(optimizer, regrouped(blob["optimizers"][name], optimizer), shards.get(name, {}))
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])
-    return read_state(folder)
+    return state
 
 
 def _check_shared(folder: Path, ranks: range) -> None:
@@ -308,13 +305,6 @@ def _check_shared(folder: Path, ranks: range) -> None:
                 f"rank {rank} wrote its part of a checkpoint, and rank 0 does not see it in {folder.parent.parent}: "
                 "the run's folder has to be on a file system that all ranks share"
             )
-
-
-def _describe(source: Path, folder: Path) -> None:
-    """Copy what describes a model: its configuration, tokenizer, chat template."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in _OWN:
-            shutil.copyfile(file, folder / file.name)
 
 
 def _discard(folder: Path) -> None:

@@ -6,14 +6,37 @@ written last: `agentrl.learner.checkpoints.checkpoint` writes checkpoints, `agen
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from agentrl.errors import FormatError
+
+FORMAT: Final = 1
+"""The format of checkpoints, which STATE names."""
 
 STATE: Final = "state.json"
 """The file of a checkpoint that says what it trained. A folder without it is no checkpoint."""
 
+DIGESTS: Final = "SHA256SUMS"
+"""The file of a checkpoint that has the digest of each of its other files, by its path in the folder."""
+
 _NAME: Final = re.compile(r"step-(\d{8,})")
+
+
+def write_state(folder: Path, state: Mapping[str, object]) -> None:
+    """Write STATE, with the format."""
+    (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=2))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read STATE. Raises FormatError if the checkpoint has another format, OSError or ValueError if it is damaged."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    if state.get("format", 0) != FORMAT:
+        raise FormatError(folder, "checkpoint format", state.get("format", 0), FORMAT)
+    return state
 
 
 def name_of(step: int) -> str:
@@ -39,6 +62,20 @@ def complete(root: Path) -> list[Path]:
     return sorted(
         (each for each in root.iterdir() if _NAME.fullmatch(each.name) and (each / STATE).is_file()), key=step_of
     )
+
+
+def named(root: Path) -> list[Path]:
+    """The folders under `root` that were written as checkpoints, oldest first, also those that lost their STATE."""
+    if not root.is_dir():
+        return []
+    written = (each for each in root.iterdir() if _NAME.fullmatch(each.name))
+    return sorted((each for each in written if (each / STATE).is_file() or (each / DIGESTS).is_file()), key=step_of)
+
+
+def newest_written(root: Path) -> Path | None:
+    """The newest folder under `root` that was written as a checkpoint; None without one. One that lost its STATE is
+    damaged: whoever passed over it would measure or export an older step without a word."""
+    return next(reversed(named(root)), None)
 
 
 def newest(root: Path) -> Path | None:

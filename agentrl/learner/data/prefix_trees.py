@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.ragged import Ragged
+from agentrl.learner.data.rows import Row
 from agentrl.learner.moe import expert_records as routes
 from agentrl.learner.moe.expert_records import Routes
 from agentrl.tokens import images

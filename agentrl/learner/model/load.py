@@ -126,7 +126,8 @@ def _check_tokens(module: Any, folder: Path) -> None:
     beyond = sorted({(at, token) for token, at in pairs if at >= rows})
     if not beyond:
         return
-    texts = [path.read_text() for path in folder.glob("chat_template*") if path.is_file()]
+    templates = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*.jinja")]
+    texts = [path.read_text() for path in templates if path.is_file()]
     described = folder / "tokenizer_config.json"
     facts = json.loads(described.read_text()) if described.is_file() else {}
     texts += [json.dumps(facts.get(key, ""), ensure_ascii=False) for key in ("chat_template", "eos_token")]

@@ -35,6 +35,7 @@ from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.optimizers import master_weights as masters
 from agentrl.learner.optimizers import optimizers
 from agentrl.learner.optimizers.master_weights import master
+from agentrl.learner.optimizers.parameter_roles import roles_of
 from agentrl.learner.parallel.fsdp import clipped, fill, is_sharded, local, reshard
 from agentrl.learner.parallel.ranks import ALONE, Ranks
 
@@ -273,10 +274,13 @@ class Models:
 
     def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         outer = [] if self.critic is None else [self.critic.head.weight]
-        for model in self.language_models():
+        models = self.language_models()
+        for model in models:
             layers = (model.module.get_input_embeddings(), model.module.get_output_embeddings())
             outer += [weight for layer in layers for weight in layer.parameters()]
-        return optimizers.make(self._settings.train, parameters, lr, outer={id(weight) for weight in outer})
+        known = roles_of(model.module for model in models)
+        tables = {id(weight) for weight in outer} | known.embeddings
+        return optimizers.make(self._settings.train, parameters, lr, outer=tables, vectors=known.others)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""

@@ -7,7 +7,7 @@ checkpoint keeps it as such.
     adamw       Loshchilov and Hutter 2019: two moments, 8 bytes a parameter
     adamw8bit   the same with moments of 8 bits, blockwise (Dettmers et al. 2022), through torchao: 2 bytes
     muon        Jordan et al. 2024: orthogonal updates of matrices, 4 bytes, scaled to the size of AdamW's (Liu et al.
-                2025) so that one learning rate suits both; embedding, output layer, vectors and fused experts by AdamW
+                2025) so that one learning rate suits both; embeddings, output layer, vectors and fused experts by AdamW
     sgd         nothing to remember, or with momentum 4 bytes
 
 Over ranks Muon updates as many matrices together as there are ranks: every rank sends its shard of each to the rank
@@ -35,6 +35,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from agentrl.config.train import Train
 from agentrl.errors import ConfigError
 from agentrl.host import compile_cache
+from agentrl.host.installation import install_command
 from agentrl.learner.optimizers.master_weights import master
 from agentrl.learner.parallel.collectives import named
 from agentrl.learner.parallel.fsdp import is_sharded, local, with_shard
@@ -44,10 +45,23 @@ from agentrl.learner.parallel.layers import sent_to
 # (torch leaves parts of its signatures untyped)
 
 
-def make(train: Train, parameters: Sequence[nn.Parameter], lr: float, *, outer: Collection[int] = ()) -> Optimizer:
-    """`outer` are the ids of embeddings and output layers. Raises ConfigError if the optimizer is not installed."""
+def make(
+    train: Train,
+    parameters: Sequence[nn.Parameter],
+    lr: float,
+    *,
+    outer: Collection[int] = (),
+    vectors: Collection[int] = (),
+) -> Optimizer:
+    """The optimizer of `parameters`. `outer` are the ids of embeddings and output layers, `vectors` those of parameters
+    that are no matrices, whatever their dimensions: see `agentrl.learner.optimizers.parameter_roles`. Raises
+    ConfigError if the optimizer is not installed."""
     wholes = [cast(nn.Parameter, master(one)) for one in parameters]
-    base = _of(train, wholes, lr, {id(master(one)) for one in parameters if id(one) in outer})
+    outer, vectors = (
+        {id(whole) for one, whole in zip(parameters, wholes, strict=True) if id(one) in ids} for ids in (outer, vectors)
+    )
+    matrices = {id(whole) for whole in wholes if whole.dim() > 1 and id(whole) not in vectors}
+    base = _of(train, wholes, lr, outer, matrices)
     if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
         return base
     return ParameterwiseOptimizer(parameters, base, offload=train.offload_optimizer)
@@ -65,10 +79,10 @@ def lr_of(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def _decayed(parameters: Sequence[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+def _decayed(parameters: Sequence[nn.Parameter], decay: float, matrices: Collection[int]) -> list[dict[str, Any]]:
     """Groups for an optimizer: weight decay is of matrices, not of norms and biases. Parameters stay in their order, by
     which a checkpoint knows them."""
-    runs = groupby(parameters, key=lambda one: decay if one.dim() > 1 else 0.0)
+    runs = groupby(parameters, key=lambda one: decay if id(one) in matrices else 0.0)
     return [{"params": list(run), "weight_decay": own} for own, run in runs]
 
 
@@ -77,30 +91,36 @@ def regrouped(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     decay, or be of an agentrl whose decay reached vectors."""
     groups, there = optimizer.state_dict()["param_groups"], saved["param_groups"]
     of = {at: group for group in there for at in group["params"]}
-    if len(groups) == len(there) or of.keys() != {at for group in groups for at in group["params"]}:
+    if [len(group["params"]) for group in groups] == [len(group["params"]) for group in there]:
+        return saved
+    if of.keys() != {at for group in groups for at in group["params"]}:
         return saved
     own = ("params", "weight_decay")
     return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in own} for group in groups]}
 
 
-def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Collection[int]) -> Optimizer:
+def _of(
+    train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Collection[int], matrices: Collection[int]
+) -> Optimizer:
+    """The optimizer of float32 `parameters`, of which `matrices` decay and, but for the `outer` ones, have updates by
+    Muon."""
     decay = train.weight_decay
     if train.optimizer == "sgd":
-        return torch.optim.SGD(_decayed(parameters, decay), lr=lr, momentum=train.momentum or 0.0)
+        return torch.optim.SGD(_decayed(parameters, decay, matrices), lr=lr, momentum=train.momentum or 0.0)
     if train.optimizer == "adamw8bit":
-        return _eight_bit()(_decayed(parameters, decay), lr=lr, betas=train.betas)
+        return _eight_bit()(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
     if train.optimizer == "muon":
-        matrices = [one for one in parameters if one.dim() == 2 and id(one) not in outer]
-        others = [one for one in parameters if all(one is not matrix for matrix in matrices)]
+        inner = [one for one in parameters if one.dim() == 2 and id(one) in matrices and id(one) not in outer]
+        others = [one for one in parameters if all(one is not matrix for matrix in inner)]
         parts: list[Optimizer] = []
-        if matrices:
+        if inner:
             momentum = 0.95 if train.momentum is None else train.momentum
             rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-            parts.append(_muon(over=is_sharded(matrices[0]))(matrices, lr=lr, **rule))
+            parts.append(_muon(over=is_sharded(inner[0]))(inner, lr=lr, **rule))
         if others:
-            parts.append(torch.optim.AdamW(_decayed(others, decay), lr=lr, betas=train.betas))
+            parts.append(torch.optim.AdamW(_decayed(others, decay, matrices), lr=lr, betas=train.betas))
         return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
-    return torch.optim.AdamW(_decayed(parameters, decay), lr=lr, betas=train.betas)
+    return torch.optim.AdamW(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
 
 
 def _muon(*, over: bool) -> Any:
@@ -117,7 +137,7 @@ def _eight_bit() -> Any:
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore
     except ImportError as error:
-        hint = "it needs torchao: pip install 'agentrl[adamw8bit]', or give adamw"
+        hint = f"it needs torchao: {install_command('adamw8bit')}, or give adamw"
         raise ConfigError("train.optimizer", "adamw8bit", hint) from error
     compile_cache.choose()
     return AdamW8bit

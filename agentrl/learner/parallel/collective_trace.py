@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config.roles import LearnerSettings
 from agentrl.config.train import ParallelPlan
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import packs
+from agentrl.learner.data.rows import Row
 from agentrl.learner.memory_budget import grouped, hollow
 from agentrl.learner.model.models import Models
 from agentrl.learner.parallel import collectives, layers

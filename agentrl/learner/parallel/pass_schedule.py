@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from agentrl.learner.data.batch import Row
 from agentrl.learner.data.prefix_trees import Pack, PrefixTree, build_tree, forest, grown, kinds, packs
+from agentrl.learner.data.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from itertools import pairwise
 from agentrl.config.sections import BufferSettings
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.service import Measured, MeasuredSteps, Play
-from agentrl.store import EpisodeTimes, Returns
-from agentrl.store.interfaces import ReadStore
+from agentrl.store import EpisodeTimes, Returns, RunStore
 
 START_UP = 4  # steps beyond max_lag that are not measured: until the buffer has filled
 _GROUPS = 4096  # the newest, at most
@@ -40,7 +39,7 @@ def start_up_steps(buffer: BufferSettings) -> int:
 
 
 def measure(
-    store: ReadStore,
+    store: RunStore,
     buffer: BufferSettings,
     *,
     end: int,
@@ -54,8 +53,8 @@ def measure(
     UsageError if it is too short."""
     start_up = start_up_steps(buffer) if start_up is None else start_up
     last = end - max(buffer.max_lag, _WAITS_FOR_LATE)
-    rows = [row for row in store.metrics("step") if start_up < row.step <= last]
-    groups = _groups(store.episode_times(newest), store.silent_groups(newest, returns))
+    rows = [row for row in store.metrics.values("step") if start_up < row.step <= last]
+    groups = _groups(store.metrics.episode_times(newest), store.metrics.silent_groups(newest, returns))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:
         steps = f"{len(rows)} steps between the first {start_up} and the last {end - last}"
         found = f"{len(groups)} finished groups and {steps}"
@@ -72,7 +71,7 @@ def measure(
     return MeasuredRun(
         episodes=Measured(groups),
         steps=MeasuredSteps.fit(list(zip(tokens, busy, strict=True))),
-        push_s=statistics.median(store.push_times() or [0.0]),
+        push_s=statistics.median(store.metrics.push_times() or [0.0]),
         between_s=max(0.0, between),
         idle=sum(idle) / (sum(idle) + sum(busy)) if any(idle) or any(busy) else 0.0,
         skipped=skipped / (taken + skipped) if skipped else 0.0,

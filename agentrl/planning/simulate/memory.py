@@ -96,7 +96,7 @@ class MemoryBuffer:
         self._skips = Counter[int]()  # how many left so for the step that is to come
 
     def admit(self, bounds: AdmissionBounds) -> list[SimulatedGroup]:
-        """Start as many groups as admission allows, as `RunStore.admit` does; returns them."""
+        """Start as many groups as admission allows, as `Groups.admit` does; returns them."""
         if self.running_episodes >= bounds.max_running:  # the usual answer, without the way to it
             return []
         counts = self.counts
@@ -159,8 +159,8 @@ class MemoryBuffer:
         self._quorate.append(group)
 
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
-        """Close and expire as `RunStore.expire` does. Groups are asked about in the order in which they became quorate,
-        up to the first that stays open: with every policy of ours those behind it do too."""
+        """Close and expire as `GroupBuffer.expire` does. Groups are asked about in the order in which they became
+        quorate, up to the first that stays open: with every policy of ours those behind it do too."""
         closed = {group.id: group for group in self._overdue(now - group_deadline_s) if _judged(group)}
         over = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed]
         while self._quorate:
@@ -207,8 +207,8 @@ class MemoryBuffer:
     def at_bound(
         self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[SimulatedMember], int | None]
     ) -> AtBound:
-        """As `RunStore.at_bound` says, but its `episodes` is 1 for any number. `acts`: the step of the newest token of
-        an open member that samples none now; None of one that does, or has none."""
+        """The work at the lag bound, as `GroupBuffer.at_bound`, but `episodes` is 1 for any number. `acts`: the step of
+        the newest token of an open member that samples none now; None of one that does, or has none."""
         oldest = edge(step, max_lag)
         groups = list(self._groups_at_bound(oldest))
 
@@ -238,7 +238,7 @@ class MemoryBuffer:
     def take(
         self, step: int, n: int, *, max_lag: int, close_at_bound: int | None = None, skip_at_most: int = 0
     ) -> list[Taken] | None:
-        """What optimizer step `step` trains, as `RunStore.take` does: `n` groups, and late members of earlier ones."""
+        """Take `n` groups for optimizer step `step`, and late members of older ones, as `GroupBuffer.take` does."""
         if n and close_at_bound is not None:
             closable = [
                 group
@@ -256,10 +256,10 @@ class MemoryBuffer:
             self._move(group, GroupState.EXPIRED)
             self._late_ended += [member for member in group.members if member.late and member.ended and not member.left]
         enough_taken = len(self._fresh) >= n if n else any(member.trains(step, max_lag) for member in late)
-        taken = self._choose(n) if enough_taken else None
-        if taken is None:
+        if not enough_taken:
             self._late_ended = late + self._late_ended
             return None
+        taken, self._fresh = [self._scored[id] for id in self._fresh[:n]], self._fresh[n:]
         by_group: dict[int, list[SimulatedMember]] = {}
         for member in sorted(late, key=lambda member: member.id):
             by_group.setdefault(member.group.id, []).append(member)
@@ -299,11 +299,6 @@ class MemoryBuffer:
 
     def _trains(self, group: SimulatedGroup, step: int, max_lag: int) -> bool:
         return any(member.trains(step, max_lag) for member in group.members)
-
-    def _choose(self, n: int) -> list[SimulatedGroup] | None:
-        """The `n` oldest of the fresh groups, of which there are enough."""
-        taken, self._fresh = self._fresh[:n], self._fresh[n:]
-        return [self._scored[id] for id in taken]
 
     def _close(self, group: SimulatedGroup) -> None:
         judged = _judged(group)

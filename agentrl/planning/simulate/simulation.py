@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from agentrl.planning.simulate.memory import SimulatedMember, Taken
+from agentrl.planning.simulate.memory import MemoryBuffer, SimulatedMember, Taken
 from agentrl.planning.simulate.policies import Policy
 from agentrl.planning.simulate.service import Episodes, Play, Steps
 from agentrl.records import GroupState
@@ -127,9 +127,9 @@ class Simulation:
         self._world, self._policy = world, policy
         self._steps, self._start_up = steps, start_up
         self._plays, self._learner_chance = Random(seed), Random(seed + 1)
-        self._buffer = policy.buffer()
+        self._buffer = MemoryBuffer()
         self._bounds = AdmissionBounds(
-            group_size=world.group_size + policy.extra,
+            group_size=world.group_size,
             groups_per_step=world.groups_per_step,
             max_lag=policy.max_lag,
             max_running=world.slots,

@@ -27,7 +27,7 @@ from rich.table import Table
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
 from agentrl.planning.simulate.measured import START_UP, MeasuredRun
-from agentrl.planning.simulate.policies import Policy, others, ours, parse_close
+from agentrl.planning.simulate.policies import Policy, parse_close, policies
 from agentrl.planning.simulate.service import Constant, Episodes, Play, parse_episodes
 from agentrl.planning.simulate.simulation import Found, SimulatedWorld, Simulation
 
@@ -73,7 +73,7 @@ _IN_PARALLEL = 200_000  # episodes from which a sweep takes every core
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCase:
-    """One simulated run. `present`: it is the one that the run file asks for; `ours`: this project can run it."""
+    """One simulated run. `present`: it is the one that the run file asks for."""
 
     world: SimulatedWorld
     policy: Policy
@@ -81,7 +81,6 @@ class SweepCase:
     steps: int | None = None
     split: str = ""
     present: bool = False
-    ours: bool = False
 
     @property
     def start_up(self) -> int:
@@ -158,7 +157,7 @@ def table(rows: Sequence[SweepRow]) -> Table:
     """What the cases gave, for a reader."""
     found = Table(title_justify="left")
     split = any(row.case.split for row in rows)
-    for name in (*(["GPUs"] if split else []), "slots", "max_lag", "policy"):
+    for name in (*(["GPUs"] if split else []), "slots", "max_lag", "groups close"):
         found.add_column(name)
     for name in (
         "episodes/s",
@@ -211,8 +210,7 @@ def advice(rows: Sequence[SweepRow]) -> str:
     present = next((row for row in rows if row.case.present), None)
     if present is None:
         return ""
-    candidates = [row for row in rows if row.case.ours and (row.case.split or row.case.world == present.case.world)]
-
+    candidates = [row for row in rows if row.case.split or row.case.world == present.case.world]
     most = max(row.found.useful for row in candidates)
     good = [row for row in candidates if row.found.useful >= (1 - _AS_GOOD) * most]
     best = min(good, key=lambda row: (row.case.policy.max_lag, round(row.found.tokens_discarded, 3), -row.found.useful))
@@ -224,8 +222,7 @@ def advice(rows: Sequence[SweepRow]) -> str:
     was, now = present.found, best.found
     where = f"GPUs split {best.case.split} (engines + learner), " if best.case.split else ""
     policy = best.case.policy
-    close = policy.name.removeprefix("ours, ")
-    closing = "groups that wait for all members" if close == "full" else f"a quorum of {close}"
+    closing = "groups that wait for all members" if policy.name == "full" else f"a quorum of {policy.name}"
     return (
         f"With {where}max_lag {policy.max_lag} and {closing} the learner would be idle {now.idle:.0%} instead of "
         f"{was.idle:.0%}, and drop {now.tokens_discarded:.0%} of the tokens instead of {was.tokens_discarded:.0%}: "
@@ -244,17 +241,8 @@ class Wishes:
     close: str = "full"
     gpus: int = 0
     scale_batch: bool = False
-    others: bool = True
     steps: int | None = None
     seed: int = 0
-
-
-def neighbours(config: RunConfig, *, steps: int) -> Wishes:
-    """The run's own lag bound and those beside it, each with full groups and with a quorum of three in four."""
-    lag, size = config.buffer.max_lag, config.rollout.group_size
-    lags = sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1})
-    close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
-    return Wishes(max_lag=",".join(map(str, lags)), close=close, others=False, steps=steps)
 
 
 def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:
@@ -266,15 +254,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> lis
     closes = [parse_close(text.strip(), size) for text in wishes.close.split(",")]
     present = parse_close(_closes(config), size)
     for split, world, is_own in _worlds(config, wishes, own):
-        if wishes.others:
-            for policy in others(lags[0], size)[:1]:  # synchronous, whatever the lag bound
-                found.append(SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split))
         for one in sorted({*lags, lag} if is_own else lags):
-            if wishes.others and one in lags:
-                found += [
-                    SweepCase(world=world, policy=policy, seed=wishes.seed, steps=steps, split=split)
-                    for policy in others(one, size)[1:]
-                ]
             is_present = is_own and one == lag
             mine = closes if one in lags else []
             if is_present and present not in mine:
@@ -287,9 +267,8 @@ def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> lis
                     steps=steps,
                     split=split,
                     present=is_present and close == present,
-                    ours=True,
                 )
-                for close, policy in zip(mine, ours(one, mine, wait=config.buffer.patience), strict=True)
+                for close, policy in zip(mine, policies(one, mine, wait=config.buffer.patience), strict=True)
             ]
     return found
 
@@ -297,7 +276,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> lis
 def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
     """What of the run file a simulation of `measured` episodes leaves out, or of others, one line each."""
     if config.buffer.order != "oldest":
-        yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
+        yield f"not simulated: buffer.order = {config.buffer.order!r}; the rows take the oldest groups first"
     if config.buffer.max_tokens is not None:
         yield f"not simulated: buffer.max_tokens = {config.buffer.max_tokens}; groups wait however long they are"
     if measured is None and config.buffer.skip_without_signal is True:
@@ -327,7 +306,7 @@ def _world(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> S
         group_deadline_s=config.rollout.group_deadline_s,
         push_s=0.0 if measured is None else measured.push_s,
         between_s=0.0 if measured is None else measured.between_s,
-        skip_at_most=config.buffer.skip_at_most if config.buffer.skips else 0.0,
+        skip_at_most=1.0 if config.buffer.skips else 0.0,
     )
 
 

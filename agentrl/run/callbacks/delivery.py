@@ -37,7 +37,6 @@ from agentrl.run.callbacks.event_feed import MOST, EventFeed, FeedPosition, plac
 from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.store import RunStore
-from agentrl.store.interfaces import ControlStore, ReadStore
 
 _T = TypeVar("_T")
 _POLL_S = 0.5
@@ -87,7 +86,7 @@ class Teller:
         except StoreError as error:
             self.warn(f"is told nothing more until the run goes on: {error}")
 
-    def _tell_all(self, reads: ReadStore, writes: ControlStore) -> None:
+    def _tell_all(self, reads: RunStore, writes: RunStore) -> None:
         place = FeedPosition()
         if not self.callback.from_start:
             place = FeedPosition.parse(self._ask(lambda: reads.meta(place_key(self.label))))
@@ -119,17 +118,17 @@ class Teller:
                     raise
                 self._wake.wait(_POLL_S)
 
-    def _started(self, reads: ReadStore) -> RunStarted:
-        checkpoint = reads.latest_checkpoint()
+    def _started(self, reads: RunStore) -> RunStarted:
+        checkpoint = reads.lineage.latest_checkpoint()
         return RunStarted(
             path=self._run.path,
             config=self._config.model_dump(mode="json"),
             step=0 if checkpoint is None else checkpoint.step,
-            attempt=reads.attempt,
+            attempt=reads.lineage.attempt,
         )
 
-    def _ended(self, reads: ReadStore) -> RunEnded:
-        steps = reads.metrics("step")
+    def _ended(self, reads: RunStore) -> RunEnded:
+        steps = reads.metrics.values("step")
         return RunEnded(path=self._run.path, step=steps[-1].step if steps else 0, finished=self._finished)
 
     @property
@@ -165,7 +164,7 @@ class Teller:
         elif times & (times - 1) == 0:
             self.warn(line + f"; {times} times by now" * (times > 1))
 
-    def _save(self, place: FeedPosition, writes: ControlStore) -> None:
+    def _save(self, place: FeedPosition, writes: RunStore) -> None:
         """Let the store keep the place; if it cannot, it does the next time."""
         if self._abandoned:
             return

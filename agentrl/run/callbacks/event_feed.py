@@ -15,8 +15,7 @@ from typing import Any
 from agentrl.records import StopReason
 from agentrl.run.callbacks.callback import EpisodeEnded, EvalEnded, Event, StepEnded, WeightsServed
 from agentrl.run.evaluation import held_out
-from agentrl.store import EpisodeRow
-from agentrl.store.interfaces import ReadStore
+from agentrl.store import EpisodeRow, RunStore
 
 MOST = 500
 """At most so many episodes are read at once: what is not told yet may be a whole run."""
@@ -62,7 +61,7 @@ class EventFeed:
         self._ended_up_to = place.episodes
         self._seen = set[tuple[str, int, int]]()  # evaluations that were looked at: purpose, groups, attempt
 
-    def read(self, store: ReadStore) -> list[Event]:
+    def read(self, store: RunStore) -> list[Event]:
         """What is new: each kind in its own order, which a clock that jumps does not change, and all by time. There may
         be more if it is `MOST` events or more."""
         kinds = {
@@ -93,9 +92,9 @@ class EventFeed:
             case EpisodeEnded():
                 place.above.add(event.episode)
 
-    def _steps(self, store: ReadStore) -> Iterator[Event]:
-        attempt = store.attempt  # first: rows of an earlier attempt are all there by then
-        rows = store.metrics("step", after=self._after if attempt == self._attempt else -1)
+    def _steps(self, store: RunStore) -> Iterator[Event]:
+        attempt = store.lineage.attempt  # first: rows of an earlier attempt are all there by then
+        rows = store.metrics.values("step", after=self._after if attempt == self._attempt else -1)
         for row in rows:
             if (row.attempt, row.step) > (self.place.attempt, self.place.step):
                 yield StepEnded(
@@ -108,8 +107,8 @@ class EventFeed:
         self._after = rows[-1].step if rows else self._after if attempt == self._attempt else -1
         self._attempt = attempt
 
-    def _weights(self, store: ReadStore) -> Iterator[Event]:
-        for served in store.served_versions(self.place.version):
+    def _weights(self, store: RunStore) -> Iterator[Event]:
+        for served in store.versions.served_versions(self.place.version):
             yield WeightsServed(
                 id=f"weights:{served.version}",
                 version=served.version,
@@ -117,12 +116,12 @@ class EventFeed:
                 time_s=served.confirmed_s,
             )
 
-    def _episodes(self, store: ReadStore) -> Iterator[Event]:
+    def _episodes(self, store: RunStore) -> Iterator[Event]:
         place = self.place
         place.episodes = max(place.episodes, self._ended_up_to)
         place.above = {id for id in place.above if id > place.episodes}
         after, all_ended, found = place.episodes, True, 0
-        while found < MOST and (rows := store.episodes(after=after, limit=MOST)):
+        while found < MOST and (rows := store.reads.episodes(after=after, limit=MOST)):
             for row in rows:
                 all_ended = all_ended and row.state not in ("waiting", "running")
                 if all_ended:
@@ -132,15 +131,15 @@ class EventFeed:
                     yield episode_ended(row, row.stop_reason)
             after = rows[-1].id
 
-    def _evals(self, store: ReadStore) -> Iterator[Event]:
-        attempt = store.attempt
-        for purpose in store.purposes():
-            read = held_out.read_label(purpose, now=store.current_version().step)
-            groups = sum(store.counts(purpose).values())
+    def _evals(self, store: RunStore) -> Iterator[Event]:
+        attempt = store.lineage.attempt
+        for purpose in store.groups.purposes():
+            read = held_out.read_label(purpose, now=store.versions.current_version().step)
+            groups = sum(store.groups.counts(purpose).values())
             if read is None or (purpose, groups, attempt) in self._seen or not held_out.finished(store, purpose):
                 continue
             self._seen.add((purpose, groups, attempt))
-            rows = store.episodes(purpose, limit=_ALL)
+            rows = store.reads.episodes(purpose, limit=_ALL)
             result = held_out.result(store, read.name, purpose)
             if result is None or self.place.evals.get(str(rows[0].id)) == groups:
                 continue

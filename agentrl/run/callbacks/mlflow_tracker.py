@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.run.callbacks.appending_tracker import AppendingTracker, TrackedRun
 
 _MOST = 100  # parameters that a server takes at once
@@ -31,7 +32,7 @@ class MLflowTracker(AppendingTracker):
                 import_module("sqlalchemy")
                 import_module("alembic")
         except ImportError as error:
-            raise UsageError(f"MLflow is not installed ({error}): pip install 'agentrl[mlflow]'") from None
+            raise UsageError(f"MLflow is not installed ({error}): {install_command('mlflow')}") from None
         self._experiment, self._uri = experiment, uri
         self._client: Any = None
         self._id = ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.run.callbacks.callback import RunStarted, StepEnded
 from agentrl.run.callbacks.tracker import MetricTracker
 
@@ -34,7 +35,7 @@ class TensorBoard(MetricTracker):
             summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
             writers: Any = import_module("tensorboard.summary.writer.record_writer")
         except ImportError as error:
-            hint = "pip install 'agentrl[tensorboard]'"
+            hint = install_command("tensorboard")
             raise UsageError(f"tensorboard is not installed ({error}): {hint}") from None
         self._event, self._session = events.Event, events.SessionLog
         self._summary, self._records = summaries.Summary, writers.RecordWriter

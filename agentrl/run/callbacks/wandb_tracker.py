@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.run.callbacks.appending_tracker import AppendingTracker, TrackedRun
 
 
@@ -30,7 +31,7 @@ class WandbTracker(AppendingTracker):
         try:
             self._wandb: Any = import_module("wandb")
         except ImportError as error:
-            raise UsageError(f"wandb is not installed ({error}): pip install 'agentrl[wandb]'") from None
+            raise UsageError(f"wandb is not installed ({error}): {install_command('wandb')}") from None
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             raise UsageError("W&B has no key on this machine: type wandb login, or give mode = 'offline'")
         self._project, self._entity, self._mode, self._folder = project, entity, mode, folder

@@ -1,6 +1,6 @@
 """Moves places between engines and the learner's ranks while a run trains (`[cluster.controller]`).
 
-    steps and episodes of a window ─► simulated with each neighbouring split, as `agentrl advise` does ─► Judge
+    steps and episodes of a window ─► simulated with each neighbouring split ─► Judge
       ─► the row of what is asked for ─► Scaler (engines), the learner (ends between two steps, starts with other ranks)
 
 Owns what it measured of the run: the learner's pace by its ranks, and what a move costs. After each look a row of kind
@@ -11,7 +11,7 @@ When a run moves a place between its engines and its learner: a pure rule, which
 A look is made at a window of steps that no other look has seen. A place moves if
 
 - the same move promises at least `gain` in `agree` looks in a row,
-- within `horizon_s`, or what is left of the run, it earns `margin` times what a move was measured to cost, and
+- within `horizon_s`, or what is left of the run, it earns twice what a move was measured to cost, and
 - nothing moved between the same two splits lately: for `horizon_s` after the first time, for twice as long after each
   further one. So the moves of a run are few, whatever its load and its predictions do: between two neighbours their
   number grows with the logarithm of its length.
@@ -38,15 +38,14 @@ from agentrl.config.cluster import ControllerSettings as Settings
 from agentrl.errors import StoreError, UsageError
 from agentrl.planning.simulate.measured import measure, start_up_steps
 from agentrl.records import Json
-from agentrl.run.advise import gains
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import Size, wanted
+from agentrl.run.cluster.split_gains import gains
 from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of
 from agentrl.run.telemetry import Telemetry
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Aside, Looks
-from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.metrics import Metric
 from agentrl.store.run_values import LEARNER_STARTED
 
@@ -122,9 +121,10 @@ class AutoscaleRule:
         return Decision(best, promise)
 
     def _pays(self, gain: float, sight: WindowFigures) -> bool:
-        return gain * min(self.settings.horizon_s, sight.left_s) > self.settings.margin * sight.cost_s
+        return gain * min(self.settings.horizon_s, sight.left_s) > _MARGIN * sight.cost_s
 
 
+_MARGIN = 2.0  # times the measured cost of a move that it has to earn
 KIND = "controller"
 
 
@@ -135,8 +135,8 @@ class Controller:
     run: RunDir
     config: RunConfig
     settings: Settings
-    looks: Looks[ReadStore]
-    writes: Aside[ControlStore]
+    looks: Looks[RunStore]
+    writes: Aside[RunStore]
     telemetry: Telemetry
     engines: Callable[[], int]
     engine_start_s: Callable[[], float]
@@ -162,17 +162,17 @@ class Controller:
                     remembers = True
             await trio.sleep(self.settings.every_s)
 
-    def _remember(self, store: ReadStore) -> None:
-        self._judged = max((row.step for row in store.metrics("step")), default=0)  # none of an earlier life
-        for row in store.metrics(KIND, undone=True):
+    def _remember(self, store: RunStore) -> None:
+        self._judged = max((row.step for row in store.metrics.values("step")), default=0)  # none of an earlier life
+        for row in store.metrics.values(KIND, undone=True):
             if to := row.values.get("to"):
                 self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
 
-    def _rows(self, store: ReadStore) -> tuple[dict[str, Any], Split, list[Metric]]:
+    def _rows(self, store: RunStore) -> tuple[dict[str, Any], Split, list[Metric]]:
         """The learner that runs, the split that was asked for, and the steps of this learner."""
         learner = LEARNER_STARTED.of(store.meta)
         split = Split(wanted(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
-        return learner, split, store.metrics("step", after=int(learner["step"])) if learner else []
+        return learner, split, store.metrics.values("step", after=int(learner["step"])) if learner else []
 
     async def _look(self) -> None:
         learner, split, rows = await self.looks(self._rows)
@@ -268,9 +268,9 @@ def _split(found: Any) -> Split:
     return Split(*(int(number) for number in found))
 
 
-def line(store: ReadStore) -> str | None:
+def line(store: RunStore) -> str | None:
     """The last decision, for a reader; None if none was made."""
-    rows = [row.values for row in store.metrics(KIND) if row.values["split"]]
+    rows = [row.values for row in store.metrics.values(KIND) if row.values["split"]]
     if not rows:
         return None
     last = rows[-1]

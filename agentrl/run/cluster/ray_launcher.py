@@ -258,7 +258,7 @@ class RayLauncher:
     def _mend(self) -> str:
         if self._here:
             return "a store in SQLite keeps all on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
-        return "add a node (ray start --address=HEAD:6379), or lower cluster.workers.replicas and the like"
+        return "add a node (ray start --address=HEAD:6379), or lower rollout.workers and the like"
 
     async def place(self, name: str, port: int) -> tuple[str, int]:
         """As `Launcher.place`: the address of the node of the seat."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from agentrl.config import RunConfig
 from agentrl.config.cluster import Split
-from agentrl.store.interfaces import ControlStore
+from agentrl.store import RunStore
 from agentrl.store.run_values import WANTED_SIZE
 
 Meta = Callable[[str], str | None]
@@ -26,14 +26,14 @@ def ranks(config: RunConfig, meta: Meta) -> int:
     return int(asked(meta).get("ranks", config.train.parallel.ranks))
 
 
-def move(store: ControlStore, to: Split, *, was: Split) -> None:
+def move(store: RunStore, to: Split, *, was: Split) -> None:
     """Ask for another split of the places between engines and the learner."""
     kept = {name: value for name, value in asked(store.meta).items() if name != "refused"}
     new = {**to._asdict(), "was": was._asdict(), "asked_s": time.time()}
     WANTED_SIZE.set(store, {**kept, **new})
 
 
-def take_back(store: ControlStore, why: str) -> None:
+def take_back(store: RunStore, why: str) -> None:
     """Ask for the split of before again: the learner finds no place for what was asked."""
     row = asked(store.meta)
     new = {**row.pop("was"), "asked_s": time.time(), "refused": why}

@@ -23,8 +23,7 @@ from agentrl.run.processes.engine_process import WrongWeights
 from agentrl.run.processes.restart import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import Looks
-from agentrl.store.interfaces import ControlStore, Versions
+from agentrl.store.async_calls import Looks
 from agentrl.store.run_values import ENGINE_URLS, SCALING, WANTED_SIZE, WORKERS, Value
 
 Kind = Literal["engine", "worker"]
@@ -102,7 +101,7 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
         return wanted(config, store.meta)
 
 
-def forget(store: ControlStore, *, engines: bool, workers: bool) -> None:
+def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
     gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
     gone |= {"ranks", "was"} if engines else set[str]()
@@ -115,9 +114,6 @@ def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
         hint = "it moves them by itself: for others, start a run without it, or with other bounds"
         raise ConfigError("--engines", engines, f"this run has a controller (cluster.controller): {hint}")
     engine, resume = config.engine, f"agentrl stop {run.path}; agentrl train --resume {run.path}"
-    if engine.shared:
-        hint = "stop agentrl fleet, change engine.replicas in its file, and start it again"
-        raise ConfigError("--engines", engines, f"several runs share these engines (engine.shared): {hint}")
     if engine.urls:
         hint = f"start another server, then {resume} --set 'engine.urls=[…]'"
         raise ConfigError("--engines", engines, f"this run did not start its engines (engine.urls): {hint}")
@@ -150,7 +146,7 @@ class Scaler:
     fails otherwise is given up until somebody asks anew; the run goes on without it."""
 
     config: RunConfig
-    looks: Looks[Versions]
+    looks: Looks[RunStore]
     children: Elastic
     tell: Callable[[Value[dict[str, Any]], dict[str, Any]], Any]
     _coming: dict[ScaledChild, trio.CancelScope] = field(default_factory=dict[ScaledChild, trio.CancelScope])
@@ -168,7 +164,7 @@ class Scaler:
                     await self._tell()
                 await trio.sleep(_LOOK_S)
 
-    def _wanted(self, store: Versions) -> tuple[Size, float]:
+    def _wanted(self, store: RunStore) -> tuple[Size, float]:
         return wanted(self.config, store.meta), float(asked(store.meta).get("asked_s", 0.0))
 
     def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from agentrl import notices
 from agentrl.config.sections import check_url
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.errors import EngineUnavailable, UsageError
@@ -19,14 +20,16 @@ from agentrl.run.dataset import reference_of
 from agentrl.run.evaluation import of_endpoint
 from agentrl.run.evaluation.held_out import EvalResult
 from agentrl.run.supervisor import check_no_loop
+from agentrl.run.task_sources import held_out_rows
 
+_TASKS = 256  # of an environment whose tasks have no end
 _MODELS_S = 10.0  # how long a server may take to name its models
 
 
 def evaluate(
     model: str | Path,
     env: str | type | None = None,
-    n: int = 256,
+    n: int | None = None,
     *,
     name: str | None = None,
     api_key: str | None = None,
@@ -34,7 +37,8 @@ def evaluate(
     settings: Sequence[str] = (),
     out: Path | str | None = None,
 ) -> list[EvalResult]:
-    """Play `n` held-out episodes of each set and return the means, one result a set. No training.
+    """Play `n` held-out tasks of each set (None: as many as it has, all rows of a file, or 256) and return the means,
+    one result a set. No training.
 
     `model` is a run's folder (its newest checkpoint is measured, on the run's environment unless `env` is given) or its
     file (the model that it begins with), a model's folder or id, or the http(s) URL of a server with an
@@ -66,7 +70,7 @@ def of_server(
     url: str,
     name: str,
     env: str,
-    n: int,
+    n: int | None,
     settings: Sequence[str],
     out: Path | None,
     api_key: str | None,
@@ -75,12 +79,15 @@ def of_server(
     """Measure the model `name` of a server; a line for each episode goes to stderr."""
     config = of_endpoint.configured(name, env, settings)
     client = ScoringClient(url, model=name, api_key=api_key, concurrency=concurrency)
+    rows = held_out_rows(config)
+    if rows is not None and n is not None and n > rows:
+        notices.note("held-out rows", f"n = {n} asks {rows} rows more than once each: leave n out")
     endpoint = of_endpoint.Endpoint(client=client, concurrency=concurrency, options=of_endpoint.sampling(config))
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         return of_endpoint.evaluate(
             config,
             endpoint,
-            n,
+            n or rows or _TASKS,
             out or owner.path,
             on_result=lambda row: print(of_endpoint.line(row), file=sys.stderr),
         )

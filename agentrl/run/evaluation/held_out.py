@@ -16,7 +16,7 @@ from agentrl.algos.pass_at_k import pass_at
 from agentrl.config import RunConfig
 from agentrl.config.sections import HeldOut
 from agentrl.records import GroupState, Task
-from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store import RunStore
 
 _ALL = 1 << 30
 
@@ -92,7 +92,7 @@ def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
 
 
 def schedule(
-    store: ControlStore,
+    store: RunStore,
     config: RunConfig,
     held_out: HeldOut,
     when: str,
@@ -105,20 +105,20 @@ def schedule(
     failed. `step` is that of the weights (None: those that sample now). Returns its label."""
     purpose = label(held_out.name, when)
     known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
-    if not store.counts(purpose) or (known is not None and not known.n):
-        store.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
+    if not store.groups.counts(purpose) or (known is not None and not known.n):
+        store.groups.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
     return purpose
 
 
-def finished(store: ReadStore, purpose: str) -> bool:
+def finished(store: RunStore, purpose: str) -> bool:
     """Whether all its episodes were played."""
-    counts = store.counts(purpose)
+    counts = store.groups.counts(purpose)
     return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
 
 
-def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
+def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
     """The measured means; None if no episode has ended."""
-    ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
+    ended = [row for row in store.reads.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
     if not ended:
         return None
@@ -137,7 +137,7 @@ def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
     )
 
 
-def unmeasured(store: ReadStore, config: RunConfig, when: str) -> str:
+def unmeasured(store: RunStore, config: RunConfig, when: str) -> str:
     """One line on the held-out sets without a single measured episode under `when`; "" if each has one."""
     said: list[str] = []
     for held_out in config.eval.sets:
@@ -145,7 +145,7 @@ def unmeasured(store: ReadStore, config: RunConfig, when: str) -> str:
         found = result(store, held_out.name, purpose)
         if found is not None and not found.n:
             causes = Counter[str]()
-            for task in store.failed_tasks(purpose):
+            for task in store.metrics.failed_tasks(purpose):
                 causes[task.detail or task.reason.value] += task.times
             (cause, times), *others = causes.most_common() or [("their deadline passed", found.failed)]
             more = f" ({times} of them; {len(others)} other causes)" if others else ""

@@ -8,7 +8,6 @@ copies, for the run may go on meanwhile. Never plays an episode.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.env import dataset_env
 from agentrl.errors import UsageError
-from agentrl.learner.checkpoints.folders import STATE, newest, of_role, step_of
+from agentrl.learner.checkpoints import digests
+from agentrl.learner.checkpoints.folders import newest_written, of_role, step_of, write_state
 from agentrl.models.resolve import refuse_missing_folder
 from agentrl.run import league
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.run_folder import RunDir
+from agentrl.run.task_sources import with_held_out_sizes
 from agentrl.store import RunStore
 from agentrl.store.run_values import LEAGUE
 
@@ -47,7 +48,7 @@ class Adapters:
     def _copy_into(self, run: RunDir) -> None:
         checkpoint = run.checkpoints / self.checkpoint.name
         shutil.copytree(self.checkpoint / "adapter", checkpoint / "adapter")
-        (checkpoint / STATE).write_text(json.dumps({"step": step_of(checkpoint)}))  # it trained nothing of this run
+        write_state(checkpoint, {"step": step_of(checkpoint)})  # it trained nothing of this run
         with RunStore.read(self.source.store_path) as theirs, RunStore.open(run.store_path) as store:
             members = LEAGUE.of(theirs.meta)
             if members is not None:
@@ -61,7 +62,7 @@ def measured(
 ) -> tuple[RunConfig, Adapters | None]:
     """The configuration with which `n` episodes of each held-out set (None: as many as it has) measure `what`: a run's
     folder, a model, or the model of a configuration or of its file; under `settings` (`section.key=value`). And its
-    adapters, if they are measured as such. Raises UsageError."""
+    adapters, if they are measured as such. Raises UsageError, or ModelError for a damaged checkpoint."""
     adapters = None
     if not isinstance(what, RunConfig) and Path(what).suffix == ".toml" and Path(what).is_file():
         what = configuration.load(Path(what), [*settings])  # without them the file may be incomplete
@@ -71,7 +72,9 @@ def measured(
         what = what.model
     elif RunDir(path := Path(what)).store_path.exists():
         run = RunDir.open(path)
-        config, checkpoint = run.config(), newest(run.checkpoints)
+        config, checkpoint = run.config(), newest_written(run.checkpoints)
+        if checkpoint is not None:
+            digests.check(checkpoint)
         document = config.model_dump(mode="json")
         if checkpoint is not None and (config.adapted_roles or config.league_roles):
             adapters = Adapters(source=run, checkpoint=checkpoint)
@@ -99,6 +102,7 @@ def measured(
         configuration.apply_override(document, override)
     config = configuration.parse(document)
     _check_rows(what, config)
+    config = with_held_out_sizes(config)
     return config, adapters
 
 

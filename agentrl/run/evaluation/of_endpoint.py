@@ -1,16 +1,14 @@
 """Evaluation of a model that somebody else serves: episodes over any OpenAI-compatible chat endpoint, no tokens needed.
 
-Owns the model's side of the conversation (the environment's messages to the API's, its tool calls to the environment's
-text) and the results file, one line per episode: an episode in it is not played again. `agentrl.rollout.episode` plays
-it. If the endpoint or the environment's host fails, the episode is tried again, then counted as failed; it is never a
-score of the model.
+Owns the results file, one line per episode: an episode in it is not played again. `agentrl.rollout.episode` plays it,
+with the policy that `served_model` makes of the model. If the endpoint or the environment's host fails, the episode is
+tried again, then counted as failed; it is never a score of the model.
 """
 
 from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,12 +25,8 @@ from agentrl.config.sections import HeldOut
 from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env import as_async
 from agentrl.env.chat_messages import plain_messages
-from agentrl.env.tools.calls import Malformed, ToolCall
-from agentrl.env.tools.parsers import format_of, get_format
 from agentrl.errors import (
     ConfigError,
-    ContextFull,
-    EngineRefusal,
     EngineUnavailable,
     EnvError,
     InfrastructureError,
@@ -41,12 +35,12 @@ from agentrl.errors import (
     UsageError,
     boundary,
 )
-from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Task, Trajectory
 from agentrl.registration import make
 from agentrl.rollout.env_calls import one_line
-from agentrl.rollout.text_policy import TextAnswer, TextPolicy, play_text
+from agentrl.rollout.text_policy import play_text
 from agentrl.run.evaluation.held_out import EvalResult, tasks_of
+from agentrl.run.evaluation.served_model import ServedModel, as_api
 from agentrl.sandbox import shared_backend
 
 RESULTS = "results.jsonl"
@@ -57,7 +51,6 @@ _UNCOUNTED = 1 << 30  # tokens of a context: the server alone counts them
 _SAMPLING = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
 """Settings of sampling, and what the API calls them."""
 
-_TEXT = get_format("json")  # how calls are written where the server knows none
 _LIMITS = ("step_deadline_s", "episode_deadline_s", "max_observation_bytes")
 _OWN = ("temperature", "top_p")  # settings of sampling that [eval] may have of its own
 _TAKEN = (
@@ -243,7 +236,8 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
             failure = one_line(error)
             endpoint.tracebacks.log(error, f"{task.env}, seed {task.seed}: {failure}")
             continue
-        started, model = time.time(), _Served(config, endpoint, env)
+        started = time.time()
+        model = ServedModel(endpoint.client, env, deadline_s=_turn_s(config.rollout), options=endpoint.options)
         trajectory, ending = await play_text(
             env, task, model.policy, _limits(config.rollout), tracebacks=endpoint.tracebacks
         )
@@ -258,7 +252,7 @@ def _limits(settings: Rollout) -> Rollout:
     return settings.model_copy(update={"max_turns": _most_turns(settings), "turn_deadline_s": _turn_s(settings)})
 
 
-def _row(trajectory: Trajectory, model: _Served, seconds: float) -> dict[str, Json]:
+def _row(trajectory: Trajectory, model: ServedModel, seconds: float) -> dict[str, Json]:
     turns, outcome = trajectory.turns, trajectory.outcome or 0.0
     last = turns[-1].step if turns else None
     due = 0.0 if last is None or last.terminated or last.truncated else last.unsettled  # its context was full
@@ -270,107 +264,11 @@ def _row(trajectory: Trajectory, model: _Served, seconds: float) -> dict[str, Js
         "reward": sum(turn.reward for turn in turns) + due,
         "turns": len(turns),
         "stop_reason": trajectory.stop_reason.value,
+        "cut_turns": sum(turn.finish == "length" for turn in turns),
         "seconds": round(seconds, 3),
-        "messages": cast("Json", _as_api(model.policy.conversation(trajectory))),
+        "messages": cast("Json", as_api(model.policy.conversation(trajectory))),
         **({} if model.tokens is None else {"tokens": model.tokens}),
     }
-
-
-class _Served:
-    """The served model in one episode, as a text policy. Its context is full if the server refuses to go on with what
-    it answered so far."""
-
-    def __init__(self, config: RunConfig, endpoint: Endpoint, env: AsyncEnv) -> None:
-        self._endpoint, self._env, self._deadline_s = endpoint, env, _turn_s(config.rollout)
-        self._as_text = False  # the server takes no tools: they are part of the system message
-        self._answered = False
-        self.tokens: int | None = 0  # None: the server does not count them
-        self.policy = TextPolicy(self._ask, tool_format=env.template_format)
-
-    async def _ask(
-        self, messages: list[Message], news: list[Message], tools: Sequence[Mapping[str, Json]]
-    ) -> TextAnswer:
-        """The model's next action. Raises EngineError."""
-        client, said = self._endpoint.client, _as_api(messages)
-        offered: dict[str, Json] = {}
-        if tools and self._as_text:
-            said = _taught(said, tools)
-        elif tools:
-            offered["tools"] = cast("Json", list(tools))
-        try:
-            answer, tokens = await client.completion(
-                said, deadline_s=self._deadline_s, **self._endpoint.options, **offered
-            )
-        except EngineRefusal as error:
-            if self._answered:
-                raise ContextFull(str(error)) from error
-            if not offered or "tool" not in str(error):  # the endpoint takes no such request at all
-                raise
-            warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
-            self._as_text = True
-            return await self._ask(messages, news, tools)
-        self._answered = True
-        self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
-        return self._read(answer, tokens)
-
-    def _read(self, answer: Mapping[str, Json], tokens: int | None) -> TextAnswer:
-        """The model's answer as a policy's text for the environment, and as a message of the conversation."""
-        dialect = format_of(self._env).name
-        content, calls = str(answer.get("content") or ""), list(answer.get("tool_calls") or [])
-        said = Message(role="assistant", content=content)
-        written = [_written(call, dialect) for call in calls]
-        if calls and all(written):
-            said["tool_calls"] = calls
-        if self._as_text:
-            found = _TEXT.parse(content)
-            texts = (
-                call.raw if isinstance(call, Malformed) else get_format(dialect).write(call) for call in found.calls
-            )
-            return TextAnswer(found.text + "".join(texts), said, tokens)
-        text = content + "".join(text or json.dumps(call) for text, call in zip(written, calls, strict=True))
-        return TextAnswer(text, said, tokens)
-
-
-def _taught(said: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """The conversation for a server that takes no tools."""
-    how = _TEXT.instructions(tools)
-    first, rest = said[0], said[1:]
-    if first["role"] != "system":
-        return [Message(role="system", content=how), *said]
-    return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
-
-
-def _as_api(messages: Sequence[Message]) -> list[Message]:
-    """A conversation in the API's form: answers to calls have the ids of the calls, in their order."""
-    found: list[Message] = []
-    asked: list[str] = []
-    for message in messages:
-        said = Message(role=message["role"], content=message["content"])
-        if "images" in message:
-            said["images"] = message["images"]
-        if message["role"] == "assistant":
-            calls = message.get("tool_calls", [])
-            asked = [str(call.get("id") or "") for call in calls]
-            if calls:
-                said["tool_calls"] = calls
-        elif message["role"] == "tool" and asked:
-            said["tool_call_id"] = asked.pop(0)
-        elif message["role"] == "tool":  # the model wrote the call as text: the API has no call
-            said["role"] = "user"
-        found.append(said)
-    return found
-
-
-def _written(call: Any, dialect: str) -> str | None:
-    """A call of the API in one of our dialects; None if its arguments are not a JSON object."""
-    try:
-        function = call["function"]
-        arguments = json.loads(function["arguments"] or "{}")
-        if not isinstance(arguments, dict):
-            return None
-        return get_format(dialect).write(ToolCall(str(function["name"]), cast("dict[str, Json]", arguments)))
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _means(rows: list[dict[str, Json]], *, failed: int) -> EvalResult:

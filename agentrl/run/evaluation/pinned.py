@@ -26,7 +26,7 @@ from agentrl.records import WeightVersion
 from agentrl.run.evaluation import held_out
 from agentrl.run.processes.engine_process import ServedWeights
 from agentrl.run.run_folder import RunDir
-from agentrl.store.interfaces import ControlStore, Versions
+from agentrl.store import RunStore
 from agentrl.store.run_values import PINNED
 
 _LOOK_S = 0.5  # between two looks at the folder and at the episodes
@@ -94,7 +94,7 @@ class PinnedEvaluations:
 
     run: RunDir
     config: Callable[[], RunConfig]
-    writes: Callable[[Callable[[ControlStore], bool]], Awaitable[bool]]
+    writes: Callable[[Callable[[RunStore], bool]], Awaitable[bool]]
     serve: Callable[[Pin], Awaitable[None]]
 
     @property
@@ -117,7 +117,7 @@ class PinnedEvaluations:
             await self._until(partial(_measured, pin))
         shutil.rmtree(pin.folder, ignore_errors=True)
 
-    async def _until(self, look: Callable[[ControlStore], bool]) -> None:
+    async def _until(self, look: Callable[[RunStore], bool]) -> None:
         while True:
             if await self.writes(look):
                 return
@@ -128,13 +128,13 @@ def _when(pin: Pin) -> str:
     return f"during@{pin.version.step}"
 
 
-def _stands(pin: Pin, store: Versions) -> bool:
+def _stands(pin: Pin, store: RunStore) -> bool:
     """Whether it is a version of the run's lineage: a rollback may have undone it."""
     version = pin.version.version
-    return store.knows_version(version) and not store.is_undone(version)
+    return store.versions.knows_version(version) and not store.versions.is_undone(version)
 
 
-def _schedule(config: RunConfig, pin: Pin, store: ControlStore) -> bool:
+def _schedule(config: RunConfig, pin: Pin, store: RunStore) -> bool:
     """The version first: no episode of these is claimed before workers can tell what the engines serve."""
     PINNED.set(store, pin.version.version)
     for one in config.eval.sets_during:
@@ -143,8 +143,8 @@ def _schedule(config: RunConfig, pin: Pin, store: ControlStore) -> bool:
     return True
 
 
-def _measured(pin: Pin, store: ControlStore) -> bool:
+def _measured(pin: Pin, store: RunStore) -> bool:
     """Whether all episodes have ended, of sets that may have been named otherwise when it began. A rollback may undo
     them amid that."""
-    labels = [purpose for purpose in store.purposes() if purpose.endswith(f":{_when(pin)}")]
+    labels = [purpose for purpose in store.groups.purposes() if purpose.endswith(f":{_when(pin)}")]
     return all(held_out.finished(store, purpose) for purpose in labels if not purpose.startswith("undone-"))

@@ -15,7 +15,7 @@ from agentrl.run.health.run_facts import RECENT, RunFacts
 
 Check = Callable[[RunFacts], Advice | None]
 
-_OF_WEIGHTS = ("kl_high", "ess_low", "clip_cuts", "sampling_differs", "entropy_collapse")
+_OF_WEIGHTS = ("moves_too_far", "sampling_differs", "entropy_collapse")
 _OF_SILENCE = ("tasks_too_hard", "reward_alike", "groups_alike", "weights_stand_still", "length_drift")
 _OF_FAILURES = ("learner_starves", "evaluation_fails", "evaluation_late", "workers_die", "groups_expire")
 _WHOLE_TURN = ("calls_not_read", "tasks_too_hard", "length_drift")
@@ -26,12 +26,10 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
     weight_checks.engine_left_behind: ("weights_not_served", "tokens_too_old", *_OF_WEIGHTS),
     weight_checks.weights_not_served: ("weights_not_applied", "tokens_too_old", *_OF_WEIGHTS),
     weight_checks.weights_not_applied: _OF_WEIGHTS,
-    weight_checks.sampling_differs: ("kl_high", "ess_low", "clip_cuts"),
+    weight_checks.sampling_differs: ("moves_too_far",),
     learning_checks.rate_is_zero: ("weights_stand_still",),
     learning_checks.gradient_not_finite: ("gradient_spikes",),
-    learning_checks.kl_high: ("ess_low", "clip_cuts", "gradient_spikes"),
-    learning_checks.ess_low: ("clip_cuts",),
-    learning_checks.clip_cuts: (),
+    learning_checks.moves_too_far: ("gradient_spikes",),
     learning_checks.reference_far: (),
     learning_checks.gradient_spikes: (),
     reward_checks.sampled_cold: ("entropy_collapse", "one_text", *_OF_SILENCE),

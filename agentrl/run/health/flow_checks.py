@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from agentrl.run.health.advice import Advice, mean, percent, share
 from agentrl.run.health.run_facts import RECENT, RunFacts
+from agentrl.run.reporting import step_rates
 
+_BUSY_CORES = 1.5  # runnable processes for each core
 _IDLE = 0.95  # of the learner's time, in each step: on shared cores, engines use what it leaves
 _EMPTY = 0.9  # of the time without any episode
 _STALE = 0.2  # of the tokens
@@ -20,19 +22,28 @@ _LATE, _LATE_S = 10.0, 60.0  # times a step's usual time, and at least so many s
 
 def learner_starves(facts: RunFacts) -> Advice | None:
     """The learner waits for episodes nearly all the time."""
-    idle, busy = facts.values("idle_s"), facts.values("busy_s")
+    idle, spent = facts.values("idle_s"), [step_rates.wall_s(row) for row in facts.recent]
     if facts.config.engine.colocated:  # they take turns on one GPU
         return None
     if (
         len(idle) < RECENT
         or not facts.span_s > 0
-        or min(share(a, a + b) for a, b in zip(idle, busy, strict=True)) < _IDLE
+        or min(share(*pair) for pair in zip(idle, spent, strict=True)) < _IDLE
     ):
         return None
     held = share(sum(facts.values("held_s")), sum(idle))
     at_once = sum(facts.played(one) for one in facts.playing) / facts.span_s
     config = facts.config
     full = at_once >= 0.7 * config.rollout.max_running
+    if facts.config.engine.kind == "embedded" and facts.load is not None and facts.load > _BUSY_CORES:
+        # Everything computes on the same cores: more episodes, engines or workers would only share them anew.
+        return Advice(
+            name="learner_starves",
+            cause="the learner waits for episodes nearly all the time, and the cores of this machine are busy",
+            evidence=f"idle {percent(sum(idle), sum(spent))} of {RECENT} steps; load {facts.load:.1f} a core",
+            settings=(),
+            commands=(f"agentrl view {facts.path}",),
+        )
     settings = (
         (f"rollout.max_running={2 * config.rollout.max_running}", f"engine.replicas={config.engine.replicas + 1}")
         if full
@@ -41,7 +52,7 @@ def learner_starves(facts: RunFacts) -> Advice | None:
     return Advice(
         name="learner_starves",
         cause="the learner waits for episodes nearly all the time",
-        evidence=f"idle {percent(sum(idle), sum(idle + busy))} of {RECENT} steps, {percent(held)} of it at the lag "
+        evidence=f"idle {percent(sum(idle), sum(spent))} of {RECENT} steps, {percent(held)} of it at the lag "
         f"bound; {at_once:.1f} episodes at once, at most {config.rollout.max_running}",
         settings=settings if held < 0.5 else (f"buffer.max_lag={config.buffer.max_lag + 1}", *settings),
         commands=(f"agentrl view {facts.path}",),
@@ -56,14 +67,14 @@ def rollouts_wait(facts: RunFacts) -> Advice | None:
     for began, ended in sorted(facts.playing):
         covered += facts.played((max(began, reached), ended))
         reached = max(reached, ended)
-    idle, busy = sum(facts.values("idle_s")), sum(facts.values("busy_s"))
-    if covered > (1 - _EMPTY) * facts.span_s or share(idle, idle + busy) > 1 - _EMPTY:
+    busy, spent = sum(facts.values("busy_s")), sum(map(step_rates.wall_s, facts.recent))
+    if covered > (1 - _EMPTY) * facts.span_s or share(busy, spent) < _EMPTY:
         return None
     return Advice(
         name="rollouts_wait",
         cause="engines and workers wait for the learner nearly all the time",
         evidence=f"no episode in {percent(1 - covered / facts.span_s)} of the last {RECENT} steps, the learner busy in "
-        f"{percent(busy, idle + busy)}",
+        f"{percent(busy, spent)}",
         settings=(
             f"train.threads={2 * facts.config.train.threads}",
             f"buffer.max_lag={facts.config.buffer.max_lag + 1}",

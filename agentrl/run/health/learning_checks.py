@@ -38,7 +38,7 @@ def weights_stand_still(facts: RunFacts) -> Advice | None:
     return Advice(
         name="weights_stand_still",
         cause="tokens have advantages, and the gradient is 0: a clip cuts all, or nothing that trains is in the loss",
-        evidence=f"grad_norm = 0 in the last {RECENT} steps, of {sum(facts.values('tokens_trained')):.0f} tokens",
+        evidence=f"grad_norm = 0 in the last {RECENT} steps, of {sum(facts.values('tokens_computed')):.0f} tokens",
         settings=(f"algo.clip_high={2 * getattr(facts.config.algo, 'clip_high', 0.2):g}", "train.grad_clip=1.0"),
         commands=(f"agentrl retrain {facts.path} --step {facts.step}",),
     )
@@ -102,16 +102,28 @@ def _gained(facts: RunFacts) -> bool:
     return _success(facts.recent) - _success(facts.before[:_EARLY]) >= _BETTER
 
 
-def kl_high(facts: RunFacts) -> Advice | None:
-    """The learner is far from the policy that sampled."""
-    limit = facts.config.alarms.kl_above or 0.3
-    if sum(value > limit for value in facts.values("kl_k3")) < 2:
+def moves_too_far(facts: RunFacts) -> Advice | None:
+    """The learner is far from the policy that sampled: by KL, or by the tokens that its weights or its clip leave."""
+    alarms = facts.config.alarms
+    limits = {
+        "kl_k3": alarms.kl_above or 0.3,
+        "ess": alarms.ess_below or 0.3,
+        "clip_fraction": alarms.clip_above or 0.5,
+    }
+    beyond = {
+        "kl_k3": sum(value > limits["kl_k3"] for value in facts.values("kl_k3")) >= 2,
+        "ess": facts.lasts(lambda row: (size := number(row, "ess")) is not None and size < limits["ess"]),
+        "clip_fraction": facts.lasts(lambda row: (number(row, "clip_fraction") or 0.0) > limits["clip_fraction"]),
+    }
+    shown = [
+        f"{name} {_shown(facts, name)} (limit {limits[name]:g})" for name, is_beyond in beyond.items() if is_beyond
+    ]
+    if not shown:
         return None
     return Advice(
-        name="kl_high",
+        name="moves_too_far",
         cause="the policy moves too far between sampling and training",
-        evidence=f"kl_k3 {_shown(facts, 'kl_k3')} nats per token (limit {limit:g}), tokens are "
-        f"{mean(facts.values('lag_mean')):.1f} steps old",
+        evidence=f"{'; '.join(shown)}; tokens are {mean(facts.values('lag_mean')):.1f} steps old",
         settings=(f"train.lr={facts.config.train.lr / 3:.2g}", *_less_lag(facts)),
     )
 
@@ -127,33 +139,6 @@ def reference_far(facts: RunFacts) -> Advice | None:
         cause="the policy has left the reference that it should stay near",
         evidence=f"measures.kl_reference {_shown(facts, 'measures.kl_reference')} nats per token",
         settings=(f"algo.kl_weight={3 * weight or 0.01:g}", f"train.lr={facts.config.train.lr / 3:.2g}"),
-    )
-
-
-def ess_low(facts: RunFacts) -> Advice | None:
-    """A few old tokens carry the weight of all."""
-    limit = facts.config.alarms.ess_below or 0.3
-    if not facts.lasts(lambda row: (size := number(row, "ess")) is not None and size < limit):
-        return None
-    return Advice(
-        name="ess_low",
-        cause="importance weights leave few tokens that count: what is trained is too old",
-        evidence=f"ess {_shown(facts, 'ess')} (limit {limit:g}), tokens are {mean(facts.values('lag_mean')):.1f} "
-        "steps old",
-        settings=_less_lag(facts) or (f"train.lr={facts.config.train.lr / 3:.2g}",),
-    )
-
-
-def clip_cuts(facts: RunFacts) -> Advice | None:
-    """Most tokens are beyond the clip."""
-    limit = facts.config.alarms.clip_above or 0.5
-    if not facts.lasts(lambda row: (number(row, "clip_fraction") or 0.0) > limit):
-        return None
-    return Advice(
-        name="clip_cuts",
-        cause="most tokens are beyond the clip, so they teach nothing",
-        evidence=f"clip_fraction {_shown(facts, 'clip_fraction')} (limit {limit:g})",
-        settings=(f"train.lr={facts.config.train.lr / 3:.2g}", *_less_lag(facts)),
     )
 
 

@@ -7,6 +7,7 @@ little more in a long run than in a short one.
 from __future__ import annotations
 
 import math
+import os
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -27,13 +28,13 @@ from agentrl.run.reporting.status import STEPS_COME, holder
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import EpisodeFilter, EpisodeRow, RunStore
-from agentrl.store.interfaces import ReadStore
 from agentrl.store.metrics import Metric
 from agentrl.store.run_values import PHASE
 
 RECENT = 3
 """Steps that a check judges: one is chance, and what lasts for three steps does not pass by itself."""
 
+_STEPS = 512  # whose metrics are read, about
 _EPISODES = 256  # of the last steps, and as many of the first ones
 _TEXTS = 32  # episodes whose turns are read
 _GONE = (GroupState.EXPIRED, GroupState.FAILED)
@@ -126,6 +127,7 @@ class RunFacts:
     quarantined: Sequence[str] = ()
     unscored: Sequence[str] = ()
     disk: str = ""
+    load: float | None = None  # runnable processes for each core of this machine, if the run is live here
 
     @property
     def step(self) -> int:
@@ -188,7 +190,7 @@ def facts_of(run: RunDir) -> RunFacts:
 
 
 def read_facts(
-    store: ReadStore,
+    store: RunStore,
     config: RunConfig,
     path: Path,
     *,
@@ -198,7 +200,11 @@ def read_facts(
 ) -> RunFacts:
     """The facts of a run as its store has them now. `now` gives seconds since the epoch. `rows`: those of the steps, by
     somebody who has read them."""
-    rows = store.metrics("step") if rows is None else rows
+    by_others = rows is not None
+    rows = store.metrics.sample("step", _STEPS) if rows is None else rows
+    evaluations = _evaluations(store, config, rows[-1].step if rows else 0)
+    if not by_others and len(rows) >= _STEPS // 2:  # some were left out
+        rows = store.metrics.sample("step", _STEPS, near=_compared(evaluations), reach=RECENT)
     times = [row.time_s for row in rows]
     since = _time(times, RECENT)
     attempts = [row.attempt for row in rows[-1 - RECENT :]]
@@ -210,16 +216,17 @@ def read_facts(
         now_s=at,
         live=live,
         training=live and PHASE.of(store.meta) in STEPS_COME,
+        load=os.getloadavg()[0] / (os.cpu_count() or 1) if live and holder(RunDir(path)).pid is not None else None,
         steps=[{**row.values, "step": row.step} for row in rows],
         times=times,
-        returns=store.attempt - attempts[0] if attempts else 0,
+        returns=store.lineage.attempt - attempts[0] if attempts else 0,
         episodes=episodes,
         first=first,
         settled=settled,
-        playing=[(began, at if ended is None else ended) for began, ended in store.activity(_TURNS).episodes],
-        evaluations=_evaluations(store, config, rows[-1].step if rows else 0),
+        playing=[(began, at if ended is None else ended) for began, ended in store.metrics.activity(_TURNS).episodes],
+        evaluations=evaluations,
         hosts=_hosts(store, since, after=rows[-1].step - RECENT - 2 if rows else -1),
-        quarantined=[task.reason for task in store.quarantined() if task.time_s > since],
+        quarantined=[task.reason for task in store.deaths.quarantined() if task.time_s > since],
         unscored=[str(one) for one in score_failures(store) if one.matters],
         disk=no_space_on(path),
     )
@@ -231,9 +238,9 @@ def _time(times: Sequence[float], ago: int) -> float:
 
 
 def _episodes(
-    store: ReadStore, since: float, settled_since: float
+    store: RunStore, since: float, settled_since: float
 ) -> tuple[list[EpisodeFacts], list[EpisodeFacts], list[EpisodeFacts]]:
-    served = store.served_versions()
+    served = store.versions.served_versions()
     times, steps = [one.confirmed_s for one in served], [one.step for one in served]
 
     def behind(trajectory: Trajectory, at: int) -> int | None:
@@ -242,21 +249,23 @@ def _episodes(
         if not turn.spans or not known:
             return None
         try:
-            return steps[known - 1] - store.step_of(turn.spans[0].version)
+            return steps[known - 1] - store.versions.step_of(turn.spans[0].version)
         except StoreError:  # an engine's that somebody else started
             return None
 
     def with_turns(rows: Sequence[EpisodeRow]) -> list[EpisodeFacts]:
         read = {rows[len(rows) * k // _TEXTS].id for k in range(_TEXTS)} if rows else set[int]()
-        return [_facts(row, store.trajectory(row.id) if row.id in read else None, behind) for row in rows]
+        return [_facts(row, store.reads.trajectory(row.id) if row.id in read else None, behind) for row in rows]
 
     newest = [
-        row for row in store.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_EPISODES) if row.ended_s
+        row
+        for row in store.search.find_episodes(EpisodeFilter(), by="ended", descending=True, limit=_EPISODES)
+        if row.ended_s
     ]
     recent = [row for row in newest if (row.ended_s or 0.0) > since]
     recent = sorted(recent if len(recent) >= _LEAST else newest[:_LEAST], key=lambda row: row.ended_s or 0.0)
     known = {row.id for row in recent}
-    oldest = [row for row in store.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
+    oldest = [row for row in store.search.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
     settled = [_facts(row, None, behind) for row in newest if (row.ended_s or 0.0) > settled_since]
     return with_turns(recent), with_turns([row for row in oldest if row.id not in known]), settled
 
@@ -297,9 +306,9 @@ def _facts(
     )
 
 
-def _evaluations(store: ReadStore, config: RunConfig, step: int) -> list[EvalFacts]:
+def _evaluations(store: RunStore, config: RunConfig, step: int) -> list[EvalFacts]:
     found: list[EvalFacts] = []
-    for purpose in store.purposes():
+    for purpose in store.groups.purposes():
         if (read := held_out.read_label(purpose, now=step)) is None:
             continue
         result = held_out.result(store, read.name, purpose)
@@ -317,11 +326,20 @@ def _evaluations(store: ReadStore, config: RunConfig, step: int) -> list[EvalFac
     return sorted(found, key=lambda one: (one.name, one.step))
 
 
-def _hosts(store: ReadStore, since: float, *, after: int) -> dict[str, HostFacts]:
+def _compared(evaluations: Sequence[EvalFacts]) -> set[int]:
+    """The steps of each set's last evaluation and of its best one before: rewards around them are compared."""
+    steps = set[int]()
+    for name in {one.name for one in evaluations}:
+        points = [one for one in evaluations if one.name == name and one.success is not None]
+        steps |= {one.step for one in (*points[-1:], *sorted(points[:-1], key=lambda one: one.success or 0.0)[-1:])}
+    return steps
+
+
+def _hosts(store: RunStore, since: float, *, after: int) -> dict[str, HostFacts]:
     """By host: what its workers' counts grew by since then, as `agentrl.run.processes.worker_process` records them."""
     first: dict[str, Mapping[str, Any]] = {}
     last: dict[str, Mapping[str, Any]] = {}
-    for row in store.metrics("fleet", undone=True, after=max(-1, after)):
+    for row in store.metrics.values("fleet", undone=True, after=max(-1, after)):
         worker = row.values.get("worker")
         if isinstance(worker, str):
             last[worker] = row.values

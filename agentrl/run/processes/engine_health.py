@@ -18,7 +18,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -28,10 +27,11 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.engine.weight_sync.weight_lock import exclusive, name_of
 from agentrl.errors import AgentRLError, EngineError, StoreAway
-from agentrl.run.processes.engine_process import ServedWeights, WrongWeights, fit, go_on, halts, prove, version_below
-from agentrl.store.asynchronous import Looks
-from agentrl.store.interfaces import Versions
+from agentrl.run.processes.engine_process import ServedWeights, WrongWeights, fit, go_on, halts, prove
+from agentrl.store import RunStore
+from agentrl.store.async_calls import Looks
 
+CANARY_EVERY_S = 20.0  # in the mean: the probe is compared again, at moments that nobody knows
 _LOOK_S = 1.0  # time between two checks
 _CHANCE = random.SystemRandom()  # which nobody foretells
 
@@ -48,7 +48,7 @@ class EngineWatch:
 
     url: str
     config: RunConfig
-    looks: Looks[Versions]
+    looks: Looks[RunStore]
     weights: Callable[[], Awaitable[ServedWeights]] | None
     locks: Path
     trouble: str = ""
@@ -91,8 +91,7 @@ class EngineWatch:
     def client(self) -> EngineClient:
         key = self.config.engine.key_of(self.url)
         if self.weights is not None and self.config.sends_adapters:
-            below = partial(self.looks, version_below) if self.config.engine.shared else None
-            return AdapterClient(self.url, current=always(None), below=below, api_key=key, kind=self.config.engine.kind)
+            return AdapterClient(self.url, current=always(None), api_key=key, kind=self.config.engine.kind)
         return EngineClient(self.url, api_key=key, kind=self.config.engine.kind)
 
     async def _fits(self, version: int) -> bool:
@@ -101,13 +100,13 @@ class EngineWatch:
         if self.weights is None or self.config.syncs_memory:
             return True
         return await self.looks(
-            lambda store: store.knows_version(version) and version >= store.current_version().version
+            lambda store: store.versions.knows_version(version) and version >= store.versions.current_version().version
         )
 
     async def _halted(self, client: EngineClient) -> bool:
         """Whether it is paused, and no pusher of this run is at work: such a pusher has its lock. An engine that takes
         weights from memory may stay paused until the learner sends them."""
-        if self.config.engine.shared or self.config.syncs_memory:
+        if self.config.syncs_memory:
             return False
         deadline_s = self.config.engine.admin_deadline_s
         try:
@@ -132,7 +131,7 @@ class EngineWatch:
 
     def _pause_s(self) -> float:
         """Until the next canary: half to one and a half times the mean, so that nobody knows when."""
-        return self.config.engine.canary_every_s * (0.5 + self.chance())
+        return CANARY_EVERY_S * (0.5 + self.chance())
 
     async def _check(self) -> None:
         """Ask the canary again. Raises WrongWeights."""
@@ -150,7 +149,7 @@ class EngineWatch:
     async def _fit(self, served: int) -> None:
         assert self.weights is not None
         try:
-            fresh = not await self.looks(lambda store: store.knows_version(served))
+            fresh = not await self.looks(lambda store: store.versions.knows_version(served))
             await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=fresh)
             self.trouble = ""
         except WrongWeights:

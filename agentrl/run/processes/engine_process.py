@@ -33,6 +33,7 @@ from agentrl.errors import (
     EngineError,
     EngineTimeout,
     EngineUnavailable,
+    FilesUnseen,
     ModelError,
     RunFailed,
     WeightSyncError,
@@ -44,7 +45,7 @@ from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS
 from agentrl.run.start_point import StartPoint
 from agentrl.run.weights.role_policies import file_of, objects_of
-from agentrl.store.interfaces import Versions
+from agentrl.store import RunStore
 
 _POLL_S = 0.05
 
@@ -75,12 +76,12 @@ class WrongWeights(RunFailed):
     """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
-def current_weights(config: RunConfig, store: Versions, start: StartPoint, role: str | None = None) -> ServedWeights:
+def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role: str | None = None) -> ServedWeights:
     """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
     all later ones are only in the learner's memory. Those of a `role` with a model of its own, or of all others. Raises
     RunFailed if its files are gone."""
-    current = start.version if config.syncs_memory else store.current_version()
-    path = store.weights_path(current.version)
+    current = start.version if config.syncs_memory else store.versions.current_version()
+    path = store.versions.weights_path(current.version)
     path = None if path is None else file_of(path, role)
     found = path if path is not None and path.exists() else None
     if found is None and current.step != start.version.step:
@@ -98,13 +99,6 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint, role:
     return ServedWeights(
         model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
     )
-
-
-def version_below(store: Versions) -> int | None:
-    """The version of the weights below the adapters of a shared fleet: it serves the model that the run began with,
-    under a version of nobody's. An engine of the run says its own."""
-    found = store.version_at(0)
-    return None if found is None else found.version
 
 
 @dataclass(slots=True, kw_only=True)
@@ -370,7 +364,7 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
     async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:
         if settings.kind == "vllm" and fresh:
             told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
-            needs = needed(config.transport) - ({Need.WEIGHTS} if settings.shared else set[Need]())
+            needs = needed(config.transport)
             (await probe(client, untested=settings.untested_vllm)).require(
                 needs | {need for need, asked in told.items() if asked},
                 dtype=settings.dtype,
@@ -388,7 +382,7 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
         if adapters_alone and fresh:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
             await adapters.forget([client], deadline_s=deadline_s)
-        if (fresh and not settings.shared) or not adapters_alone:
+        if fresh or not adapters_alone:
             below = weights.base if adapters_alone else weights.current
             await _push_whole(client, weights, below.version, config)
         for version, folder in weights.past.items():  # before the current one, which says that all are there
@@ -413,8 +407,8 @@ async def _push_whole(client: EngineClient, weights: ServedWeights, version: int
         return
     try:
         await push([client], whole, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
-    except WeightSyncError as error:
-        if not config.sends_adapters or not settings.canary or "shares no disk" not in str(error):
+    except FilesUnseen:
+        if not config.sends_adapters or not settings.canary:
             raise
         await client.dialect.announce(client, version, deadline_s=deadline_s)
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,7 +134,10 @@ class _Kept(heartbeat.Here):
         assert self._process is not None
         if self._process.poll() is None:
             self.hung = why
-            os.killpg(self._process.pid, signal.SIGKILL)
+            # It may end by itself, and the thread in `wait` may reap it, between the look and the signal. The process
+            # that was asked for its stacks before it could answer does so: the signal ends it.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def send(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -50,6 +50,7 @@ from agentrl.run.league import League
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.exit_status import give_up
 from agentrl.run.processes.heartbeat import BEAT_S, Heartbeat
+from agentrl.run.reporting import notice_counts
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.take_orders import returns_of, take_order
@@ -57,7 +58,6 @@ from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.gpu_turns import Turns
 from agentrl.run.weights.role_policies import Publishers, file_of, urls_of
 from agentrl.store import Patience, RunStore
-from agentrl.store.interfaces import LearnerStore
 from agentrl.store.run_values import LEARNER_STARTED, LEARNER_WAITS, MAX_LAG, MODEL_PARAMS, PAUSED, PHASE
 from agentrl.tokens import staleness
 
@@ -83,12 +83,14 @@ class _Learning:
     """The loop and its state. `learner.step_index` is the step of its weights; at most one push and one checkpoint are
     under way."""
 
+    _row_at = 0.0  # when the row of the last step was made, by `time.perf_counter`
+
     _league: League | None = None  # of a run without past selves
     _at_bound = 0  # episodes for which the learner waits at the lag bound
     _turns: Turns | None = None  # of a run whose learner has its device for itself
     _write: Future[None] | None = None  # the checkpoint under way
 
-    def __init__(self, run: RunDir, store: LearnerStore) -> None:
+    def __init__(self, run: RunDir, store: RunStore) -> None:
         self._run, self._heartbeat = run, Heartbeat.of_process()
         self._heartbeat.mark_while(lambda: store.waits)
         self._as_begun = run.config()
@@ -97,8 +99,8 @@ class _Learning:
         )
         self._store = store = with_space(store, **self._patience.keywords)
         self._config: RunConfig = with_ranks(self._as_begun, scale_requests.ranks(self._as_begun, store.meta))
-        store.lead()
-        start = start_point(run, store)
+        store.lineage.lead()
+        start = start_point(run, store, self._heartbeat.mark)
         start_s, ends = self._config.engine.start_deadline_s, partial(give_up, "learner")
         self._ranks = ranks_of(self._config.train, start_s, self._heartbeat.mark, ends=ends)
         if self._config.engine.colocated:
@@ -110,7 +112,7 @@ class _Learning:
             model_dir(self._config.model),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
-            may_save=store.still_leads,
+            may_save=store.lineage.still_leads,
             ranks=self._ranks,
         )
         if start.checkpoint is not None:
@@ -136,9 +138,7 @@ class _Learning:
             locks=run.locks,
         )
         full = self._config.buffer.max_lag
-        self._bound = LagBound(
-            full, self._config.alarms.calm_steps, now=staleness.bound_now(MAX_LAG.of(store.meta), full)
-        )
+        self._bound = LagBound(full, now=staleness.bound_now(MAX_LAG.of(store.meta), full))
         self._held = Patience(self._config.buffer.patience)
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
@@ -158,7 +158,7 @@ class _Learning:
         except StoreError:
             raise
         except Exception:
-            self._store.still_leads()
+            self._store.lineage.still_leads()
             raise
 
     def _train(self) -> None:
@@ -182,12 +182,13 @@ class _Learning:
     def _learn(self) -> None:
         learner = self._learner
         self._await_engines()
-        current = self._store.current_version()
+        current = self._store.versions.current_version()
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
         if current.step != learner.step_index or trio.run(self._publisher.behind, current.version):
             self._begin()
             self._publish({})
         version = None
+        self._row_at = time.perf_counter()
         while learner.step_index < self._config.train.steps and (batch := self._take()) is not None:
             (groups, idle_s), config = batch, self._config
             held_s, self._held.held_s = self._held.held_s, 0.0
@@ -195,14 +196,16 @@ class _Learning:
             busy = time.perf_counter()
             self._heartbeat.mark()
             bound = self._bound.now
-            report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
+            report = learner.step(
+                groups, step_of=self._store.versions.step_of, undone=self._store.versions.is_undone, max_lag=bound
+            )
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             taken = [group.id for group in groups if not group.skipped]
             weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
             self._held.worked(busy_s)
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
-            row["held_s"] = held_s
+            row |= {"held_s": held_s, "wall_s": self._wall_s()}
             alarms = raised(row, config.alarms)
             if self._league is not None:
                 row |= self._league.count(groups)
@@ -225,6 +228,12 @@ class _Learning:
         self._settle()
         self._written()
 
+    def _wall_s(self) -> float:
+        """Seconds since the row of the step before, without pauses of the run: all that the step cost, also what is
+        neither its work nor its wait."""
+        before, self._row_at = self._row_at, time.perf_counter()
+        return self._row_at - before
+
     def _await_engines(self) -> None:
         """Wait until the engines serve: they may have started with the learner."""
         self._heartbeat.mark()
@@ -246,18 +255,19 @@ class _Learning:
             if PAUSED.of(self._store.meta):
                 stood_s = self._stand_still()
                 started, whole_at = started + stood_s, whole_at + stood_s
+                self._row_at += stood_s
                 continue
             if self._config.cluster.controller is not None:
                 self._make_way()
             if phase == "drain":
-                size = min(size, self._store.ready_count())  # 0: only late members
+                size = min(size, self._store.buffer.ready_count())  # 0: only late members
             step, now, groups = self._learner.step_index + 1, time.perf_counter(), None
-            if step < train.steps or not self._store.late_open() or now > whole_at + patience_s:
+            if step < train.steps or not self._store.buffer.late_open() or now > whole_at + patience_s:
                 least = self._least_at_bound(step, size)
                 groups = (
                     None
                     if least == _HOLD
-                    else self._store.take(
+                    else self._store.buffer.take(
                         step,
                         size,
                         max_lag=self._bound.now,
@@ -267,7 +277,7 @@ class _Learning:
                         close_at_bound=least,
                     )
                 )
-            elif self._store.ready_count() >= size:
+            elif self._store.buffer.ready_count() >= size:
                 whole_at = min(whole_at, now)
             if groups is not None:
                 if named:
@@ -299,7 +309,7 @@ class _Learning:
             return
         self._as_begun, self._config = after, with_ranks(after, self._ranks.size)
         self._learner.retune(self._config.learner)
-        MAX_LAG.set(self._store, self._bound.resize(after.buffer.max_lag, after.alarms.calm_steps))
+        MAX_LAG.set(self._store, self._bound.resize(after.buffer.max_lag))
 
     def _stand_still(self) -> float:
         """Wait until the run goes on, or is to end. Returns how long that took, in seconds."""
@@ -313,16 +323,16 @@ class _Learning:
     def _least_at_bound(self, step: int, size: int) -> int | None:
         """With how many scored members a group at the lag bound closes for `step`; `_HOLD` while the learner waits
         there, though it could go on, for the episodes that the step would lose."""
-        found = self._store.at_bound(step, max_lag=self._bound.now, quorum=self._config.quorum)
-        ready = size > 0 and self._store.ready_count() + found.closable >= size
-        waits = found.episodes > 0 and ready
-        self._at_bound = found.episodes if self._held.holds(waits, time.monotonic()) else 0
+        work = self._store.buffer.at_bound(step, max_lag=self._bound.now, quorum=self._config.quorum)
+        ready = size > 0 and self._store.buffer.ready_count() + work.closable >= size
+        waits = work.episodes > 0 and ready
+        self._at_bound = work.episodes if self._held.holds(waits, time.monotonic()) else 0
         return _HOLD if self._at_bound else 0 if waits else self._config.quorum
 
     def _as_leader(self, key: str) -> str | None:
         """A push that no engine takes asks again and again where the engines are: it ends when another learner leads.
         Raises LeaseLost."""
-        self._store.still_leads()
+        self._store.lineage.still_leads()
         return self._store.meta(key)
 
     def _urls(self) -> list[str]:
@@ -344,7 +354,7 @@ class _Learning:
             return
         self._settle()
         if self._learner.trained:
-            self._checkpoint(self._store.current_version())
+            self._checkpoint(self._store.versions.current_version())
             self._written()
         raise WornOut(f"the learner goes on with {wanted} ranks instead of {self._ranks.size}")
 
@@ -354,7 +364,7 @@ class _Learning:
         if self._turns is not None and self._turns.parking is not None:
             self._turns.parking.begin()
         if self._config.syncs_memory:
-            version = self._store.mint_version(self._learner.step_index)
+            version = self._store.versions.mint_version(self._learner.step_index)
             self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, row)
             return version
         path = self._run.scratch / "weights" / str(time.time_ns())
@@ -369,7 +379,7 @@ class _Learning:
                 sha256[role], marks[role] = file.sha256, file.fingerprints
                 self._heartbeat.mark()
         self._heartbeat.mark()
-        version = self._store.mint_version(self._learner.step_index, path)
+        version = self._store.versions.mint_version(self._learner.step_index, path)
         parcels = {
             role: Parcel(
                 version=version.version,
@@ -387,7 +397,7 @@ class _Learning:
         """Send the current weights again if an engine lacks them: an engine that was restarted, or one the run attached
         to. Only the learner can do it when no file holds them."""
         self._watch_at = time.monotonic() + _WATCH_S
-        version = self._store.current_version()
+        version = self._store.versions.current_version()
         if version.step == self._learner.step_index and trio.run(self._publisher.behind, version.version):
             self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, {})
 
@@ -457,19 +467,18 @@ class _Learning:
         whole = parcels[None]
         if row and isinstance(whole, Parcel) and pinned.is_due(self._config, version.step):
             self._patience(lambda: pinned.keep(self._run, version, whole.path))
-        self._store.confirm_version(version)
+        self._store.versions.confirm_version(version)
         if row:
             values = {**row, **sync, "version": version.version}
-            self._store.record("step", version.step, values)
+            self._store.metrics.record("step", version.step, values)
             self._patience(lambda: self._telemetry.append("step", version.step, values))
+        self._patience(lambda: notice_counts.record(self._store.metrics, version.step))
         trio.run(self._publisher.tidy)
 
     def _record_hashes(self) -> None:
         """What `agentrl retrain` compares its weights with. Only the store has it: it is no curve."""
-        step, every = self._learner.step_index, self._config.train.hash_every
-        if every and step % every == 0:
-            made = {"hashes": list(self._learner.hashes().values()), "with": circumstances(self._config.train)}
-            self._store.record("weights", step, made)
+        made = {"hashes": list(self._learner.hashes().values()), "with": circumstances(self._config.train)}
+        self._store.metrics.record("weights", self._learner.step_index, made)
 
     def _is_time(self, step: int) -> bool:
         """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
@@ -484,7 +493,7 @@ class _Learning:
         room for a copy, or past selves are to join from the folder, nothing goes on meanwhile."""
         self._written()
         write = None
-        if self._config.train.async_checkpoints and self._league is None:
+        if self._league is None:
             write = self._learner.copy(self._run.checkpoints)
             self._heartbeat.mark()
         if write is not None:
@@ -503,10 +512,10 @@ class _Learning:
 
     def _record(self, version: WeightVersion, folder: Path) -> None:
         """Folder first, then the store: `start_point` mends a kill in between."""
-        self._store.checkpoint(version.step, version, folder)
+        self._store.lineage.checkpoint(version.step, version, folder)
         if self._league is not None and self._league.is_due(version.step):
             self._league.join(version, folder)
-        self._store.retain(
+        self._store.lineage.retain(
             version.step, keep_steps=self._config.buffer.keep_steps, keep_sample=self._config.buffer.keep_sample
         )
 
@@ -522,12 +531,12 @@ class _Learning:
             write.result()
 
 
-def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience_s: float, held: int = 0) -> str:
+def waits_for(store: RunStore, step: int, size: int, *, last: bool, patience_s: float, held: int = 0) -> str:
     """What the learner waits for before `step`, which takes `size` groups; `held`: episodes at the lag bound."""
     if held:
         least = "lower rollout.step_deadline_s or raise buffer.max_lag; buffer.wait_at_bound=1 would lose some of them"
         return f"step {step} waits for {held} running episodes that it would make too old: {least}"
-    ready, late = store.ready_count(), store.late_open()
+    ready, late = store.buffer.ready_count(), store.buffer.late_open()
     if ready < size:
         return f"step {step} waits for groups: {ready} of {size} are scored; agentrl rewards RUN names late sources"
     if last and late:

@@ -53,8 +53,8 @@ from agentrl.run.processes.launcher import LOCAL, Launcher
 from agentrl.run.processes.restart import Child, RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint, where_it_stands
-from agentrl.store.asynchronous import Aside, Looks
-from agentrl.store.interfaces import ControlStore, ReadStore
+from agentrl.store import RunStore
+from agentrl.store.async_calls import Aside, Looks
 from agentrl.store.run_values import ENGINE_URLS, EVAL_URLS, GIVEN_URLS, PHASE, RESTARTED, ROLE_URLS, WORKERS, Value
 
 _TOLD = 50  # deaths that the store keeps, the last ones
@@ -90,8 +90,8 @@ class RunProcesses:
 
     run: RunDir
     config: RunConfig
-    looks: Looks[ReadStore]
-    writes: Aside[ControlStore]
+    looks: Looks[RunStore]
+    writes: Aside[RunStore]
     nursery: trio.Nursery
     mark: Mapping[str, str]
     launcher: Launcher = LOCAL
@@ -143,7 +143,7 @@ class RunProcesses:
     def _policies(self) -> tuple[str | None, ...]:
         return (None, *self.config.role_models)
 
-    def _weights(self, role: str | None, store: ReadStore) -> ServedWeights:
+    def _weights(self, role: str | None, store: RunStore) -> ServedWeights:
         assert self._start is not None
         start = where_it_stands(self._start, self.run, store)
         found = current_weights(self.config, store, start, role)
@@ -157,7 +157,7 @@ class RunProcesses:
     def _engine(
         self,
         name: str,
-        weights: Callable[[ReadStore], ServedWeights],
+        weights: Callable[[RunStore], ServedWeights],
         gpus: Sequence[int] = (),
         *,
         folder: Path | None = None,
@@ -280,7 +280,7 @@ class RunProcesses:
         await self._set(WORKERS, sorted(self._workers))
 
     def _keep_working(self, child: Child) -> None:
-        silent_s, setting = self.config.rollout.hang_deadline_s, self.config.rollout.hang_setting
+        silent_s, setting = self.config.rollout.hang_deadline_s, "rollout.lease_s / 2"
 
         async def again() -> None:
             await self.launcher.reserve(child.name)
@@ -441,7 +441,7 @@ class RunProcesses:
         start_s = self.config.engine.start_deadline_s
         return Pulse(process=child, start_s=start_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
 
-    async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
+    async def _with_space(self, write: Callable[[RunStore], _T]) -> _T:
         """Write once the disk has space for it."""
         return await wait_for_space(lambda: self.writes(write), every_s=_DISK_S)
 
@@ -450,8 +450,8 @@ class RunProcesses:
 
     async def _buried(self, child: Child, budget: RestartBudget) -> bool:
         """Free the episodes of a dead worker. Returns whether one of them killed it: this spends none of its budget."""
-        name, most = f"{child.name}.{child.pid}", self.config.rollout.max_deaths
-        released = await self._with_space(lambda store: store.release_worker(name, max_deaths=most))
+        name = f"{child.name}.{child.pid}"
+        released = await self._with_space(lambda store: store.deaths.release_worker(name))
         for _ in released.quarantined:
             budget.forgive()  # gives back the earlier death, before the episode was known as its cause
         return released.foretold

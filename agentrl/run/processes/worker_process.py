@@ -17,7 +17,7 @@ from typing import Any
 import trio
 
 from agentrl import config as configuration
-from agentrl import registry
+from agentrl import notices, registry
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
@@ -37,16 +37,17 @@ from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
 from agentrl.run import reward_services
 from agentrl.run.cluster.scaling import workers_of
-from agentrl.run.processes.engine_process import version_below
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.processes.launcher import NODE_TMP
+from agentrl.run.reporting import notice_counts
 from agentrl.run.run_folder import RunDir
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.weights.role_policies import urls_of
 from agentrl.sandbox import shared_backend
 from agentrl.store import RunStore
-from agentrl.store.asynchronous import AsyncStore, Looks, Newest
-from agentrl.store.interfaces import ReadStore, RolloutStore
+from agentrl.store.async_calls import Looks, Newest
+from agentrl.store.interfaces import RolloutStore
+from agentrl.store.journal_writer import JournalWriter
 from agentrl.store.run_values import CHANGES, CONFIG, EVAL_URLS, GIVEN_URLS, PAUSED, PINNED
 
 _REPORT_S = 5.0
@@ -73,10 +74,10 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     shared_backend.configure(config.sandbox.arguments())
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
-    store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    store = JournalWriter(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)
-    renderer, looks = renderer_of(config), Looks[ReadStore](reader)
+    renderer, looks = renderer_of(config), Looks[RunStore](reader)
     known = await await_engines(config, looks, heartbeat)
     sight = RunView(config, looks, known)
     fleet = _fleet(sight, known, renderer)
@@ -117,6 +118,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
+            await _record_notices(store, last=True)
             for engine in (context.engine, *context.frozen.values(), *([] if pinned is None else [pinned])):
                 await engine.aclose()
         await store.aclose()
@@ -140,20 +142,20 @@ class FleetView:
     changes: int
 
 
-def known_of(config: RunConfig, store: ReadStore) -> FleetView:
+def known_of(config: RunConfig, store: RunStore) -> FleetView:
     """The fleet as the store records it now."""
     return FleetView(
         urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
         given=GIVEN_URLS.of(store.meta),
         evaluating=EVAL_URLS.of(store.meta),
         workers=workers_of(config, store.meta),
-        version=store.current_version(),
+        version=store.versions.current_version(),
         paused=PAUSED.of(store.meta),
         changes=len(CHANGES.of(store.meta)),
     )
 
 
-async def await_engines(config: RunConfig, looks: Looks[ReadStore], heartbeat: Heartbeat) -> FleetView:
+async def await_engines(config: RunConfig, looks: Looks[RunStore], heartbeat: Heartbeat) -> FleetView:
     """The fleet once its engines serve, with marks until then: this process starts beside them."""
     heartbeat.mark()
     while not await looks(lambda store: urls_of(store.meta, None)):
@@ -165,9 +167,9 @@ async def await_engines(config: RunConfig, looks: Looks[ReadStore], heartbeat: H
 class RunView:
     """The run's state that turns need, read in the background while the worker's loop goes on."""
 
-    def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: FleetView) -> None:
+    def __init__(self, config: RunConfig, looks: Looks[RunStore], known: FleetView) -> None:
         self.config, self.looks, self._minted = config, looks, set[int]()
-        self._current = Newest(lambda: looks(lambda store: store.current_version()), known.version)
+        self._current = Newest(lambda: looks(lambda store: store.versions.current_version()), known.version)
 
     async def fits(self, version: int) -> bool:
         """Whether a turn may begin with these weights: this run minted them, and they are not older than the
@@ -175,7 +177,7 @@ class RunView:
         try:
             current = (await self._current()).version
             return version == current or (
-                version > current and await self.looks(lambda store: store.knows_version(version))
+                version > current and await self.looks(lambda store: store.versions.knows_version(version))
             )
         except StoreError:  # the store cannot be read: a later call asks again
             return False
@@ -185,7 +187,7 @@ class RunView:
         waits for it."""
         if version not in self._minted:
             try:
-                if not await self.looks(lambda store: store.knows_version(version)):
+                if not await self.looks(lambda store: store.versions.knows_version(version)):
                     return False
             except StoreAway:
                 return True
@@ -204,10 +206,6 @@ class RunView:
         """The newest adapter that the learner confirmed; before the first step there is none."""
         current = await self._current()
         return current.version if current.step else None
-
-    async def below(self) -> int | None:
-        """The version of the weights below adapters."""
-        return await self.looks(version_below)
 
 
 async def _follow(
@@ -266,6 +264,16 @@ async def report(
             step, gauges = (await store.current_version()).step, {**fleet.gauges(), **counts()}
             await store.record("fleet", step, gauges)
             telemetry.append("fleet", step, gauges)
+            await _record_notices(store)
+
+
+async def _record_notices(store: RolloutStore, *, last: bool = False) -> None:
+    """Hand the notices of this process to the run. They are counts: a store that is away or full gets them later."""
+    if taken := notices.OF_PROCESS.take_new(last=last):
+        try:
+            await store.record(notice_counts.KIND, (await store.current_version()).step, notice_counts.as_row(taken))
+        except StoreError:
+            notices.OF_PROCESS.put_back(taken)
 
 
 def _fleet(sight: RunView, known: FleetView, renderer: Renderer, role: str | None = None) -> Fleet:
@@ -283,8 +291,7 @@ def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = No
     engine, tokens = config.engine, vocabulary(model_dir(config.model_of(role)))
     given: dict[str, Any] = {"api_key": engine.key_of(url), "kind": engine.kind, "vocabulary": tokens}
     if config.sends_adapters:
-        below = sight.below if engine.shared else None
-        return AdapterClient(url, current=sight.adapter, below=below, **given)
+        return AdapterClient(url, current=sight.adapter, **given)
     return EngineClient(url, version=version, **given)
 
 

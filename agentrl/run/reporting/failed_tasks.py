@@ -21,9 +21,8 @@ from agentrl.env.tasks import task_key
 from agentrl.errors import split_place
 from agentrl.records import Task
 from agentrl.run.reward_services import failures as score_failures
-from agentrl.store import FailedTask
+from agentrl.store import FailedTask, RunStore
 from agentrl.store.episodes.endings import FAILURES
-from agentrl.store.interfaces import ReadStore
 
 MOST_ROWS = 20
 """Rows of a table in a summary: `agentrl tasks RUN --failed` has all."""
@@ -73,12 +72,12 @@ def as_rows(found: Sequence[FailedTask], config: RunConfig) -> list[dict[str, An
     return rows
 
 
-def all_rows(store: ReadStore, config: RunConfig) -> list[dict[str, Any]]:
+def all_rows(store: RunStore, config: RunConfig) -> list[dict[str, Any]]:
     """Plain data on every task that was played, as it was first met: how many of its episodes the policy ended, how
     many succeeded (of those that say so), how many failed through no doing of the policy."""
     found: dict[str, dict[str, Any]] = {}
     after = 0
-    while episodes := store.episodes(after=after):
+    while episodes := store.reads.episodes(after=after):
         after = episodes[-1].id
         for one in episodes:
             if one.stop_reason is None:
@@ -143,13 +142,13 @@ class FailureLines:
     _after_s: float = 0.0
     _looked: float = float("-inf")
 
-    def lines(self, store: ReadStore) -> Iterator[str]:
+    def lines(self, store: RunStore) -> Iterator[str]:
         """What is new since the last call."""
-        found, now = store.failures(), self.now()
+        found, now = store.metrics.failures(), self.now()
         if found.failed == self._counted or now - self._looked < _LOOK_S:
             return
         self._counted, self._looked = found.failed, now
-        new = store.failed_tasks(after_s=self._after_s)
+        new = store.metrics.failed_tasks(after_s=self._after_s)
         for one in new:
             self._after_s = max(self._after_s, one.last_s)
             reason, place = split_place(one.detail or one.reason.value)
@@ -175,7 +174,7 @@ class ScoreFailureLines:
     _told: dict[str, int] = field(default_factory=dict[str, int])
     _looked: float = float("-inf")
 
-    def lines(self, store: ReadStore) -> Iterator[str]:
+    def lines(self, store: RunStore) -> Iterator[str]:
         """What is new since the last call."""
         if self.now() - self._looked < _LOOK_S:
             return

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from statistics import fmean
 from types import TracebackType
@@ -32,7 +32,7 @@ from agentrl.records import GroupState
 from agentrl.run.alarms import moved, no_signal
 from agentrl.run.health.examine import HealthLines
 from agentrl.run.health.run_facts import read_facts
-from agentrl.run.reporting import report
+from agentrl.run.reporting import report, step_rates
 from agentrl.run.reporting.failed_tasks import FailureLines, ScoreFailureLines
 from agentrl.run.reporting.status import duration, eta_s
 from agentrl.run.supervisor import MEASURING, TRAINING, Supervisor
@@ -58,7 +58,7 @@ class WaitLines:
         if supervisor.phase != TRAINING or now - self._looked < _LOOK_S:
             return
         self._looked = now
-        step, ready = store.current_version().step, store.counts().get(GroupState.SCORED, 0)
+        step, ready = store.versions.current_version().step, store.groups.counts().get(GroupState.SCORED, 0)
         enough = ready >= supervisor.config.buffer.groups_per_step
         state = (step, enough)
         if state != self._state:
@@ -68,21 +68,23 @@ class WaitLines:
         waited_s, self._next_s = now - self._since, 2 * self._next_s
         sources = ", ".join(
             f"reward source {source!r} has to score turns of {count} ended episodes"
-            for source, count in store.episodes_unscored().items()
+            for source, count in store.scores.episodes_unscored().items()
         )
         logs = f"agentrl logs {supervisor.run.path}"
         if named := LEARNER_WAITS.of(store.meta):
             yield f"warning: no step for {waited_s:.0f} s: {named}" + (f"; {sources}" if sources else "")
-        elif enough and not store.stands_beyond(step):
+        elif enough and not store.lineage.stands_beyond(step):
             yield (
                 f"warning: {ready} groups are scored, and the learner takes none for {waited_s:.0f} s, nor does it say "
                 f"that it waits: {logs} learner"
             )
-        elif sources and not enough and not store.stands_beyond(step):
+        elif sources and not enough and not store.lineage.stands_beyond(step):
             yield f"warning: no step for {waited_s:.0f} s: {sources}: {logs} worker-0"
 
 
 _WINDOW = 10  # number of steps in a displayed mean
+_DRAWN = 512  # steps whose metrics are read for a drawing, about
+_STANDING = 256  # rows kept of steps that change no weight
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -93,7 +95,8 @@ log = logging.getLogger(__name__)
 class _Alerts:
     """Lines that a person must not miss: failures, alarms, steps that change no weight, advice on the run's health."""
 
-    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
+    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved, the newest
+    _standing: int = 0  # steps since the weights moved
     _warned: int = 0
     _failures: FailureLines | None = None
     _unscored: ScoreFailureLines | None = None
@@ -113,7 +116,7 @@ class _Alerts:
         if supervisor.phase == TRAINING:
             store, config, path = supervisor.store, supervisor.config, supervisor.run.path
             self._health = self._health or HealthLines(path)
-            step = store.current_version().step
+            step = store.versions.current_version().step
             yield from self._health.lines(step, lambda: read_facts(store, config, path, live=True))
 
     def of_step(self, row: dict[str, Any]) -> Iterator[str]:
@@ -122,13 +125,14 @@ class _Alerts:
         for alarm in row.get("alarms", ()):
             yield f"alarm: {alarm}"
         if moved(row):
-            self._rows, self._warned = [], 0
+            self._rows, self._standing, self._warned = [], 0, 0
             return
-        self._rows.append(row)
+        self._rows = [*self._rows[1 - _STANDING :], row]
+        self._standing += 1
         found = no_signal(self._rows)
-        if found is not None and found.steps >= 2 * self._warned:
-            self._warned = found.steps
-            yield f"warning: {found}"
+        if found is not None and self._standing >= 2 * self._warned:
+            self._warned = self._standing
+            yield f"warning: {replace(found, steps=self._standing)}"
 
 
 @dataclass(slots=True)
@@ -150,7 +154,7 @@ class Warnings:
         """Log what is new."""
         for line in self._alerts.failures(supervisor):
             log.warning("%s", line)
-        for row in supervisor.store.metrics("step", after=self._logged):
+        for row in supervisor.store.metrics.values("step", after=self._logged):
             self._logged = row.step
             for line in self._alerts.of_step(row.values):
                 log.warning("%s", line)
@@ -195,12 +199,12 @@ class LiveView:
         if supervisor.phase != self._phase:
             self._phase = supervisor.phase
             self._print(f"[{_age(supervisor)}] {self._phase}")
-        for row in supervisor.store.metrics("step", after=self._printed):
+        for row in supervisor.store.metrics.values("step", after=self._printed):
             self._printed = row.step
             v = row.values
             self._print(
                 f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
-                f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
+                f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {step_rates.trained_tokens(v):6d} tokens trained  "
                 f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
                 cut=True,
             )
@@ -213,7 +217,7 @@ class LiveView:
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
         config, store = supervisor.config, supervisor.store
-        metrics = store.metrics("step")
+        metrics = store.metrics.sample("step", _DRAWN)
         recent = [row.values for row in metrics[-_WINDOW:]]
         step = metrics[-1].step if metrics else 0
         table = Table.grid(padding=(0, 3))
@@ -230,27 +234,27 @@ class LiveView:
         curve = list(report.during(store, config))
         if curve:
             table.add_row("held-out", "  ".join(f"{at}: {success:.2f}" for at, success in curve))
-        counts = store.counts()
+        counts = store.groups.counts()
         table.add_row(
             "groups",
             f"{counts.get(GroupState.RUNNING, 0)} running, {counts.get(GroupState.SCORED, 0)} ready, "
             f"{counts.get(GroupState.TAKEN, 0) + counts.get(GroupState.TRAINED, 0)} trained"
-            + "".join(f", {n} dropped ({reason})" for reason, n in store.drops().items()),
+            + "".join(f", {n} dropped ({reason})" for reason, n in store.metrics.drops().items()),
         )
-        for task in store.quarantined()[-3:]:
+        for task in store.deaths.quarantined()[-3:]:
             table.add_row("not played again", Text(task.reason))
         title = f"agentrl · {config.name} · {config.env.id} · {_age(supervisor)}"
         return Panel(Group(table), title=title, border_style="blue", title_align="left")
 
     def _numbers(self, table: Table, recent: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        busy, idle = sum(r["busy_s"] for r in recent), sum(r["idle_s"] for r in recent)
+        idle = step_rates.idle_share(recent)
         table.add_row("reward", f"{_mean(recent, 'outcome_mean')}  {_spark(rows, 'outcome_mean')}")
         table.add_row("success", f"{_mean(recent, 'success_mean')}  {_spark(rows, 'success_mean')}")
         table.add_row("staleness", f"{_mean(recent, 'lag_mean')} steps, max {recent[-1]['lag_max']}")
         table.add_row("off-policy", _drift(recent))
-        table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
-        waits = "learner waits for episodes" if idle > busy else "learner is busy"
-        table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
+        table.add_row("trained", f"{step_rates.trained_per_s(recent):,.0f} tokens/s")
+        waits = "learner waits for episodes" if idle > 0.5 else "learner is busy"
+        table.add_row("who waits", f"{waits}: idle {idle:.0%}")
 
 
 def one_line(text: str, *, cut: bool = False) -> str:

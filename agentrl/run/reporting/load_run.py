@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.records import Trajectory
 from agentrl.run.reporting.status import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
-from agentrl.store.interfaces import ReadStore
 
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingTypeStubs]
@@ -58,7 +58,7 @@ class Table(Sequence[dict[str, Any]]):
         try:
             import pandas  # pyright: ignore[reportMissingTypeStubs]
         except ImportError:
-            raise UsageError("pandas is not installed: pip install 'agentrl[pandas]'; or use columns()") from None
+            raise UsageError(f"pandas is not installed: {install_command('pandas')}; or use columns()") from None
         return pandas.DataFrame(self.columns())
 
     def to_polars(self) -> polars.DataFrame:
@@ -67,7 +67,7 @@ class Table(Sequence[dict[str, Any]]):
         try:
             import polars
         except ImportError:
-            raise UsageError("polars is not installed: pip install 'agentrl[polars]'; or use columns()") from None
+            raise UsageError(f"polars is not installed: {install_command('polars')}; or use columns()") from None
         columns = {
             name: [json.dumps(value) if isinstance(value, dict | list) else value for value in values]
             for name, values in self.columns().items()
@@ -98,7 +98,7 @@ class LoadedRun:
         """A row for each optimizer step with its metrics (`docs/reference/metrics.md`); with `undone` also steps that a
         restart undid, which `undone` marks."""
         with self._store() as store:
-            rows = store.metrics("step", undone=undone)
+            rows = store.metrics.values("step", undone=undone)
         return Table(
             {**row.values, "step": row.step, "attempt": row.attempt, "time_s": row.time_s, "undone": row.undone}
             for row in rows
@@ -121,16 +121,16 @@ class LoadedRun:
         with self._store() as store:
             return Table(row for found in self._trajectories(store, purpose, episode) for row in _rewards(found))
 
-    def _store(self) -> ReadStore:
+    def _store(self) -> RunStore:
         return RunStore.read(RunDir.open(self.path).store_path)
 
     @staticmethod
-    def _trajectories(store: ReadStore, purpose: str | None, episode: int | None) -> Iterator[Trajectory]:
+    def _trajectories(store: RunStore, purpose: str | None, episode: int | None) -> Iterator[Trajectory]:
         if episode is not None:
-            yield store.trajectory(episode)
+            yield store.reads.trajectory(episode)
             return
-        for name in store.purposes() if purpose is None else [purpose]:
-            yield from store.trajectories(name)
+        for name in store.groups.purposes() if purpose is None else [purpose]:
+            yield from store.reads.trajectories(name)
 
 
 def load_run(path: Path | str) -> LoadedRun:
@@ -138,9 +138,9 @@ def load_run(path: Path | str) -> LoadedRun:
     return LoadedRun(RunDir.open(Path(path)).path)
 
 
-def _episodes(store: ReadStore, purpose: str | None) -> Iterator[dict[str, Any]]:
+def _episodes(store: RunStore, purpose: str | None) -> Iterator[dict[str, Any]]:
     after = 0
-    while rows := store.episodes(purpose, after=after, limit=_MOST):
+    while rows := store.reads.episodes(purpose, after=after, limit=_MOST):
         after = rows[-1].id
         for row in rows:
             found = asdict(row)

@@ -21,27 +21,27 @@ from agentrl.env.gymnasium_wrappers import printable
 from agentrl.records import POLICY, Message, Trajectory
 from agentrl.run.alarms import PATIENCE, no_signal
 from agentrl.run.evaluation import held_out as evaluation
-from agentrl.run.reporting import failed_tasks
+from agentrl.run.reporting import failed_tasks, notice_counts, step_rates
 from agentrl.run.reward_services import by_function
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of
-from agentrl.store.interfaces import ReadStore
+from agentrl.store import RunStore
 from agentrl.store.metrics import finite
 from agentrl.store.run_values import CREATED_S, MODEL_PARAMS, STOPPED_EARLY, TRAIN_ENDED_S, TRAIN_STARTED_S
 
+_MOST_NOTICES = 10  # lines at the end of a run; the summary has all
 _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
 
-def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dict[str, int]) -> dict[str, Any]:
+def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
     """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
     that changed the weights; `no_signal` says why the last steps did not change them, None if they did;
     `stopped_early` why training ended before its last step, None if it did not."""
-    steps = [row.values for row in store.metrics("step")]
-    idle = sum(row["idle_s"] for row in steps)
-    busy = sum(row["busy_s"] for row in steps)
-    waits = store.waited()
-    drops = store.drops()
+    steps = [row.values for row in store.metrics.values("step")]
+    learner_s = sum(map(step_rates.wall_s, steps))
+    waits = store.metrics.waited()
+    drops = store.metrics.drops()
     idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
     started, ended = TRAIN_STARTED_S.of(store.meta) or 0.0, TRAIN_ENDED_S.of(store.meta) or 0.0
     sets = {
@@ -60,30 +60,31 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "model_params": MODEL_PARAMS.of(store.meta),
         "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
         "steps": len(steps),
-        "episodes": store.episodes_trained(),
+        "episodes": store.metrics.episodes_trained(),
         "steps_updated": sum(bool(row["updated"]) for row in steps),
-        "tokens_trained": sum(row["tokens_scored"] for row in steps if row["updated"]),
+        "tokens_trained": sum(map(step_rates.trained_tokens, steps)),
         "no_signal": None if idle_end is None else str(idle_end),
         "stopped_early": STOPPED_EARLY.of(store.meta),
         "wall_s": time.time() - (CREATED_S.of(store.meta) or time.time()),
         "train_s": ended - started,
-        "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
-        "held_at_bound_share": sum(row.get("held_s", 0.0) for row in steps) / (idle + busy) if idle + busy else 0.0,
+        "trainer_idle_share": step_rates.idle_share(steps),
+        "held_at_bound_share": sum(row.get("held_s", 0.0) for row in steps) / learner_s if learner_s else 0.0,
         "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
         "reward_functions": by_function(steps),
         "drops": drops,
-        "replays": asdict(store.replays(config.rollout.max_replays)),
-        "members_dropped": store.members_dropped(),
-        "bias": finite(asdict(store.training_bias(returns_of(config)))),
+        "notices": notice_counts.totals(store.metrics),
+        "replays": asdict(store.replays.counts(config.rollout.max_replays)),
+        "members_dropped": store.metrics.members_dropped(),
+        "bias": finite(asdict(store.metrics.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},
         "unmeasured": evaluation.unmeasured(store, config, "after"),
         "reward_failures": [asdict(one) | {"line": str(one)} for one in score_failures(store) if one.matters],
-        "failed_tasks": failed_tasks.as_rows(store.failed_tasks(), config),
+        "failed_tasks": failed_tasks.as_rows(store.metrics.failed_tasks(), config),
         "quarantined": [
-            {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
-            for one in store.quarantined()
+            {"env": entry.task.env, "seed": entry.task.seed, "episode": entry.episode_id, "reason": entry.reason}
+            for entry in store.deaths.quarantined()
         ],
         "restarts": restarts,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -97,7 +98,7 @@ def _close(config: RunConfig) -> str:
     return "full" if config.quorum is None else f"quorum of {config.quorum}"
 
 
-def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
+def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     """Held-out success of the first set by step: before, during, after."""
     for held_out in config.eval.sets[:1]:
         for step, result in measured(store, held_out.name):
@@ -105,11 +106,12 @@ def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
             yield step, result.success
 
 
-def measured(store: ReadStore, name: str) -> Iterator[tuple[int, evaluation.EvalResult]]:
+def measured(store: RunStore, name: str) -> Iterator[tuple[int, evaluation.EvalResult]]:
     """The finished evaluations of a held-out set by step: before, during, after."""
     found = {0: evaluation.label(name, "before")}
     labels = [
-        (purpose, evaluation.read_label(purpose, now=store.current_version().step)) for purpose in store.purposes()
+        (purpose, evaluation.read_label(purpose, now=store.versions.current_version().step))
+        for purpose in store.groups.purposes()
     ]
     for when in ("during", "after"):  # the last one holds for a step that has both
         found |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
@@ -119,15 +121,15 @@ def measured(store: ReadStore, name: str) -> Iterator[tuple[int, evaluation.Eval
             yield step, result
 
 
-def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
+def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
     """Draw `curves.png`: training reward and held-out success by step, staleness and waiting below."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row.values for row in store.metrics("step")]
-    steps = [row.step for row in store.metrics("step")]
+    rows = [row.values for row in store.metrics.values("step")]
+    steps = [row.step for row in store.metrics.values("step")]
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1])
     top.plot(
         steps, [row["outcome_mean"] for row in rows], color="#9bb8d3", linewidth=1, label="outcome reward, training"
@@ -150,7 +152,7 @@ def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
     bottom.plot(
         steps, [row["lag_mean"] for row in rows], color="#7d3c98", linewidth=1, label="mean lag of a token, steps"
     )
-    share = [row["idle_s"] / (row["idle_s"] + row["busy_s"]) for row in rows]
+    share = [step_rates.idle_share([row]) for row in rows]
     bottom.plot(steps, share, color="#7f8c8d", linewidth=1, label="learner idle share")
     bottom.set_xlabel("optimizer step")
     bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
@@ -184,7 +186,7 @@ def _draw_pass(axes: Any, name: str, k: str, curve: Iterable[tuple[int, evaluati
     axes.errorbar([step for step, _ in drawn], values, yerr=errors, color=color, marker="o", label=label, **line)
 
 
-def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) -> Path:
+def transcripts(run: RunDir, config: RunConfig, store: RunStore, n: int = 3) -> Path:
     """Write `transcripts.md`: the same `n` held-out tasks before and after training."""
     parts = [f"# {config.name}: episodes before and after training\n"]
     for held_out in config.eval.sets[:1]:
@@ -197,9 +199,9 @@ def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) ->
     return target
 
 
-def held_out_episodes(store: ReadStore, name: str, when: str, n: int) -> Iterator[tuple[str, str]]:
+def held_out_episodes(store: RunStore, name: str, when: str, n: int) -> Iterator[tuple[str, str]]:
     """The first `n` episodes of an evaluation: the set and the task; how it went, with the transcript."""
-    for trajectory in itertools.islice(store.trajectories(evaluation.label(name, when)), n):
+    for trajectory in itertools.islice(store.reads.trajectories(evaluation.label(name, when)), n):
         yield f"{name}, task {trajectory.task.seed}", f"{verdict(trajectory)}\n\n{transcript(trajectory)}"
 
 
@@ -260,6 +262,10 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     for name, means in summary["reward_functions"].items():
         label = f"reward function {name.rpartition('/')[2]}, first and last steps"
         table.add_row(label, f"{means['first']:.3f}", f"{means['last']:.3f}")
+        if means["judged"] < summary["episodes"]:
+            table.add_row(f"episodes that {name.rpartition('/')[2]} judged", "", f"{means['judged']:,}")
+        if means["late"]:
+            table.add_row(f"answers not judged in time by {name.rpartition('/')[2]}: 0", "", f"{means['late']:,}")
     console.print(table)
     show_bias(console, summary)
     if any(summary["replays"].values()):
@@ -271,6 +277,8 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     for one in summary["reward_failures"]:
         line = printable(f"{one['line']}: agentrl rewards {path}")
         console.print(f"warning: {line}", style="bold red", markup=False, highlight=False)
+    for line in notice_counts.lines(summary["notices"])[:_MOST_NOTICES]:
+        console.print(f"not used: {printable(line)}", markup=False, highlight=False)
     for task in summary["quarantined"]:
         console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
     transcripts = path / "transcripts.md"
@@ -299,8 +307,8 @@ def _pass(found: dict[str, Any] | None, k: str) -> str:
 
 
 def _interval(found: dict[str, Any], k: str) -> str:
-    """The interval of pass@k; "" in the summary of an older agentrl."""
-    one = found.get("pass_at", {}).get(k)
+    """The interval of pass@k; "" if it was not measured."""
+    one = found["pass_at"].get(k)
     return "" if one is None else f" [{one['low']:.2f}, {one['high']:.2f}]"
 
 

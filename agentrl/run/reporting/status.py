@@ -17,13 +17,14 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
+from agentrl.env.gymnasium_wrappers import printable
 from agentrl.errors import StoreError, UsageError
 from agentrl.host.janitor import runs_here
 from agentrl.records import GroupState
 from agentrl.run.cluster import autoscaler, scaling
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.processes import heartbeat
-from agentrl.run.reporting import report
+from agentrl.run.reporting import notice_counts, report
 from agentrl.run.reward_services import failures as score_failures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -45,6 +46,7 @@ _PACE = 20  # steps from which the next ones' time is told
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
 _POLL_S = 0.1
+_MOST_NOTICES = 5  # lines for a person; --json has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,24 @@ def status(
     step takes, else None. `rows`: those of the steps, by somebody who has read them."""
     held, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
-        rows = store.metrics("step") if rows is None else rows
-        counts, phase, early = store.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
-        sets, drops = {one.name: list(report.measured(store, one.name)) for one in config.eval.sets}, store.drops()
+        rows = store.metrics.values("step") if rows is None else rows
+        counts, phase, early = store.groups.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
+        sets, drops = (
+            {one.name: list(report.measured(store, one.name)) for one in config.eval.sets},
+            store.metrics.drops(),
+        )
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         paused, restarted = PAUSED.of(store.meta), RESTARTED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
-        failures, unscored = store.failures(), [str(failure) for failure in score_failures(store) if failure.matters]
-        checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
+        failures, unscored = (
+            store.metrics.failures(),
+            [str(failure) for failure in score_failures(store) if failure.matters],
+        )
+        noticed = notice_counts.totals(store.metrics)
+        checkpoint, quarantined = (
+            store.lineage.latest_checkpoint(),
+            [task.reason for task in store.deaths.quarantined()],
+        )
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_RECENT - 1 :])]
     ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
@@ -116,6 +128,7 @@ def status(
         if failures.failed
         else None,
         "unscored": unscored,
+        "notices": noticed,
         "restarted": restarted,
         "quarantined": quarantined,
         "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
@@ -178,6 +191,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"failed    {said}; agentrl tasks {path} --failed"
     for line in found["unscored"]:
         yield f"unscored  {line}; agentrl rewards {path}"
+    for line in notice_counts.lines(found["notices"])[:_MOST_NOTICES]:
+        yield f"not used  {printable(line)}"
     for death in found["restarted"][-1:]:
         yield f"restarted {len(found['restarted'])} times a process that died, the last: {death['why']}"
     for reason in found["quarantined"][-3:]:

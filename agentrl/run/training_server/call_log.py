@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.errors import StoreError, UsageError
+from agentrl.errors import DiskFull, StoreError, UsageError
+from agentrl.host.disk_space import is_full
 from agentrl.host.with_block import Closing
 
 _VERSION = 1
@@ -353,7 +354,7 @@ class CallLog(Closing):
 
     @contextmanager
     def _writing(self) -> Generator[None]:
-        """A transaction. Raises StoreError if it cannot be written, and nothing is."""
+        """A transaction. Raises StoreError if it cannot be written, and nothing is; DiskFull for want of space."""
         with self._lock:
             try:
                 self._database.execute("BEGIN IMMEDIATE")
@@ -366,7 +367,8 @@ class CallLog(Closing):
             except sqlite3.Error as error:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
-                raise StoreError(f"the log of calls cannot be written: {error}") from error
+                kind = DiskFull if is_full(error) else StoreError
+                raise kind(f"the log of calls cannot be written: {error}") from error
 
     def _do(self, statement: str, *values: Any) -> None:
         self._database.execute(statement, values)

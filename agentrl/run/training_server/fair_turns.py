@@ -2,12 +2,79 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import trio
 
-from agentrl.engine.router.gateway import QUANTUM, FairQueue
+QUANTUM = 256.0
+"""Tokens of one visit to a session. Others wait for a visit: few, and a longer request takes several."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Line(Generic[T]):
+    """The requests of one session that wait, with their tokens. `credit` is in tokens."""
+
+    waiting: deque[tuple[T, float]] = field(default_factory=deque[tuple[T, float]])
+    credit: float = 0.0
+
+
+class FairQueue(Generic[T]):
+    """The requests that wait for a place, by deficit round robin (Shreedhar and Varghese, 1996). Each visit to a
+    session adds `quantum` tokens to its credit, and its requests go out while the credit lasts."""
+
+    def __init__(self, quantum: float = QUANTUM) -> None:
+        self._quantum = quantum
+        self._lines: dict[str, _Line[T]] = {}  # of the sessions that wait
+        self._ring: deque[str] = deque()  # the first one is visited
+        self._is_visited = False
+
+    def push(self, session: str, item: T, tokens: float) -> None:
+        """Have a request wait behind the others of its session."""
+        if session not in self._lines:
+            self._lines[session] = _Line()
+            self._ring.append(session)
+        self._lines[session].waiting.append((item, tokens))
+
+    def remove(self, session: str, item: T) -> None:
+        """Forget a request that waits."""
+        waiting = self._lines[session].waiting
+        waiting.remove(next(entry for entry in waiting if entry[0] is item))
+        self._close(session)
+
+    def pop(self) -> T | None:
+        """The request that goes out now; None if none waits."""
+        while self._ring:
+            session = self._ring[0]
+            line = self._lines[session]
+            if not self._is_visited:
+                self._is_visited = True
+                line.credit += self._quantum
+            item, tokens = line.waiting[0]
+            # A request larger than the credit waits for further visits. To send it at once would let a session of few
+            # large requests take more tokens than one of many small ones.
+            if tokens <= line.credit:
+                line.waiting.popleft()
+                line.credit -= tokens
+                self._close(session)
+                return item
+            self._ring.rotate(-1)
+            self._is_visited = False
+        return None
+
+    def _close(self, session: str) -> None:
+        """Leave out a session without requests, and its credit: nobody saves up while it has nothing to send."""
+        if self._lines[session].waiting:
+            return
+        if self._ring[0] == session:
+            self._is_visited = False
+        self._ring.remove(session)
+        del self._lines[session]
 
 
 class FairTurns:
@@ -15,15 +82,11 @@ class FairTurns:
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._queue = FairQueue[trio.Event](QUANTUM)
-        self._known = set[str]()
+        self._queue = FairQueue[trio.Event]()
 
     @asynccontextmanager
     async def turn(self, session: str, tokens: float) -> AsyncGenerator[None]:
         """Wait for a place, for work of about so many tokens, and hold it."""
-        if session not in self._known:
-            self._known.add(session)
-            self._queue.join(session)
         mine = trio.Event()
         self._queue.push(session, mine, tokens)
         self._give()
@@ -31,21 +94,20 @@ class FairTurns:
             await mine.wait()
         except trio.Cancelled:
             if mine.is_set():
-                self._end(session)
+                self._end()
             else:
                 self._queue.remove(session, mine)
             raise
         try:
             yield
         finally:
-            self._end(session)
+            self._end()
 
-    def _end(self, session: str) -> None:
+    def _end(self) -> None:
         self._free += 1
-        self._queue.done(session)
         self._give()
 
     def _give(self) -> None:
-        while self._free and (found := self._queue.pop()) is not None:
+        while self._free and (waiting := self._queue.pop()) is not None:
             self._free -= 1
-            found[1].set()
+            waiting.set()

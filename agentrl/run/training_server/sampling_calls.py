@@ -16,10 +16,19 @@ import trio
 
 from agentrl.config.sections import check_temperatures
 from agentrl.engine.client import EngineClient
-from agentrl.errors import AgentRLError, ConfigError, EngineRefusal, EngineTimeout, EngineUnavailable, UsageError
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    DiskFull,
+    EngineRefusal,
+    EngineTimeout,
+    EngineUnavailable,
+    UsageError,
+)
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
 from agentrl.run.training_server.call_log import Call, CallAnswer, CallLog
+from agentrl.run.training_server.disk_waits import SpaceWait
 from agentrl.run.training_server.fair_turns import FairTurns
 from agentrl.run.training_server.held_adapters import HeldAdapters
 from agentrl.run.training_server.kept_engine import KeptEngine
@@ -82,15 +91,26 @@ class SamplingCalls:
         self._nursery.start_soon(self._sample, call)
 
     async def _sample(self, call: Call) -> None:
+        space, answer = SpaceWait(self._folder), None
+        while True:
+            try:
+                answer = await self._sampled(call) if answer is None else answer
+                await trio.to_thread.run_sync(self._log.answer, call, answer)
+                break
+            except (OSError, DiskFull) as error:  # of the links to weights, or of the log
+                await space.after(error)
+        self._answered(call.id)
+
+    async def _sampled(self, call: Call) -> CallAnswer:
         try:
-            answer = await self._by_engine(call)
+            return await self._by_engine(call)
         except (UsageError, EngineRefusal) as error:
-            answer = failed_answer(str(error), "user")
+            return failed_answer(str(error), "user")
+        except DiskFull:
+            raise
         except AgentRLError as error:
             _log.warning("call %s failed: %s", call.id, error)
-            answer = failed_answer(str(error), "server")
-        await trio.to_thread.run_sync(self._log.answer, call, answer)
-        self._answered(call.id)
+            return failed_answer(str(error), "server")
 
     async def _by_engine(self, call: Call) -> CallAnswer:
         """The answer by the engine that runs; if that ends meanwhile, by the next one."""

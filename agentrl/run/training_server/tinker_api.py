@@ -22,12 +22,14 @@ from agentrl.run.training_server.call_log import CallAnswer, CallLog, ModelRecor
 from agentrl.run.training_server.sampling_calls import SAMPLE, SamplingCalls
 from agentrl.run.training_server.sessions import SessionGone, Sessions
 from agentrl.run.training_server.tinker_messages import (
+    MOST_NUMBER,
     CreateModel,
     CreateSampler,
     ForwardBackwardRequest,
     LoadWeights,
     SampleRequest,
     TinkerRequest,
+    cut,
     parse,
 )
 from agentrl.run.training_server.training_calls import FORWARD_BACKWARD, TrainingCalls, model_id, sampler_id
@@ -47,12 +49,12 @@ class HttpRefusal(Exception):
 
 class _Numbered(TinkerRequest):
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: int = Field(ge=1, le=MOST_NUMBER)
 
 
 class _SampleNumber(TinkerRequest):
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: int = Field(ge=0, le=MOST_NUMBER)
 
 
 class _Named(TinkerRequest):
@@ -130,13 +132,13 @@ class TinkerApi:
                 return await self._finish(words[1])
             raise HttpRefusal(404, f"agentrl's training server has no POST {path}")
         except HttpRefusal as refusal:
-            return _json(refusal.status, error=str(refusal))
+            return _refused(refusal.status, refusal)
         except SessionGone as error:
-            return _json(410 if error.known else 404, error=str(error))
+            return _refused(410 if error.known else 404, error)
         except UsageError as error:
-            return _json(422, error=str(error))
+            return _refused(422, error)
         except StoreError as error:
-            return _json(503, error=str(error))
+            return _refused(503, error)
 
     def _get(self, route: str) -> Answer:
         words = route.split("/")
@@ -343,6 +345,11 @@ class TinkerApi:
                 self._waiters[call].discard(event)
                 if not self._waiters[call]:
                     del self._waiters[call]
+
+
+def _refused(status: int, error: Exception) -> tuple[int, Typed]:
+    """An answer that says why. It may quote what was sent, which may be as long as a body."""
+    return _json(status, error=cut(str(error)))
 
 
 def _json(status: int, /, **fields: Any) -> tuple[int, Typed]:

@@ -27,19 +27,22 @@ from torch import Tensor
 from agentrl.config.sections import config_error
 from agentrl.env.optional_imports import require
 from agentrl.errors import ConfigError
+from agentrl.host.installation import install_command
 from agentrl.learner.adapter_learner import TargetRow
 from agentrl.records import Generation
 from agentrl.run.training_server.call_log import CallAnswer
 from agentrl.run.training_server.target_losses import TargetLoss
 
 MOST_RANK = 512
+MOST_NUMBER = (1 << 63) - 1  # that the log of calls can hold
 _MOST_NUMBERS = 1 << 26  # of one tensor
+_MOST_OF_AN_ERROR = 2000  # characters
 
 
 @cache
 def messages() -> Any:
     """The module of the protobuf messages. Raises UsageError if the package is not installed."""
-    return require("tinker.proto.tinker_public_pb2", what="agentrl serve --training", package="agentrl[tinker]")
+    return require("tinker.proto.tinker_public_pb2", what="agentrl serve --training", command=install_command("tinker"))
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ class CreateModel(TinkerRequest):
     """`create_model`."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=MOST_NUMBER)
     base_model: str
     lora_config: LoraFields | None = None
     optimizer_config: TypeFields = TypeFields(type="adamw")
@@ -100,14 +103,14 @@ class SaveWeights(TinkerRequest):
 
     path: str | None = None
     overwrite: bool = False
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=MOST_NUMBER)
 
 
 class LoadWeights(TinkerRequest):
     """`load_weights`: into a training client, or for a new one of a session."""
 
     session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0, le=MOST_NUMBER)
     base_model: str | None = None
     path: str
     optimizer: bool
@@ -119,7 +122,7 @@ class CreateSampler(TinkerRequest):
     """`create_sampling_session`."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=MOST_NUMBER)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -328,4 +331,9 @@ def json_answer(**fields: object) -> CallAnswer:
 
 def failed_answer(error: str, category: Literal["user", "server"]) -> CallAnswer:
     """The failure of a call, and whose it is."""
-    return CallAnswer("failed", json.dumps({"error": error, "category": category}).encode())
+    return CallAnswer("failed", json.dumps({"error": cut(error), "category": category}).encode())
+
+
+def cut(error: str) -> str:
+    """The text of an error, of which a client gets a few thousand characters at most."""
+    return error if len(error) <= _MOST_OF_AN_ERROR else f"{error[:_MOST_OF_AN_ERROR]} … ({len(error)} characters)"

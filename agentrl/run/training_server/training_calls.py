@@ -14,7 +14,8 @@ from pathlib import Path
 
 import trio
 
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, DiskFull, UsageError
+from agentrl.host.disk_space import is_full
 from agentrl.learner.adapter_learner import AdamStep, AdapterLearner, AdapterShape, TargetRow
 from agentrl.run.training_server.call_log import (
     Call,
@@ -26,6 +27,7 @@ from agentrl.run.training_server.call_log import (
     WeightsKind,
     WeightsRecord,
 )
+from agentrl.run.training_server.disk_waits import SpaceWait
 from agentrl.run.training_server.fair_turns import FairTurns
 from agentrl.run.training_server.sessions import SESSION_ENDED
 from agentrl.run.training_server.target_losses import TargetLoss, target_loss
@@ -113,7 +115,7 @@ class TrainingCalls:
                 until = None
                 tokens = max(_BESIDE, len(call.body) / _BYTES_PER_TOKEN)
                 async with self._turns.turn(call.session, tokens):
-                    await trio.to_thread.run_sync(self._compute, call, limiter=self._thread)
+                    await self._computed(call)
                 self._answered(call.id)
             elif (gap := await trio.to_thread.run_sync(self._log.first_waiting, model)) is not None:
                 until = trio.current_time() + self._patience_s if until is None else until
@@ -129,12 +131,29 @@ class TrainingCalls:
     async def _give_up(self, model: str, missing: int, first: int) -> None:
         hint = "a client numbers its calls from 1, without a gap; make a new training client"
         error = f"call {first} waited {self._patience_s:g} s for call {missing} of {model}, which never came: {hint}"
-        for id in await trio.to_thread.run_sync(self._log.give_up, model, failed_answer(error, "user")):
+        space = SpaceWait(self._folder)
+        while True:
+            try:
+                ids = await trio.to_thread.run_sync(self._log.give_up, model, failed_answer(error, "user"))
+                break
+            except DiskFull as full:
+                await space.after(full)
+        for id in ids:
             self._answered(id)
+
+    async def _computed(self, call: Call) -> None:
+        """Compute a call and write its answer; on a full disk again, as if it had not been computed."""
+        space = SpaceWait(self._folder)
+        while True:
+            try:
+                return await trio.to_thread.run_sync(self._compute, call, limiter=self._thread)
+            except DiskFull as error:
+                await space.after(error)
 
     # --- in the learner's thread ----------------------------------------------------------------------------------
 
     def _compute(self, call: Call) -> None:
+        """Raises DiskFull, and then all is as before, but that the adapter is read back from its file."""
         record = self._log.model(call.owner)
         assert record is not None
         effects, after = CallEffects(), None
@@ -145,10 +164,16 @@ class TrainingCalls:
         except UsageError as error:
             answer = failed_answer(str(error), "user")
         except Exception as error:
-            _log.exception("call %s failed", call.id)
             self._forget(record)
+            if is_full(error):
+                raise DiskFull(f"call {call.id} cannot be written: {error}") from error
+            _log.exception("call %s failed", call.id)
             answer = failed_answer(f"the server failed ({type(error).__name__}); its log says why", "server")
-        self._log.answer(call, answer, effects)
+        try:
+            self._log.answer(call, answer, effects)
+        except DiskFull:
+            self._forget(record)  # it is a call ahead of what is on disk
+            raise
         if after is not None:
             after()
 

@@ -23,6 +23,7 @@ from agentrl.http.bounds import ServerBounds, raise_open_files
 from agentrl.http.http_server import listen
 from agentrl.learner.adapter_learner import AdapterLearner
 from agentrl.models.resolve import model_dir
+from agentrl.run.run_folder import close_to_others
 from agentrl.run.serving.serve import end_on_signal
 from agentrl.run.training_server.call_log import CallLog
 from agentrl.run.training_server.kept_engine import KeptEngine
@@ -89,6 +90,7 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
     messages()
     folder = settings.state.absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_to_others(folder, option="--state")  # it has prompts and weights
     with _locked(folder):
         key, model = _key(settings, folder), model_dir(settings.model)
         listeners = await _listening(settings)

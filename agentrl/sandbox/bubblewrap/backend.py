@@ -27,6 +27,7 @@ import trio
 
 from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.host.clocks import policy_time
+from agentrl.host.cpu_time import starved_out
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
 from agentrl.sandbox.bubblewrap.bwrap_process import BoxCommand
@@ -152,6 +153,8 @@ class BubblewrapBox(WorkBox):
         kills = self._place.oom_kills()
         with policy_time():
             timed_out = await self._drive(run, stdin, wall_s)
+        if timed_out and run.child.used.starved_out:
+            raise starved_out(run.child.used.starved_s, run.child.used.cpu_s)
         return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
 
     async def start(
@@ -169,6 +172,7 @@ class BubblewrapBox(WorkBox):
             drive=lambda: self._drive(run, None, math.inf),
             result=lambda: self._result(run, timed_out=False, oom=False),
             kill=run.kill,
+            used=lambda: run.child.used,
         )
         await run.admitted.wait()
         return process
@@ -200,7 +204,8 @@ class BubblewrapBox(WorkBox):
     async def _drive(self, run: BoxCommand, stdin: bytes | None, timeout_s: float) -> bool:
         watch = None if self._place.bounded else self._watch_disk
         try:
-            timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=self._place.group, watch=watch)
+            group, cpus = self._place.group, self.spec.limits.cpus
+            timed_out = await run.drive(stdin=stdin, timeout_s=timeout_s, group=group, cpus=cpus, watch=watch)
         finally:
             self._running.discard(run)
         if self._closed:
@@ -237,6 +242,8 @@ class BubblewrapBox(WorkBox):
             oom=oom,
             truncated=child.stdout.truncated or child.stderr.truncated,
             duration_s=child.duration_s,
+            cpu_s=child.used.cpu_s if run.cpu_s is None else run.cpu_s,
+            starved_s=child.used.starved_s,
         )
 
     # --- files --------------------------------------------------------------------------------------------------

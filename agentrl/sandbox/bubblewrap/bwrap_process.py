@@ -23,6 +23,7 @@ from typing import Any
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.host.cpu_time import cpu_seconds, fair_deadline
 from agentrl.sandbox.bubblewrap.cgroup import ControlGroup
 from agentrl.sandbox.host_process import HostProcess
 
@@ -93,6 +94,7 @@ class BoxCommand:
         self.exit_code: int | None = None  # of the command; None if it never began or was killed from here
         self.killed = False  # from here: by a deadline, a bound, or the box's end
         self.killed_because: str | None = None
+        self.cpu_s: float | None = None  # of the whole tree, once it has ended
         self.admitted, self.closed = trio.Event(), trio.Event()
 
     async def drive(
@@ -101,10 +103,12 @@ class BoxCommand:
         stdin: bytes | None,
         timeout_s: float,
         group: ControlGroup | None,
+        cpus: float,
         watch: Callable[[], Awaitable[str]] | None = None,
     ) -> bool:
-        """Run to the end; True if that was the deadline. `stdin` None leaves the pipe open; `watch` returns, if ever,
-        why the command must be killed. Raises SandboxError; under cancellation the tree is ended first."""
+        """Run to the end; True if that was the deadline, which waits while this machine starves the command. `stdin`
+        None leaves the pipe open; `cpus` is the box's share of processors; `watch` returns, if ever, why the command
+        must be killed. Raises SandboxError; under cancellation the tree is ended first."""
         failure: SandboxError | None = None
         timed_out = False
         try:
@@ -113,10 +117,11 @@ class BoxCommand:
                 if stdin is not None:
                     pipes.start_soon(self.child.feed, stdin)
                 try:
-                    with trio.move_on_after(timeout_s) as deadline:
+                    with fair_deadline(pipes, timeout_s, self.child.used) as deadline:
                         await self._admit(group)
+                        self.child.used.follow(self._pid or self.child.pid, cpus=cpus)
                         await (self.child.ended() if watch is None else self._until_ended(watch))
-                    timed_out = deadline.cancelled_caught
+                    timed_out = deadline.passed
                     await self._end()
                 except SandboxError as error:  # raised outside the nursery, so that it is no group
                     failure = error
@@ -200,6 +205,7 @@ class BoxCommand:
                 await self.child.ended()
                 if self._tree is not None:
                     await trio.lowlevel.wait_readable(self._tree)
+                    self.cpu_s = cpu_seconds(self._pid)
                     _collect(self._tree)
                 while report := await self._next_report():
                     self.exit_code = report.get("exit-code", self.exit_code)

@@ -30,6 +30,8 @@ import trio
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time
+from agentrl.host.cpu_time import GroupCpuTime
+from agentrl.host.installation import install_command
 from agentrl.host.janitor import OwnedFolder, is_dead
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.bubblewrap import seccomp
@@ -154,7 +156,7 @@ class DockerEngine:
         try:
             import docker
         except ImportError:
-            raise SandboxUnavailable("the docker SDK is not installed: pip install 'agentrl[docker]'") from None
+            raise SandboxUnavailable(f"the docker SDK is not installed: {install_command('docker')}") from None
 
         sdk = cast(Any, docker)
 
@@ -315,6 +317,16 @@ class DockerEngine:
             with contextlib.suppress(OSError, ValueError):
                 return int(counter.read_text())
         return await self.call(lambda: len(self._client.api.top(container)["Processes"] or ()))  # null: none is left
+
+    def cpu_time(self, container: str, cpus: float) -> GroupCpuTime:
+        """What a container's processes use from now on; nothing is known of an engine on another machine."""
+        counter = self._counters.get(container)
+        if counter is None:
+            return GroupCpuTime(None, None, cpus=cpus)
+        group = counter.parent
+        accounts = Path(str(group).replace(str(_CGROUPS / "pids"), str(_CGROUPS / "cpuacct"), 1)) / "cpuacct.usage"
+        usage = next((file for file in (group / "cpu.stat", accounts) if file.is_file()), None)
+        return GroupCpuTime(group / "cgroup.procs", usage, cpus=cpus)
 
     def _find_counter(self, container: str) -> Path | None:
         """The file in which the kernel counts a container's tasks, if the engine runs on this machine."""

@@ -1,9 +1,9 @@
 """A box whose processes and files only an engine can reach: everything goes through commands run in a container.
 
-The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: `ContainerEngine` is what a box
-needs of the engine that holds it. A command that ended may leave processes. `kill -1` by the box's user ends them at
-once, whatever they forked; if other commands of the box go on, processes that carry their mark in the environment are
-spared.
+The image needs `sh` and the programs of `shell_scripts.PROGRAMS`. Knows nothing of the docker SDK: `ContainerEngine` is
+what a box needs of the engine that holds it. A command that ended may leave processes. `kill -1` by the box's user ends
+them at once, whatever they forked; if other commands of the box go on, processes that carry their mark in the
+environment are spared.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import posixpath
 import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ import trio
 
 from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.host.clocks import policy_time
+from agentrl.host.cpu_time import FairDeadline, GroupCpuTime, fair_deadline, starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
@@ -31,11 +32,13 @@ from agentrl.sandbox.docker import tar as archive
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
 from agentrl.sandbox.docker.shell_scripts import (
     BOUND,
+    CHECK,
     CLEAR,
     ENTER,
     MARK,
     PACK,
     PACK_FOLDER,
+    PROGRAMS,
     READ,
     REFUSED,
     SWEEP_ALL,
@@ -63,6 +66,7 @@ class ContainerEngine(Protocol):
     ) -> tuple[str, AttachedStreams]: ...
     async def state(self, execution: str) -> tuple[bool, int | None]: ...
     async def processes(self, container: str) -> int: ...
+    def cpu_time(self, container: str, cpus: float) -> GroupCpuTime: ...
     async def is_running(self, container: str) -> bool: ...
     async def out_of_memory(self, container: str, since: float) -> bool: ...
     async def remove(self, container: str) -> None: ...
@@ -71,25 +75,14 @@ class ContainerEngine(Protocol):
 class ContainerCommand:
     """One command in a container, on its way."""
 
-    def __init__(self, execution: str, streams: AttachedStreams, mark: str) -> None:
-        self.execution, self.streams, self.mark = execution, streams, mark
+    def __init__(self, execution: str, streams: AttachedStreams, mark: str, used: GroupCpuTime) -> None:
+        self.execution, self.streams, self.mark, self.used = execution, streams, mark, used
         self.started_at, self.began = time.time(), time.monotonic()
         self.stop = trio.Event()
         self.closed = trio.Event()
         self.exit_code: int | None = None
         self.oom = False
         self.duration_s = 0.0
-
-
-@contextmanager
-def paused(deadline: trio.CancelScope) -> Generator[None]:
-    """A deadline stands still in the block: a host that does not answer takes none of the policy's time (law 3)."""
-    left = deadline.deadline - trio.current_time()
-    deadline.deadline = math.inf
-    try:
-        yield
-    finally:
-        deadline.deadline = trio.current_time() + left
 
 
 ENV = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
@@ -125,9 +118,18 @@ class Container:
         try:
             with trio.CancelScope(shield=True):  # a container that was started must be known
                 box.name, box._keeper = await engine.start_container(spec, box._uid)
-            code, _, words = await box._own("true")
+            code, _, words = await box._own(CHECK)
+            said = " ".join(words.decode(errors="replace").split())[:200]
+            if code == 2:
+                raise SandboxUnavailable(f"image {spec.image!r}: {said} (docs/how-to/images.md)")
+            if code == 1 and not set(said.split()) - set(PROGRAMS.split()):
+                needed = ", ".join(["sh", *PROGRAMS.split()])
+                raise SandboxUnavailable(
+                    f"image {spec.image!r} lacks {', '.join(said.split())}: a box needs {needed}, see "
+                    "docs/how-to/images.md"
+                )
             if code != 0:
-                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {words.decode(errors='replace')[:200]}")
+                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {said}")
             for path, data in spec.files.items():
                 await box.write(path, data)
         except BaseException:
@@ -154,6 +156,8 @@ class Container:
             return refused.result
         with policy_time():
             timed_out = await self._drive(command, stdin, wall_s)
+        if timed_out and command.used.starved_out:
+            raise starved_out(command.used.starved_s, command.used.cpu_s)
         return self._result(command, timed_out=timed_out)
 
     async def start(
@@ -169,6 +173,7 @@ class Container:
             drive=lambda: self._drive(command, None, math.inf),
             result=lambda: self._result(command, timed_out=False),
             kill=command.stop.set,
+            used=lambda: command.used,
         )
 
     async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> ContainerCommand:
@@ -198,6 +203,7 @@ class Container:
         mark = secrets.token_hex(8)
         bound = self.spec.limits.output_bytes if output_bytes is None else output_bytes
         launched: list[ContainerCommand] = []
+        used = self._engine.cpu_time(self.name, self.spec.limits.cpus)
         async with self._moving:
             with trio.CancelScope(shield=True):  # what was started must be known
                 try:
@@ -208,7 +214,7 @@ class Container:
                     if not isinstance(error, SandboxLost) and await self._died_of_memory():
                         raise CommandRefused(self._broken, 137) from None
                     raise
-                launched.append(ContainerCommand(execution, streams, mark))
+                launched.append(ContainerCommand(execution, streams, mark, used))
             self._running.update(launched)
         return launched[0]
 
@@ -224,9 +230,10 @@ class Container:
                 if stdin is not None:
                     pipes.start_soon(command.streams.feed, stdin)
                 try:
-                    with trio.move_on_after(timeout_s) as deadline:
+                    with fair_deadline(pipes, timeout_s, command.used) as deadline:
                         await self._until_ended(command, deadline)
-                    timed_out = deadline.cancelled_caught
+                    timed_out = deadline.passed
+                    command.used.count()
                     with trio.CancelScope(shield=True):
                         await self._finish(command, timed_out=timed_out, ours=ours)
                     ended = True
@@ -249,7 +256,7 @@ class Container:
             command.oom, command.exit_code = True, 137
         return timed_out
 
-    async def _until_ended(self, command: ContainerCommand, deadline: trio.CancelScope) -> None:
+    async def _until_ended(self, command: ContainerCommand, deadline: FairDeadline) -> None:
         """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them. While
         the engine is asked, the deadline stands still."""
         failure: list[SandboxError] = []
@@ -263,7 +270,7 @@ class Container:
                 pause = _POLL_S
                 try:
                     while True:
-                        with paused(deadline):
+                        with deadline.paused():  # a host that does not answer takes none of the policy's time (law 3)
                             if not (await self._engine.state(command.execution))[0]:
                                 break
                         await trio.sleep(pause)
@@ -359,6 +366,8 @@ class Container:
             oom=command.oom,
             truncated=streams.stdout.truncated or streams.stderr.truncated,
             duration_s=command.duration_s,
+            cpu_s=command.used.cpu_s if command.used.known else None,
+            starved_s=command.used.starved_s,
         )
 
     # --- files --------------------------------------------------------------------------------------------------

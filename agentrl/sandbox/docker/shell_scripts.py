@@ -17,6 +17,16 @@ MARK = "AGENTRL_RUN"
 
 REFUSED = 91
 
+PROGRAMS = "cat chmod find grep head ls mkdir readlink rm tar"
+"""What an image must have beside `sh`: POSIX programs, and `readlink -f`. coreutils, findutils, grep and tar have them,
+and so has busybox. The scripts below use no flag that one of these lacks."""
+
+CHECK = f"""
+missing=
+for program in {PROGRAMS}; do command -v $program >/dev/null 2>&1 || missing="$missing $program"; done
+[ -z "$missing" ] || {{ echo "$missing" >&2; exit 1; }}
+[ -w /tmp ] || {{ echo "its /tmp cannot be written: RUN chmod 1777 /tmp" >&2; exit 2; }}
+"""
 BOUND = "ulimit -u {pids} 2>/dev/null || ulimit -p {pids}; "  # bash's name, dash's name
 ENTER = """cd {workspace} && cd -- {cwd} 2>/dev/null && case "$(pwd -P)/" in {workspace}/*) ;; *) false ;; esac || {{
 echo "sandbox: no such folder in the work folder" >&2; exit 126; }}; """

@@ -23,7 +23,8 @@ from typing import Any, Final, Protocol, TypeVar
 import trio
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable, boundary
-from agentrl.host.clocks import host_time, policy_time
+from agentrl.host.clocks import HOST_DEADLINE_S, credit_host, host_time, policy_time
+from agentrl.host.cpu_time import starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, Limits, SandboxSpec
 from agentrl.sandbox.background_process import NeverStarted
@@ -184,6 +185,9 @@ class RemoteBox:
                 await job.abandon()
             raise
         assert result is not None
+        credit_host(result.starved_s)
+        if result.timed_out and result.starved_s >= HOST_DEADLINE_S:
+            raise starved_out(result.starved_s, result.cpu_s or 0.0)
         return result
 
     async def start(
@@ -645,6 +649,8 @@ def _result(reply: Mapping[str, Any]) -> ExecResult:
         oom=reply["oom"],
         truncated=reply["truncated"],
         duration_s=reply["duration_s"],
+        cpu_s=reply["cpu_s"],
+        starved_s=reply["starved_s"],
     )
 
 

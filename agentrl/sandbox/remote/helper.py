@@ -27,6 +27,8 @@ END_S = 10.0  # for killed processes to be gone
 DRAIN_S = 1.0  # for pipes that something still holds
 KEPT_S = 600.0  # for the answer to be fetched
 POLL_S = 0.05
+LOOK_S = 5.0  # between two looks at whether the machine starves the command
+STARVED_S = 600.0  # more than this is given back to no command
 
 
 def b64(data):
@@ -83,6 +85,7 @@ class CommandSupervisor:
         self.why, self.answers, self.waiting = "", {}, []
         self.began = time.monotonic()
         self.kills = memory_kills()
+        self.starved_s, self.looked = 0.0, (self.began, 0.0, {})
 
     def run(self):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans of the command come to us, whatever they forked
@@ -90,9 +93,14 @@ class CommandSupervisor:
         with contextlib.suppress(AttributeError, OSError):  # without it the end is seen a moment later
             self.gone = os.pidfd_open(pid)
         deadline = self.began + self.request["wall_s"]
+        look = self.began + LOOK_S
         while self.status is None:
             self.turn(POLL_S)
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= min(deadline, look) and self.starved_s < STARVED_S:
+                deadline += self.look()  # time without a processor is the host's, as in agentrl.host.cpu_time
+                look = now + LOOK_S
+            if now >= deadline:
                 self.timed_out = True
                 os.kill(pid, signal.SIGKILL)
                 deadline = float("inf")
@@ -268,7 +276,34 @@ class CommandSupervisor:
             "oom": self.status == 137 and not self.timed_out and memory_kills() > self.kills,
             "truncated": self.truncated,
             "duration_s": self.duration,
+            "cpu_s": self.cpu_s(),
+            "starved_s": self.starved_s,
         }
+
+    def cpu_s(self):
+        """CPU seconds of all that has ended so far: every descendant becomes a child of ours."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def look(self):
+        """The seconds since the last look in which the command could have run and got no processor."""
+        now, used, waits = time.monotonic(), self.cpu_s(), {}
+        for pid in self.descendants():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    words = file.read().rpartition(b")")[2].split()
+                used += sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+                if int(words[16]) > os.getpriority(os.PRIO_PROCESS, 0):
+                    continue  # it lowered its own priority
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                        waits[pid, thread] = int(file.read().split()[1]) / 1e9
+        looked, used_before, waits_before = self.looked
+        longest = max((wait - waits_before.get(key, 0.0) for key, wait in waits.items()), default=0.0)
+        starved = max(0.0, min(longest, now - looked - max(0.0, used - used_before)))
+        self.looked = (now, used, waits)
+        self.starved_s += starved
+        return starved
 
     def descendants(self):
         parents = {}

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from agentrl.errors import SandboxUnavailable, boundary
 from agentrl.host.clocks import host_time
+from agentrl.host.installation import install_command
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.remote.box import AsyncioLoop, ProviderBox, RemoteBackend
 
@@ -140,7 +141,7 @@ def _environment_type(kind: str) -> Any:
         registry: Any = importlib.import_module("inspect_ai.util._sandbox.registry")
     except ImportError as error:
         raise SandboxUnavailable(
-            f"inspect: inspect_ai is not installed ({error}): pip install 'agentrl[inspect]'"
+            f"inspect: inspect_ai is not installed ({error}): {install_command('inspect')}"
         ) from None
     with boundary(SandboxUnavailable, "inspect:"):
         return registry.registry_find_sandboxenv(kind)

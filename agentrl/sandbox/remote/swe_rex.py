@@ -19,6 +19,7 @@ import trio
 
 from agentrl.errors import SandboxUnavailable, UsageError, boundary
 from agentrl.host.clocks import host_time
+from agentrl.host.installation import install_command
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.remote.box import AsyncioLoop, ProviderBox, RemoteBackend
 
@@ -122,5 +123,5 @@ def _library(module: str) -> Any:
         return importlib.import_module(f"swerex.{module}")
     except ImportError as error:
         raise SandboxUnavailable(
-            f"swe-rex: it, or what this deployment needs, is not installed ({error}): pip install 'agentrl[swe-rex]'"
+            f"swe-rex: it, or what this deployment needs, is not installed ({error}): {install_command('swe-rex')}"
         ) from None

@@ -8,7 +8,7 @@ Which of the closed groups a step takes is an order's choice (see `group_order`)
 untrained.
 
 A member's tokens, rewards and the record that it is judged against never change once it was taken, so that a step can
-be trained again (`Retaking`) until retention drops its tokens. Never knows weights, nor what a step made of them.
+be trained again (`trained_steps`) until retention drops its tokens. Never knows weights, nor what a step made of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from agentrl.algos.judging import Returns, strength
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.buffer.closing import FULL, ClosePolicy
 from agentrl.store.buffer.group_order import OLDEST, Chosen, Offered, Ready, TakeOrder, choose, to_close
-from agentrl.store.buffer.no_signal import Returns, strength
 from agentrl.store.codec import unpack_record, unpack_task
-from agentrl.store.databases.database import Database, StorePart, outlasting
+from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.episodes.endings import end_episode
-from agentrl.store.episodes.groups import LATE, OPEN, TRAIN, close, close_if_ended, enough, scored
+from agentrl.store.episodes.groups import LATE, OPEN, TRAIN, close, close_if_ended, count_states, enough, scored
 from agentrl.store.learner_fence import check_lead
 from agentrl.store.reads import load_group
 from agentrl.store.run_values import ATTEMPT_SQL
@@ -114,6 +114,7 @@ class GroupBuffer(StorePart):
         self._strengths: dict[tuple[int, Returns], tuple[float, bool]] = {}  # closed groups: their records never change
         self._scored_s: dict[tuple[int, int], list[float]] = {}  # of running groups, by id and number of scored members
 
+    @retried
     def take(
         self,
         step: int,
@@ -139,6 +140,10 @@ class GroupBuffer(StorePart):
 
         Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
         them back."""
+        # The choice is made outside of the transaction that takes. An order may be the user's own code, and it looks at
+        # every closed group; with the write lock held, all episodes of the run would wait for it to journal. Whatever
+        # else changes meanwhile only adds: groups close and members end, and no other process takes, since it would
+        # have to lead (`check_lead`). So what was chosen is still there.
         offered = self._offered(step, n, max_lag, returns)
         if closes := to_close(offered, n, close_at_bound):
             self._close_early(closes)
@@ -168,6 +173,7 @@ class GroupBuffer(StorePart):
             running = self._db.rows("SELECT id FROM groups WHERE state = 'running'")
             close(self._db, [id for (id,) in sorted(running) if id in group_ids], self._db.clock())
 
+    @retried
     def at_bound(self, step: int, *, max_lag: int, quorum: int | None) -> AtBound:
         """The work that optimizer step `step` would make too old for every later step.
 
@@ -189,6 +195,8 @@ class GroupBuffer(StorePart):
         now = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
             check_lead(self._db)
+            # What ended since the choice comes along if it is a late member; a group that closed since waits for the
+            # next step. To choose again here would need the order inside the transaction.
             offer = self._offer(step, max_lag, returns)
             silent = [group_id for group_id in offer.silent if group_id in chosen.skips]
             self._expire(offer.stale, STALE, now)
@@ -205,9 +213,11 @@ class GroupBuffer(StorePart):
                 "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
                 [(step, group_id) for group_id in taken],
             )
+        # Read in a transaction of its own: to unpack a step's tokens takes far longer than to mark its rows, and every
+        # journal would wait. A crash in between loses nothing, the rows say what was taken, and the restart rolls back.
         return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in chosen.picks], offer.late)
 
-    @outlasting
+    @retried
     def _of_step(
         self, step: int, taken: Sequence[tuple[Sequence[_Ended], float]], late_members: Sequence[_Ended]
     ) -> list[Group]:
@@ -221,6 +231,7 @@ class GroupBuffer(StorePart):
             groups += skipped_for(self._db, step)
         return [group for group in groups if group.trajectories or group.left_out]
 
+    @retried
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
         """Close running training groups by `close_policy` or by their deadline; expire overdue groups and members.
 
@@ -240,6 +251,7 @@ class GroupBuffer(StorePart):
                 self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
         return due
 
+    @retried
     def end_late(self) -> int:
         """The last step is over: late members that no step took leave untrained, as "run_over"; those that still run
         expire. Returns how many there were."""
@@ -253,6 +265,9 @@ class GroupBuffer(StorePart):
         return len(late)
 
     def _offer(self, step: int, max_lag: int, returns: Returns) -> _Offer:
+        # Staleness is judged by `newest_step`, the youngest token of a member, and only to see whether anything of it
+        # can be trained. Which of its tokens are too old is for the learner to say, token by token: an episode that
+        # went on over three versions keeps its young turns (`agentrl.learner.data.lag_bound`).
         columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
         ((later,),), buffered, late = self._db.all_rows(
             ("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,)),
@@ -306,10 +321,9 @@ class GroupBuffer(StorePart):
         new = [id for id in groups if (id, returns) not in known]
         rows = self._db.all_rows(*(("SELECT record, task FROM groups WHERE id = ?", (id,)) for id in new))
         for id, ((record, task),) in zip(new, rows, strict=True):
-            if record is not None:  # closed by an older agentrl: taken to have signal
-                own = returns.of(unpack_task(task).env)
-                found = strength(unpack_record(record), own)
-                self._strengths[id, returns] = found, own.skips and not found
+            env_returns = returns.for_env(unpack_task(task).env)
+            mean = strength(unpack_record(record), env_returns)
+            self._strengths[id, returns] = mean, env_returns.skips and not mean
 
     def _skips(self, step: int) -> int:
         row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
@@ -334,6 +348,9 @@ class GroupBuffer(StorePart):
 
     def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
         """Move members out with `step`: into its lineage, or as stale. A late one that is not scored is dropped."""
+        # A member that is scored and too old leaves with the step too, as taken and stale. Its outcome stays in the
+        # record, so its siblings are judged as if it were trained: long episodes are the old ones, and a baseline
+        # without them would favour short ones. A rollback of the step brings all of them back together.
         for one in members:
             if one.trains:
                 self._db.execute(
@@ -356,6 +373,10 @@ class GroupBuffer(StorePart):
         return taken_for(self._db, members[0].group_id, [one.id for one in members], trains)
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
+        # A deadline counts from the first claim of a group, not from its admission: what waits for a worker has not
+        # begun to be late. One deadline closes a group that can be judged, and its open members get a second one as
+        # late members; a group that cannot be judged yet gets both as one. An evaluation gets one: it reports what it
+        # has, and nobody trains its stragglers.
         running = self._db.rows(
             "SELECT id, purpose, size, n_scored, started_s FROM groups INDEXED BY groups_running"
             " WHERE state = 'running' AND started_s < ? ORDER BY id",
@@ -371,7 +392,7 @@ class GroupBuffer(StorePart):
             "SELECT id, n_scored FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
             (policy.at_least,),
         )
-        self._scored_s = {(id, n): self._scored_s.get((id, n)) or self._ends(id) for id, n in closable}
+        self._scored_s = {(id, n): self._scored_s.get((id, n)) or _ends(self._db, id) for id, n in closable}
         closed |= {id for (id, _), ended in self._scored_s.items() if policy.closes(ended, now)}
         late = self._db.rows(
             f"SELECT e.id FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
@@ -379,11 +400,6 @@ class GroupBuffer(StorePart):
             (now - 2 * deadline_s,),
         )
         return Expired(tuple(sorted(closed)), tuple(over), tuple(id for (id,) in late))
-
-    def _ends(self, group_id: int) -> list[float]:
-        """When the scored members of a group ended, earliest first."""
-        ends = self._db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
-        return sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
 
     def _expire(self, group_ids: Sequence[int], reason: str, now: float) -> None:
         for group_id in group_ids:
@@ -400,18 +416,33 @@ class GroupBuffer(StorePart):
             if expired.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
 
+    @retried
+    def ready_count(self) -> int:
+        """How many training groups the learner could take now, stale ones included."""
+        with self._db.read():
+            return count_states(self._db, TRAIN).get(GroupState.SCORED, 0)
+
+    @retried
+    def late_open(self) -> int:
+        """How many late members have not ended: their groups closed without them."""
+        with self._db.read():
+            row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
+        return 0 if row is None else row[0]
+
+
+def _ends(db: Database, group_id: int) -> list[float]:
+    """When the scored members of a group ended, earliest first."""
+    ends = db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
+    return sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
+
 
 def taken_for(db: Database, group_id: int, members: Collection[int], trains: Collection[int]) -> Group:
     """A group as a step takes it: these members, of which it `trains` some. Inside a transaction."""
     group = load_group(db, group_id, members)
-    record = group.record
-    if record is None:  # closed by an older agentrl, which kept no records: no member is late
-        record = {one.member: one.record for one in group.trajectories if one.scored}
     return replace(
         group,
         trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
         left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
-        record=record,
     )
 
 
@@ -425,66 +456,3 @@ def skipped_for(db: Database, step: int) -> list[Group]:
         group = load_group(db, group_id, [id for (id,) in rows])
         found.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
     return found
-
-
-Gone = Literal["", "tokens", "episodes"]
-"""What a step lacks: nothing; tokens, which retention dropped; or episodes, which the store lost with its power."""
-
-
-class Retaking(StorePart):
-    """Say which steps are still whole, and give their groups."""
-
-    def steps_trained(self) -> dict[int, Gone]:
-        """All steps of the lineage, in order, and what each of them lacks."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT l.step, MAX(g.tokens_dropped) FROM lineage l JOIN episodes e ON e.id = l.episode_id"
-                " JOIN groups g ON g.id = e.group_id WHERE l.undone_attempt IS NULL GROUP BY l.step"
-            )
-            lost = self._db.rows("SELECT DISTINCT step FROM lost_members")
-        found: dict[int, Gone] = {step: "tokens" if dropped else "" for step, dropped in rows}
-        for (step,) in lost:
-            found[step] = "episodes"
-        return dict(sorted(found.items()))
-
-    def retake(self, step: int) -> list[Group]:
-        """What `take` gave for optimizer step `step`, in the order of its lineage; every `weight` is 1. Raises
-        StoreError if the step is not in the lineage, or lacks something."""
-        if (gone := self.steps_trained().get(step, "episodes")) != "":
-            raise StoreError(f"step {step} cannot be taken again: its {gone} are gone")
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT l.episode_id, e.group_id FROM lineage l JOIN episodes e ON e.id = l.episode_id"
-                " WHERE l.step = ? AND l.undone_attempt IS NULL ORDER BY l.id",
-                (step,),
-            )
-            trained = {id for id, _ in rows}
-            members: defaultdict[int, list[int]] = defaultdict(list)
-            for id, group_id in rows:
-                members[group_id].append(id)
-            for id, group_id in self._left_out(step):
-                if id not in trained:
-                    members[group_id].append(id)
-            groups = [taken_for(self._db, group_id, own, trained) for group_id, own in members.items()]
-            return groups + skipped_for(self._db, step)
-
-    def _left_out(self, step: int) -> list[tuple[int, int]]:
-        """(episode, group) of the members that left with a step, untrained: too old, or not scored. A late one that is
-        not scored leaves with its group, or with the first step after its end."""
-        ((before_s, taken_s),) = self._db.rows(  # when the step before took its members, and when this one did
-            "SELECT MAX(CASE WHEN step < ?1 THEN taken_s END), MAX(CASE WHEN step = ?1 THEN taken_s END)"
-            " FROM lineage WHERE step <= ?1 AND undone_attempt IS NULL",
-            (step,),
-        )
-        rows = self._db.rows(
-            "SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM groups g JOIN episodes e ON e.group_id = g.id"
-            " WHERE g.taken_step = ?1 AND g.purpose = ?2 AND e.stop_reason IS NOT NULL AND e.taken_step IS NULL"
-            " AND e.ended_s <= ?3"
-            " UNION SELECT e.id, e.group_id, e.stop_reason, e.outcome FROM episodes e"
-            " JOIN groups g ON g.id = e.group_id WHERE e.late = 1 AND e.dropped = e.stop_reason"
-            " AND e.ended_s > ?4 AND e.ended_s <= ?3 AND g.taken_step < ?1",
-            (step, TRAIN, taken_s or 0.0, before_s or 0.0),
-        )
-        left = [(id, group_id) for id, group_id, stop_reason, outcome in rows if not scored(stop_reason, outcome)]
-        stale = self._db.rows("SELECT id, group_id FROM episodes WHERE taken_step = ? AND dropped = 'stale'", (step,))
-        return sorted([*left, *stale])

@@ -48,7 +48,7 @@ class Quorum:
 
     The baseline then comes from the fast members: of each episode from the first `k` - 1 others that ended, so that it
     depends neither on the episode it judges nor on when that one ended, and leave-one-out stays unbiased (see
-    `train.samples`). Late members are trained too, so no length is favoured."""
+    `agentrl.algos.judging`). Late members are trained too, so no length is favoured."""
 
     k: int
     after_s: float

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 class Ready(NamedTuple):
     """A closed group that may be taken: its id (groups are admitted in the order of their ids), when it closed, the lag
-    of its youngest token in steps, and its `strength` (mean |advantage|, see `no_signal`)."""
+    of its youngest token in steps, and its `strength` (mean |advantage|, see `algos.judging`)."""
 
     group_id: int
     closed_s: float

@@ -28,7 +28,7 @@ _MARKS: dict[Role, str | None] = {
     # anyway, so it misses little if a hundred wait all the time.
     "rollout": f"SELECT {_PHASE}, (SELECT TOTAL(n) FROM group_counts), (SELECT COUNT(*) FROM leases),"
     " (SELECT TOTAL(n) FROM group_counts WHERE purpose = 'train' AND state IN"
-    " ('waiting', 'running', 'finished', 'scored')),"
+    " ('waiting', 'running', 'scored')),"
     " (SELECT COUNT(*) FROM (SELECT 1 FROM episodes WHERE state = 'waiting' LIMIT 100) waiting),"
     f" {_NEWEST}",
     "reward": None,

@@ -13,7 +13,6 @@ Statements are in the SQL that both databases read, with `?` for a parameter; `p
 
 from __future__ import annotations
 
-import inspect
 import json
 import struct
 import sys
@@ -176,10 +175,10 @@ class Database(ABC):
 
     @abstractmethod
     def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
-        """Bring the schema up to date; with `create` also make it, running `first` in the same transaction.
+        """See that there is a store of our schema; with `create` make it, running `first` in the same transaction.
 
-        Raises UsageError if there is a store already (`create`) or none (otherwise), StoreVersionError if a newer
-        agentrl wrote it."""
+        Raises UsageError if there is a store already (`create`) or none (otherwise), FormatError if it has another
+        schema."""
 
     def hurry(self, busy_s: float) -> None:
         """From now on wait no longer than `busy_s` for another process's write lock, or for a database that is away,
@@ -239,7 +238,8 @@ class Database(ABC):
 
     @abstractmethod
     def faults(self) -> list[str]:
-        """The faults that the database's own check finds in the store, inside a transaction."""
+        """The faults that the database's own check finds in the store, inside a transaction. The whole file is read:
+        600 MB take a second."""
 
     @abstractmethod
     def any_text(self, text: str | bytes) -> str | bytes:
@@ -321,6 +321,12 @@ class Database(ABC):
         each `write` is a part of it. A call that raises is undone alone. If the transaction cannot begin or
         commit, or the database undoes it (a full disk), every call has that error, and nothing was written. `shared`:
         all their writes are. Calls that are `Several` go first, at once."""
+        # Most writes of a run come here, many at once, and almost none fails. So they are first made without savepoints
+        # (`_at_once`): two statements less for each. If one raises, or a block was left half done (`_torn`), all are
+        # undone and made again one by one, each in a savepoint, and the one that fails is undone alone. That is sound
+        # because a call depends on the store's rows alone: made again, it does the same. A call that waits for the
+        # disk, or that needs the store for itself, is refused: its promise would have to be that of all the others.
+        # `tests/store/test_atomic.py` stops a process at every statement of every write.
         whole = partial(self._all, calls, shared)
         try:
             try:
@@ -344,6 +350,8 @@ class Database(ABC):
     def outlast(self, call: Callable[[], _T], error: StoreAway) -> _T:
         """The result of a call once the database answers; before, it raised `error`, and left nothing. Raises StoreAway
         after `away_s`, and at once if the call is a part of a transaction, which is made again as a whole."""
+        # A part of a transaction is not made again by itself: what came before it in the same transaction is gone with
+        # the connection. The call that holds the lock makes the whole again.
         if self._lock.mine or error.given_up or not self.away_s:
             raise error
         began = time.monotonic()
@@ -507,26 +515,18 @@ class _Turn:
 
 
 class StorePart:
-    """A part of the store's methods. All parts share one database, which holds the state.
-
-    A public method is made again from its start if the database went away under it, so it has no transaction after one
-    that wrote, unless that is of a method which is `outlasting` by itself."""
+    """A part of the store: calls on one kind of rows. All parts of a handle share its database, which has the state."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def __init_subclass__(cls) -> None:
-        for name, method in list(vars(cls).items()):
-            if name.startswith("_") or inspect.isgeneratorfunction(method):
-                continue
-            if inspect.isfunction(method):
-                setattr(cls, name, outlasting(method))
-            elif isinstance(method, property) and method.fget is not None:
-                setattr(cls, name, property(outlasting(method.fget)))
 
+def retried(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Have a call of a part made again, whole, if the database goes away under it, for `away_s` at most.
 
-def outlasting(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """A method of a `StorePart` that is made again as a whole if the database goes away under it."""
+    Such a call has one transaction that writes, and nothing after it: what was committed would be written twice. A call
+    with several marks the step that has each. The decorator stands at every call that needs it; an earlier version
+    added it to all public methods of a subclass, and nobody who read a call knew that it may run twice."""
 
     @wraps(method)
     def call(self: Any, *arguments: _P.args, **named: _P.kwargs) -> _T:

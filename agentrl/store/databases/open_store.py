@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import UsageError
+from agentrl.host.installation import install_command
 from agentrl.store.databases.database import Database
 from agentrl.store.databases.sqlite import SQLite
 
@@ -52,21 +53,6 @@ def refuse_copy(address: Path) -> None:
         raise UsageError(f"{address.parent} is a copy of {first}, and both name one store: give it its own: {mend}")
 
 
-def parts(path: Path) -> list[Path]:
-    """The address files of a store's databases: older runs may have several. SQLite's file stands for itself."""
-    found = [path]
-    while path.suffix == SUFFIX and (one := path.with_suffix(f".{len(found)}{SUFFIX}")).exists():
-        found.append(one)
-    return found
-
-
-def refuse_several(path: Path) -> None:
-    """Raise UsageError for a store that an older agentrl spread over several databases."""
-    if (n := len(parts(path))) > 1:
-        hint = f"gather them in one: agentrl store copy {path.parent} --to sqlite, then go on as before"
-        raise UsageError(f"{path}: this run's store is in {n} databases, which only older versions spread: {hint}")
-
-
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
     """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if that is given.
 
@@ -88,7 +74,7 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
 
 
 def look(path: Path, *, clock: Callable[[], float]) -> Database:
-    """Connect to look: nothing is written or migrated, and no writer waits. Raises as `connect` does."""
+    """Connect to look: nothing is written, and no writer waits. Raises as `connect` does."""
     if path.suffix != SUFFIX:
         return SQLite.look(path, clock=clock)
     _require_driver()
@@ -135,7 +121,7 @@ def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], 
 
 
 def remove(path: Path) -> None:
-    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite. Raises UsageError if
+    """Remove the tables that a store's address file names, for good; nothing for a file of SQLite. Raises UsageError if
     they are those of another folder, see `own`, or somebody supervises their run."""
     if path.suffix != SUFFIX:
         return
@@ -143,15 +129,14 @@ def remove(path: Path) -> None:
         forget_folder(path)
         from agentrl.store.databases.postgres.postgres import Address, Postgres
 
-        for one in reversed(parts(path)):
-            if one.exists():
-                db = Postgres(one, Address.read(one), lambda: 0.0)
-                db.drop()
-                db.close()
+        if path.exists():
+            db = Postgres(path, Address.read(path), lambda: 0.0)
+            db.drop()
+            db.close()
 
 
 def _require_driver() -> None:
     try:
         import psycopg  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
-        raise UsageError(f"a store in PostgreSQL needs its driver ({error}): pip install 'agentrl[postgres]'") from None
+        raise UsageError(f"a store in PostgreSQL needs its driver ({error}): {install_command('postgres')}") from None

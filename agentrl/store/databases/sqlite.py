@@ -37,26 +37,14 @@ class SQLite(Database):
 
     @classmethod
     def look(cls, path: Path, *, clock: Callable[[], float]) -> Self:
-        """Open the file to read. It takes no lock that a writer waits for, and changes nothing; if an older agentrl
-        wrote it, a private copy is brought up to date and read.
+        """Open the file to read. It takes no lock that a writer waits for, and changes nothing.
 
-        Raises UsageError if there is no file, StoreVersionError if a newer agentrl wrote it."""
+        Raises UsageError if there is no file or no run in it, FormatError if its schema is another."""
         if not path.is_file():
             raise UsageError(f"{path} holds no run: there is no such file")
         connection = read_only(path)
         try:
-            version = schema.read_version(connection, str(path))
-            if not version:
-                raise UsageError(f"{path} holds no run: it was never begun")
-            if version < schema.SCHEMA_VERSION:
-                copied = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file that has no name
-                connection.backup(copied)
-                connection.close()
-                connection = copied
-                connection.execute("PRAGMA journal_mode = MEMORY")
-                connection.execute("BEGIN")
-                schema.migrate(connection, version)
-                connection.execute("COMMIT")
+            _check(connection, path)
             connection.execute("PRAGMA query_only = ON")
         except sqlite3.Error as error:
             connection.close()
@@ -75,7 +63,6 @@ class SQLite(Database):
             raise damaged(path, ValueError("the file is empty"))  # SQLite would begin it anew, and wait for its users
         try:
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute(f"PRAGMA busy_timeout = {_MOMENT_MS}")
@@ -89,27 +76,18 @@ class SQLite(Database):
             self._connection.close()
 
     def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
-        """Bring the schema up to date; with `create` also make it, running `first` in the same transaction.
-
-        Raises UsageError if there is a store already (`create`) or none (otherwise), StoreVersionError if a newer
-        agentrl wrote it."""
-        path = str(self.path)
-        if not create and self._version() == schema.SCHEMA_VERSION:
-            return
-        with self.write():
-            version = schema.read_version(self._connection, path)  # again: another process may have migrated it
-            if create and version:
-                raise UsageError(f"{path} holds a run already: resume it, or choose another folder")
-            if not create and not version:
-                raise UsageError(f"{path} holds no run: it was never begun")
-            if version < schema.SCHEMA_VERSION:
-                schema.migrate(self._connection, version)
-            if create:
+        if not create:
+            with self.read():
+                _check(self._connection, self.path)
+        else:
+            with self.write():
+                if not schema.is_empty(self._connection):
+                    _check(self._connection, self.path)
+                    raise UsageError(f"{self.path} holds a run already: resume it, or choose another folder")
+                schema.create_tables(self._connection)
                 first()
-
-    def _version(self) -> int:
-        with self.read():
-            return schema.read_version(self._connection, str(self.path))
+        with self._lock, self._naming():  # not before: it is written to the file, which may be another program's
+            self._connection.execute("PRAGMA journal_mode = WAL")
 
     # --- transactions and statements ------------------------------------------------------------------------------
 
@@ -172,13 +150,20 @@ class SQLite(Database):
         pass  # SQLite goes on by itself
 
     def faults(self) -> list[str]:
-        return [str(message) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
+        return [" ".join(str(message).split()) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
 
     def any_text(self, text: str | bytes) -> str | bytes:
         if isinstance(text, bytes):  # as PostgreSQL has all text, or with lone surrogates
             with contextlib.suppress(UnicodeDecodeError):
                 return text.decode()
         return text
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise UsageError unless the file holds a store, FormatError unless its schema is the one that we read."""
+    if schema.is_empty(connection):
+        raise UsageError(f"{path} holds no run: it was never begun")
+    schema.check_version(schema.read_version(connection), path)
 
 
 class CommitCounter:

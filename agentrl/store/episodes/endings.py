@@ -8,7 +8,9 @@ Failures of one cause at one time are one outage: an engine that hangs fails a h
 A failure belongs to the latest outage of its cause (its stop reason) if its episode's last sign of life was before that
 outage began, or if the outage began less than `OUTAGE_S` ago. The second rule holds only after an episode of this
 attempt ended well: a run that never worked is not in an outage, and its user should soon read why. A failure that names
-the place in somebody's code which raised it is no outage: it counts by itself, as RAISED.
+the place in somebody's code which raised it is no outage: it counts by itself, as RAISED. Where a task raised and is
+played again, what it raises then counts with its first plays: a budget is a share of what was tried, and replays of a
+few bad tasks would use it up.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_
 
 
 def note_failure(db: Database, episode_id: int, cause: StopReason, detail: str, now: float) -> None:
-    """Count an episode that failed by `cause`, with its `detail` in one line: in its outage, in a new one, or by
-    itself. Inside a transaction."""
+    """Count an episode that failed by `cause`, with its `detail` in one line: in its outage, in a new one, by itself,
+    or with the first plays of its task. Inside a transaction."""
     attempt, well = ended_well(db)
+    raised = bool(split_place(detail)[1])
+    kind = RAISED if raised else cause
     insert = "INSERT INTO outages (attempt, cause, began_s, episodes, well) VALUES (?, ?, ?, 1, ?)"
-    if split_place(detail)[1]:
-        db.execute(insert, (attempt, RAISED, now, well))
-        return
+    add = "UPDATE outages SET episodes = episodes + 1 WHERE id = ?"
     latest = db.row(
-        "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, cause)
+        "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, kind)
     )
+    if raised:
+        if latest is not None and _raised_before(db, episode_id):
+            db.execute(add, (latest[0],))
+        else:
+            db.execute(insert, (attempt, RAISED, now, well))
+        return
     alive = db.row(
         "SELECT e.started_s, MAX(t.ended_s) FROM episodes e"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE e.id = ? GROUP BY e.id",
@@ -51,9 +59,19 @@ def note_failure(db: Database, episode_id: int, cause: StopReason, detail: str, 
     started_s, turned_s = alive
     alive_s = max(now if started_s is None else started_s, turned_s or 0.0)
     if latest is not None and (alive_s < latest[1] or (well and now - latest[1] < OUTAGE_S)):
-        db.execute("UPDATE outages SET episodes = episodes + 1 WHERE id = ?", (latest[0],))
+        db.execute(add, (latest[0],))
     else:
         db.execute(insert, (attempt, cause, now, well))
+
+
+def _raised_before(db: Database, episode_id: int) -> bool:
+    """Whether the episode's group plays a task again whose last play raised an exception."""
+    rows = db.rows(
+        "SELECT b.detail FROM episodes e JOIN groups g ON g.id = e.group_id"
+        " JOIN episodes b ON b.group_id = g.replay_of WHERE e.id = ?",
+        (episode_id,),
+    )
+    return any(split_place(detail or "")[1] for (detail,) in rows)
 
 
 def ended_well(db: Database) -> tuple[int, int]:
@@ -86,7 +104,7 @@ _END = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an episode ended: the arguments of `Journal.finish`."""
+    """How an episode ended. `outcomes` are the outcomes by role; `detail` is the cause of a failure in one line."""
 
     stop_reason: StopReason
     outcome: float | None = None

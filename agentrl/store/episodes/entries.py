@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import StoreAway, StoreError
-from agentrl.records import Step, Turn, turn_id
+from agentrl.records import ShownTools, Step, Turn, turn_id
 from agentrl.store.codec import (
     pack_answer,
     pack_experts,
@@ -24,6 +24,7 @@ from agentrl.store.codec import (
     pack_spans,
     pack_text,
     pack_tokens,
+    pack_tools,
     without_images,
 )
 from agentrl.store.databases.database import Database, Result, Several
@@ -119,6 +120,15 @@ def write_images(db: Database, images: Mapping[str, bytes]) -> None:
     """Write the data of images that the store does not have yet, inside a transaction."""
     for digest, data in sorted(images.items()):  # in one order, so that two processes cannot wait for each other
         db.execute("INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, data))
+
+
+def write_tools(db: Database, episode_id: int, tools: ShownTools) -> None:
+    """Note which tools an episode was shown, inside a transaction. Most episodes of a run share one set: its schemas
+    stand in the store once."""
+    digest, text = pack_tools(tools)
+    if digest:
+        db.execute("INSERT INTO tool_sets VALUES (?, ?) ON CONFLICT DO NOTHING", (digest, text))
+        db.execute("UPDATE episodes SET tools = ? WHERE id = ?", (digest, episode_id))
 
 
 class PackedAnswer(NamedTuple):

@@ -18,15 +18,14 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from agentrl.errors import StoreError, UsageError
+from agentrl.errors import NotInStore, UsageError
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
-from agentrl.store.databases.database import Asked, Database, Row, StorePart
+from agentrl.store.databases.database import Asked, Database, Row, StorePart, retried
 from agentrl.store.reads import WEIGHTS
 from agentrl.store.run_values import NEXT_TASK
 from agentrl.store.schema import SET_META
@@ -36,29 +35,7 @@ from agentrl.store.versions import latest_confirmed
 # and it was not played again.
 LOST_REASONS = "('engine_failed', 'sandbox_failed', 'env_failed', 'deadline')"
 """In SQL: the reasons of groups that infrastructure ended."""
-_LOST = f"purpose = 'train' AND state IN ('expired', 'failed') AND reason IN {LOST_REASONS} AND played_again = 0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replays:
-    """Counts of tasks lost to infrastructure: `played` again, `waiting` for it, and `given_up`."""
-
-    played: int
-    waiting: int
-    given_up: int
-
-
-class ReplayCounts(StorePart):
-    """Count replays."""
-
-    def replays(self, max_replays: int) -> Replays:
-        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
-        with self._db.read():
-            played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
-            lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {_LOST}")
-            waiting = len(lost_groups(self._db, max_replays))
-        assert played is not None and lost is not None
-        return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
+LOST = f"purpose = 'train' AND state IN ('expired', 'failed') AND reason IN {LOST_REASONS} AND played_again = 0"
 
 
 def quarantined(db: Database) -> set[str]:
@@ -71,7 +48,7 @@ def lost_groups(db: Database, max_replays: int) -> list[int]:
     if not max_replays:
         return []
     rows = db.rows(
-        f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {_LOST} AND replays < ? ORDER BY id",
+        f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {LOST} AND replays < ? ORDER BY id",
         (max_replays,),
     )
     known = quarantined(db) if rows else set[str]()
@@ -94,19 +71,21 @@ OPEN = (
 )
 """In SQL: the ids of groups with open members; more than once for a group with several late ones."""
 
-_ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
+_ACCEPTED = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
 
 
 class Groups(StorePart):
     """Start groups and count them."""
 
+    @retried
     def admissible(self, bounds: AdmissionBounds, *, limit: int) -> Room:
         """How many training groups may start now, at most `limit`, and which. None while no weight version is
         confirmed. Prepare that many tasks, then `admit` them."""
         with self._db.read():
             return self._room(bounds, limit)[0]
 
+    @retried
     def admit(
         self, tasks: Sequence[Task], *, first: int, bounds: AdmissionBounds, limit: int, skipped: Collection[int] = ()
     ) -> int:
@@ -115,6 +94,8 @@ class Groups(StorePart):
 
         A quarantined task is passed over, as is one whose index is in `skipped`. If the next task of the run is not
         `first`, somebody else admitted meanwhile: nothing is started."""
+        # The room is counted again, in the transaction that fills it. Tasks are made before, as that may be the user's
+        # code and take long; by then somebody else may have used the place in the source, and `first` tells.
         with self._db.write():
             room, step = self._room(bounds, limit)
             if room.first != first:
@@ -139,6 +120,7 @@ class Groups(StorePart):
         replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
         return Room(groups, replays, first), version.step
 
+    @retried
     def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str, step: int | None = None) -> list[int]:
         """Start a group of `size` episodes for each task, outside admission; returns their ids. For evaluation: give
         each evaluation its own purpose, such as "eval:held_out@20"; `step` is that of the weights that it measures
@@ -148,35 +130,124 @@ class Groups(StorePart):
             step = (0 if version is None else version.step) if step is None else step
             return [create_group(self._db, task, size, purpose, step) for task in tasks]
 
+    @retried
     def rename_purpose(self, purpose: str, new: str) -> None:
         """Give the groups of an evaluation another purpose."""
         with self._db.write():
             self._db.execute("UPDATE groups SET purpose = ? WHERE purpose = ?", (new, purpose))
 
+    @retried
     def tasks_started(self) -> int:
         """The index of the next training task: the position in the task source."""
         with self._db.read():
             return next_task(self._db)
 
+    @retried
     def counts(self, purpose: str = TRAIN) -> dict[GroupState, int]:
         """How many groups of a purpose are in each state; states without any are left out. Constant time."""
         with self._db.read():
-            return _counts(self._db, purpose)
+            return count_states(self._db, purpose)
 
+    @retried
     def purposes(self) -> list[str]:
         """Every purpose that has groups."""
         with self._db.read():
             return [purpose for (purpose,) in self._db.rows("SELECT DISTINCT purpose FROM group_counts ORDER BY 1")]
 
-    def ready_count(self) -> int:
-        """How many training groups the learner could take now, stale ones included."""
-        return self.counts().get(GroupState.SCORED, 0)
+    @retried
+    def fork(self, episode_id: int, *, turn: int, k: int) -> int:
+        """Start a training group of `k` continuations of an episode, ended or not, whose turns from `turn` (counted
+        from 0) on are played anew; returns the group's id. They are played as soon as workers have room.
 
-    def late_open(self) -> int:
-        """How many late members have not ended: their groups closed without them."""
+        Raises StoreError for an unknown episode, UsageError if it has no such turn, an evaluation played it, or its
+        tokens were dropped."""
+        if not 2 <= k <= _MOST:
+            words = f"{k} continuation{'s' * (k != 1)}"
+            hint = f"ask for at most {_MOST}" if k > _MOST else "has no sibling to be compared with: ask for 2 or more"
+            raise UsageError(f"{words} {hint}" if k < 2 else f"{words}: {hint}")
+        with self._db.write():
+            task, start, tools, trial = self._origin(episode_id, turn)
+            version = latest_confirmed(self._db)
+            group_id = create_group(self._db, unpack_task(task), k, TRAIN, 0 if version is None else version.step)
+            self._db.execute(
+                "UPDATE groups SET fork_of = ?, fork_trial = ?, fork_turn = ?, played_again = 1 WHERE id = ?",
+                (episode_id, trial, turn, group_id),
+            )
+            self._db.execute("UPDATE episodes SET start = ?, tools = ? WHERE group_id = ?", (start, tools, group_id))
+            for (member,) in self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)):
+                self._begin(member, episode_id, trial, turn)
+        return group_id
+
+    @retried
+    def forked(self) -> frozenset[int]:
+        """The groups of which a member was forked."""
         with self._db.read():
-            row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
-        return 0 if row is None else row[0]
+            origins = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
+            rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins})")
+        return frozenset(id for (id,) in rows)
+
+    @retried
+    def fork_states(self, limit: int) -> list[GroupState]:
+        """The states of the latest forks that closed, the latest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT state FROM groups WHERE fork_turn IS NOT NULL AND state NOT IN ('waiting', 'running')"
+                " ORDER BY id DESC LIMIT ?",
+                (limit,),
+            )
+        return [GroupState(state) for (state,) in rows]
+
+    def _origin(self, episode_id: int, turn: int) -> tuple[str, str, str | None, int]:
+        """The task, first observation, tools and trial of an episode that can be forked at `turn`."""
+        row = self._db.row(
+            "SELECT g.purpose, g.task, e.start, e.tools, e.trial FROM episodes e JOIN groups g ON g.id = e.group_id"
+            " WHERE e.id = ?",
+            (episode_id,),
+        )
+        if row is None:
+            raise NotInStore(f"no episode {episode_id} in {self._db.path}: its table episodes lists them")
+        purpose, task, start, tools, trial = row
+        if purpose != TRAIN:
+            raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")
+        turns = self._db.rows(
+            "SELECT s.terminated = 1 OR s.truncated = 1, k.turn_id IS NOT NULL"
+            " FROM turns t JOIN steps s ON s.turn_id = t.id"
+            " LEFT JOIN tokens k ON k.turn_id = t.id WHERE t.episode_id = ? AND t.trial = ? ORDER BY t.idx",
+            (episode_id, trial),
+        )
+        if not turns:
+            raise UsageError(f"episode {episode_id} has no turn yet that its environment has answered")
+        if turn < 1:
+            raise UsageError(f"turn {turn} begins the episode: a fork starts at turn 1 or later")
+        most = len(turns) - bool(turns[-1][0])
+        if turn > most:
+            how = "and its last one ended it" if turns[-1][0] else "as far as it was played"
+            raise UsageError(f"episode {episode_id} has {len(turns)} turns, {how}: a fork starts at turn 1 to {most}")
+        if not all(kept for _, kept in turns[:turn]):
+            raise UsageError(f"retention has dropped the tokens of episode {episode_id}: fork a younger one")
+        return task, start, tools, trial
+
+    def _begin(self, member: int, origin: int, trial: int, turn: int) -> None:
+        """Copy the turns before `turn`, and a snapshot of their state if there is one."""
+        db = self._db
+        for (id,) in db.rows(
+            "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
+        ):
+            copy = db.insert(
+                "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
+                " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
+                " spans, n_prompt, n_tokens, NULL, state, started_s, ended_s FROM turns WHERE id = ?",
+                (member, id),
+            )
+            for table in ("tokens", "experts"):
+                db.execute(f"INSERT INTO {table} SELECT ?, data FROM {table} WHERE turn_id = ?", (copy, id))
+            columns = "observation, reward, terminated, truncated, info"
+            db.execute(f"INSERT INTO steps SELECT ?, {columns} FROM steps WHERE turn_id = ?", (copy, id))
+        state: tuple[Any, ...] = (member, origin, turn)
+        db.execute(
+            "INSERT INTO snapshots SELECT ?, turn, seconds, data FROM snapshots WHERE episode_id = ? AND turn < ?",
+            state,
+        )
 
 
 def next_task(db: Database) -> int:
@@ -184,7 +255,7 @@ def next_task(db: Database) -> int:
     return NEXT_TASK.within(db)
 
 
-def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
+def count_states(db: Database, purpose: str) -> dict[GroupState, int]:
     rows = db.rows("SELECT state, n FROM group_counts WHERE purpose = ? AND n > 0", (purpose,))
     return {GroupState(state): n for state, n in rows}
 
@@ -201,7 +272,7 @@ def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collec
 def load_of(db: Database, bounds: AdmissionBounds) -> Load:
     """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
     member in it. Inside a transaction."""
-    counts = _counts(db, TRAIN)
+    counts = count_states(db, TRAIN)
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
     running = db.row(  # an episode that waits for reward sources has no holder and takes no place
         "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
@@ -375,99 +446,3 @@ def _failure(stop_reasons: list[str]) -> str:
 
 
 _MOST = 1024  # continuations of one turn
-
-
-class Forks(StorePart):
-    """Fork episodes."""
-
-    def fork(self, episode_id: int, *, turn: int, k: int) -> int:
-        """Start a training group of `k` continuations of an episode, ended or not, whose turns from `turn` (counted
-        from 0) on are played anew; returns the group's id. They are played as soon as workers have room.
-
-        Raises StoreError for an unknown episode, UsageError if it has no such turn, an evaluation played it, or its
-        tokens were dropped."""
-        if not 2 <= k <= _MOST:
-            words = f"{k} continuation{'s' * (k != 1)}"
-            hint = f"ask for at most {_MOST}" if k > _MOST else "has no sibling to be compared with: ask for 2 or more"
-            raise UsageError(f"{words} {hint}" if k < 2 else f"{words}: {hint}")
-        with self._db.write():
-            task, start, trial = self._origin(episode_id, turn)
-            version = latest_confirmed(self._db)
-            group_id = create_group(self._db, unpack_task(task), k, TRAIN, 0 if version is None else version.step)
-            self._db.execute(
-                "UPDATE groups SET fork_of = ?, fork_trial = ?, fork_turn = ?, played_again = 1 WHERE id = ?",
-                (episode_id, trial, turn, group_id),
-            )
-            self._db.execute("UPDATE episodes SET start = ? WHERE group_id = ?", (start, group_id))
-            for (member,) in self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)):
-                self._begin(member, episode_id, trial, turn)
-        return group_id
-
-    def forked(self) -> frozenset[int]:
-        """The groups of which a member was forked."""
-        with self._db.read():
-            origins = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
-            rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins})")
-        return frozenset(id for (id,) in rows)
-
-    def fork_states(self, limit: int) -> list[GroupState]:
-        """The states of the latest forks that closed, the latest first."""
-        with self._db.read():
-            rows = self._db.rows(
-                "SELECT state FROM groups WHERE fork_turn IS NOT NULL AND state NOT IN ('waiting', 'running')"
-                " ORDER BY id DESC LIMIT ?",
-                (limit,),
-            )
-        return [GroupState(state) for (state,) in rows]
-
-    def _origin(self, episode_id: int, turn: int) -> tuple[str, str, int]:
-        """The task, first observation and trial of an episode that can be forked at `turn`."""
-        row = self._db.row(
-            "SELECT g.purpose, g.task, e.start, e.trial FROM episodes e JOIN groups g ON g.id = e.group_id"
-            " WHERE e.id = ?",
-            (episode_id,),
-        )
-        if row is None:
-            raise StoreError(f"no episode {episode_id} in {self._db.path}: its table episodes lists them")
-        purpose, task, start, trial = row
-        if purpose != TRAIN:
-            raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")
-        turns = self._db.rows(
-            "SELECT s.terminated = 1 OR s.truncated = 1, k.turn_id IS NOT NULL"
-            " FROM turns t JOIN steps s ON s.turn_id = t.id"
-            " LEFT JOIN tokens k ON k.turn_id = t.id WHERE t.episode_id = ? AND t.trial = ? ORDER BY t.idx",
-            (episode_id, trial),
-        )
-        if not turns:
-            raise UsageError(f"episode {episode_id} has no turn yet that its environment has answered")
-        if turn < 1:
-            raise UsageError(f"turn {turn} begins the episode: a fork starts at turn 1 or later")
-        most = len(turns) - bool(turns[-1][0])
-        if turn > most:
-            how = "and its last one ended it" if turns[-1][0] else "as far as it was played"
-            raise UsageError(f"episode {episode_id} has {len(turns)} turns, {how}: a fork starts at turn 1 to {most}")
-        if not all(kept for _, kept in turns[:turn]):
-            raise UsageError(f"retention has dropped the tokens of episode {episode_id}: fork a younger one")
-        return task, start, trial
-
-    def _begin(self, member: int, origin: int, trial: int, turn: int) -> None:
-        """Copy the turns before `turn`, and a snapshot of their state if there is one."""
-        db = self._db
-        for (id,) in db.rows(
-            "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
-        ):
-            copy = db.insert(
-                "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
-                " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
-                " spans, n_prompt, n_tokens, NULL, state, started_s, ended_s FROM turns WHERE id = ?",
-                (member, id),
-            )
-            for table in ("tokens", "experts"):
-                db.execute(f"INSERT INTO {table} SELECT ?, data FROM {table} WHERE turn_id = ?", (copy, id))
-            columns = "observation, reward, terminated, truncated, info"
-            db.execute(f"INSERT INTO steps SELECT ?, {columns} FROM steps WHERE turn_id = ?", (copy, id))
-        state: tuple[Any, ...] = (member, origin, turn)
-        db.execute(
-            "INSERT INTO snapshots SELECT ?, turn, seconds, data FROM snapshots WHERE episode_id = ? AND turn < ?",
-            state,
-        )

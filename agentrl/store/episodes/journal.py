@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.records import Messages, Step, StopReason, Turn
+from agentrl.records import NO_TOOLS, Messages, ShownTools, Step, StopReason, Turn
 from agentrl.store.codec import pack_files, pack_messages, printable, unpack_files, without_images
-from agentrl.store.databases.database import Database, StorePart
+from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.episodes.endings import EndEntry, Ending, end_episode
-from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry, write_images
+from agentrl.store.episodes.entries import PartEntry, StepEntry, TurnEntry, write_images, write_tools
 from agentrl.store.episodes.groups import TRAIN, create_again
 from agentrl.store.episodes.leases import check_fence, held
 from agentrl.store.episodes.partial_turns import Partial, discard_partial
 from agentrl.store.episodes.scores import turn_row
-from agentrl.store.versions import MintedVersions, latest_confirmed
+from agentrl.store.versions import Versions, latest_confirmed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,41 +34,6 @@ class EnvSnapshot:
     turn: int
     data: bytes
     seconds: float = 0.0
-
-
-class EnvSnapshots(StorePart):
-    """Keep the newest snapshot of each running episode."""
-
-    def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:
-        """Replace the episode's snapshot. Raises LeaseLost if it is no longer held under `fence`."""
-        with self._db.write(shared=True):
-            check_fence(self._db, episode_id, fence)
-            self._db.execute(
-                "INSERT INTO snapshots VALUES (?, ?, ?, ?) ON CONFLICT (episode_id)"
-                " DO UPDATE SET turn = excluded.turn, seconds = excluded.seconds, data = excluded.data",
-                (episode_id, snapshot.turn, snapshot.seconds, snapshot.data),
-            )
-
-    def snapshot(self, episode_id: int) -> EnvSnapshot | None:
-        """The newest snapshot of an episode that has not ended; None if there is none."""
-        with self._db.read():
-            row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
-        return None if row is None else EnvSnapshot(turn=row[0], seconds=row[1], data=row[2])
-
-    def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
-        """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the
-        episode is no longer held under `fence`."""
-        with self._db.write(shared=True):
-            check_fence(self._db, episode_id, fence)
-            self._db.execute(
-                "INSERT INTO unsaved VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (episode_id, turn, printable(reason))
-            )
-
-    def unsaved(self, episode_id: int) -> str:
-        """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""
-        with self._db.read():
-            row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
-        return "" if row is None else f"no snapshot from turn {row[0]} on: {row[1]}"
 
 
 def drop_snapshot(db: Database, episode_id: int) -> None:
@@ -82,11 +46,17 @@ def drop_snapshot(db: Database, episode_id: int) -> None:
 _LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
 
 
-class Journal(MintedVersions):
+class Journal(StorePart):
     """Write a running episode down, turn by turn."""
 
-    def begin(self, episode_id: int, fence: int, start: Messages) -> None:
-        """The environment was reset and answered `start`. Raises StoreError if turns are journaled already."""
+    def __init__(self, db: Database, versions: Versions) -> None:
+        super().__init__(db)
+        self._versions = versions
+
+    @retried
+    def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
+        """The environment was reset and answered `start`, with `tools` beside it. Raises StoreError if turns are
+        journaled already."""
         images, what = dict[str, bytes](), f"episode {episode_id}: start"
         packed = pack_messages(without_images(start, images, what), what)
         with self._db.write(shared=True):
@@ -95,26 +65,30 @@ class Journal(MintedVersions):
                 raise StoreError(f"episode {episode_id} has turns already: restart_episode sets them aside")
             write_images(self._db, images)
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
+            write_tools(self._db, episode_id, tools)
 
+    @retried
     def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
         """Write a turn; call it before the environment sees the action. If the turn has its step, that is written too.
 
         Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
         self.turn_entry(episode_id, fence, turn)()
 
+    @retried
     def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
         """Write more tokens of the turn that is sampled now; a claim has them until the turn is journaled.
 
         Raises StoreError if the turn is not the next one, or `part` does not begin right after the written tokens."""
         self.part_entry(episode_id, fence, part)()
 
+    @retried
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         """Write the answer to turn `turn_index`. Raises StoreError if that turn is not journaled or has an answer."""
         self.step_entry(episode_id, fence, turn_index, step)()
 
     def turn_entry(self, episode_id: int, fence: int, turn: Turn) -> TurnEntry:
         """`journal_turn` as a call that `together` makes at once with others of the journal."""
-        return TurnEntry(self._db, episode_id, fence, turn, self.step_of)
+        return TurnEntry(self._db, episode_id, fence, turn, self._versions.step_of)
 
     def part_entry(self, episode_id: int, fence: int, part: Partial) -> PartEntry:
         """The same of `journal_partial`."""
@@ -124,6 +98,7 @@ class Journal(MintedVersions):
         """The same of `journal_step`."""
         return StepEntry(self._db, episode_id, fence, turn_index, step)
 
+    @retried
     def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         """Start an episode anew under the same fence, as its environment could not be restored. The turns so far are
         set aside with the reason (`restarts` reads them); they are counted and never trained."""
@@ -145,48 +120,25 @@ class Journal(MintedVersions):
                 self._db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
             drop_snapshot(self._db, episode_id)
 
-    def finish(
-        self,
-        episode_id: int,
-        fence: int,
-        *,
-        stop_reason: StopReason,
-        outcome: float | None,
-        success: bool | None,
-        outcomes: Mapping[str, float] | None = None,
-        detail: str = "",
-    ) -> None:
+    @retried
+    def finish(self, episode_id: int, fence: int, ending: Ending) -> None:
         """End the episode. If it is the last open member, its open group closes in the same transaction. A scored
-        episode that reward sources have yet to score is held instead (see `scores`): nobody plays it any more.
-
-        `outcomes` are the outcomes by role; `detail` is the one-line cause of a failure. Raises StoreError for an
-        outcome that is not finite."""
-        given: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes, "detail": detail}
-        self.finish_entry(episode_id, fence, stop_reason=stop_reason, **given)()
-
-    def finish_entry(
-        self, episode_id: int, fence: int, *, outcomes: Mapping[str, float] | None = None, **ending: Any
-    ) -> EndEntry:
-        """`finish` as a call that `together` makes at once with others. Raises StoreError as it."""
-        return self.end_entry(episode_id, fence, Ending(outcomes=outcomes or {}, **ending))
+        episode that reward sources have yet to score is held instead (see `Scores`): nobody plays it any more. Raises
+        StoreError for an outcome that is not finite."""
+        self.end_entry(episode_id, fence, ending)()
 
     def end_entry(self, episode_id: int, fence: int, ending: Ending) -> EndEntry:
-        """The same of an ending."""
+        """`finish` as a call that `together` makes at once with others."""
         return EndEntry(self._db, episode_id, fence, replace(ending, detail=printable(ending.detail)))
 
-
-RESTARTED = "restarted"
-
-
-class Restarts(StorePart):
-    """Give up interrupted work."""
-
+    @retried
     def discard_turn(self, episode_id: int, fence: int) -> None:
         """Give up the turn under way; it is sampled anew."""
         with self._db.write():
             check_fence(self._db, episode_id, fence)
             discard_partial(self._db, episode_id)
 
+    @retried
     def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
         """Play the task of the episode's group anew, in a group of its own: this one leaves as "restarted", and its
         ended members with it. Deaths that count against a member go on counting in the new group, and the restart
@@ -220,10 +172,42 @@ class Restarts(StorePart):
             )
         return True
 
+    @retried
+    def keep_snapshot(self, episode_id: int, fence: int, snapshot: EnvSnapshot) -> None:
+        """Replace the episode's snapshot. Raises LeaseLost if it is no longer held under `fence`."""
+        with self._db.write(shared=True):
+            check_fence(self._db, episode_id, fence)
+            self._db.execute(
+                "INSERT INTO snapshots VALUES (?, ?, ?, ?) ON CONFLICT (episode_id)"
+                " DO UPDATE SET turn = excluded.turn, seconds = excluded.seconds, data = excluded.data",
+                (episode_id, snapshot.turn, snapshot.seconds, snapshot.data),
+            )
 
-class Artifacts(StorePart):
-    """Keep the artifacts of turns."""
+    @retried
+    def snapshot(self, episode_id: int) -> EnvSnapshot | None:
+        """The newest snapshot of an episode that has not ended; None if there is none."""
+        with self._db.read():
+            row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
+        return None if row is None else EnvSnapshot(turn=row[0], seconds=row[1], data=row[2])
 
+    @retried
+    def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
+        """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the
+        episode is no longer held under `fence`."""
+        with self._db.write(shared=True):
+            check_fence(self._db, episode_id, fence)
+            self._db.execute(
+                "INSERT INTO unsaved VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (episode_id, turn, printable(reason))
+            )
+
+    @retried
+    def unsaved(self, episode_id: int) -> str:
+        """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""
+        with self._db.read():
+            row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
+        return "" if row is None else f"no snapshot from turn {row[0]} on: {row[1]}"
+
+    @retried
     def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
         """Write the files of a journaled turn, by path; those written before are replaced. Raises LeaseLost if the
         episode is no longer held under `fence`, StoreError for an unknown turn."""
@@ -236,6 +220,7 @@ class Artifacts(StorePart):
                 (row_id, data),
             )
 
+    @retried
     def artifacts(self, turn: str) -> dict[str, bytes] | None:
         """The files of a turn by path; None if none were written, or retention dropped them. Raises StoreError for an
         unknown turn."""
@@ -243,3 +228,6 @@ class Artifacts(StorePart):
             row_id, _ = turn_row(self._db, turn)
             row = self._db.row("SELECT data FROM artifacts WHERE turn_id = ?", (row_id,))
         return None if row is None else unpack_files(row[0])
+
+
+RESTARTED = "restarted"

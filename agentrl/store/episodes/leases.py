@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_task
-from agentrl.store.databases.database import Database, Row, StorePart
+from agentrl.store.databases.database import Database, Row, StorePart, retried
 from agentrl.store.episodes.partial_turns import Partial, load_partials
 from agentrl.store.reads import Shown, turns_of
 from agentrl.store.versions import LATEST_CONFIRMED
@@ -27,8 +27,9 @@ from agentrl.store.versions import LATEST_CONFIRMED
 class Claim:
     """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
     `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
-    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`). `resumed`: another
-    claim began it, or an earlier attempt of this one. `started_step`: the learner's when the group was admitted."""
+    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `Groups.fork`). `resumed`:
+    another claim began it, or an earlier attempt of this one. `started_step`: the learner's when the group was
+    admitted."""
 
     episode_id: int
     group_id: int
@@ -90,7 +91,7 @@ _LOAD = (
 )
 _AHEAD = (
     "SELECT id FROM (SELECT id FROM groups"
-    " WHERE purpose = 'train' AND state IN ('waiting', 'running', 'finished', 'scored')"
+    " WHERE purpose = 'train' AND state IN ('waiting', 'running', 'scored')"
     " UNION ALL SELECT id FROM groups WHERE purpose = 'train' AND state = 'taken' AND taken_step > {step}) ahead"
     " ORDER BY id"
 )
@@ -117,6 +118,7 @@ class Leases(StorePart):
         super().__init__(db)
         self._life = uuid.uuid4().hex[:12]
 
+    @retried
     def claim(
         self,
         worker: str,
@@ -155,6 +157,7 @@ class Leases(StorePart):
         )
         return self._load([claim.id for claim in found])
 
+    @retried
     def reload(self, claim: Claim) -> Claim:
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
@@ -162,6 +165,7 @@ class Leases(StorePart):
             (found,) = self._load([claim.episode_id])
             return replace(found, fence=claim.fence, resumed=found.start is not None)
 
+    @retried
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
         """Renew this worker's lease; returns the ids of the episodes that it still holds."""
         now = self._db.clock() if now is None else now
@@ -170,6 +174,7 @@ class Leases(StorePart):
             rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
 
+    @retried
     def hand_back(self, worker: str) -> int:
         """Give back all episodes of this worker, which ends on purpose: they may be claimed at once, and no death
         counts. Returns how many there were."""
@@ -262,6 +267,11 @@ def held(db: Database, episode_id: int, fence: int, columns: str) -> Row:
     return row[2:]
 
 
+# Ownership is the fence, not the lease. A lease ends by a clock, and a worker that was stopped for a minute does not
+# know that its lease is over: it would write as if nothing had happened. The fence rises with each claim, in the same
+# transaction that names the new holder, and every write of an episode compares it. So the later of two workers always
+# wins, whatever their clocks say, and what the earlier one still sends changes nothing. The lease only says when others
+# may claim; a wrong clock costs an episode played twice from its last turn, and never a turn in the journal.
 def check_held(db: Database, episode_id: int, fence: int, row: Sequence[Any] | None) -> None:
     """Raise LeaseLost unless the `row` of an episode, which begins with its state and its fence, is held."""
     if row is None:

@@ -19,7 +19,7 @@ from typing import Literal
 from agentrl.errors import StoreError
 from agentrl.records import LARGEST, StopReason, turn_id
 from agentrl.store.codec import with_columns
-from agentrl.store.databases.database import Database, StorePart
+from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.episodes.endings import Ending, end_as, held_ending
 from agentrl.tokens.columns import NONE, Columns
 
@@ -60,9 +60,10 @@ class Scored:
     cost: float
 
 
-class Rewards(StorePart):
+class Scores(StorePart):
     """Declare sources, write their scores, and end the episodes that waited."""
 
+    @retried
     def declare_sources(self, sources: Sequence[Source]) -> None:
         """Set the sources that turns of training episodes wait for from now on. An episode that waits for a source
         which is not declared any more goes on without it."""
@@ -79,12 +80,14 @@ class Rewards(StorePart):
             for (episode_id,) in gone:
                 self._end_if_scored(episode_id)
 
+    @retried
     def sources(self) -> list[Source]:
         """The declared sources, by name."""
         with self._db.read():
             rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
         return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
 
+    @retried
     def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
         """At most `limit` ids of turns that `source` has yet to score, oldest first, without those in `skip`. A turn is
         among them as soon as its environment has answered; with `settled`, as soon as its role has acted again, or the
@@ -100,6 +103,7 @@ class Rewards(StorePart):
         ids = (turn_id(*row) for row in rows)
         return [id for id in ids if id not in left_out][:limit]
 
+    @retried
     def score(
         self,
         turn: str,
@@ -141,6 +145,7 @@ class Rewards(StorePart):
                 self._end_if_scored(episode_id)
         return True
 
+    @retried
     def expire_sources(self, now: float) -> dict[str, list[int]]:
         """Stop waiting for sources whose deadline is past at `now`. Returns, by source, the episodes concerned: they
         end now or still wait for other sources."""
@@ -168,6 +173,7 @@ class Rewards(StorePart):
                 self._end_if_scored(episode_id)
         return found
 
+    @retried
     def episodes_unscored(self) -> dict[str, int]:
         """How many episodes were played to their end and wait for a source, by its name."""
         with self._db.read():
@@ -177,7 +183,8 @@ class Rewards(StorePart):
             )
         return dict(rows)
 
-    def scores(self, source: str | None = None) -> list[Scored]:
+    @retried
+    def recorded(self, source: str | None = None) -> list[Scored]:
         """The scores of one source, or of all, in the order of turns."""
         with self._db.read():
             rows = self._db.rows(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from agentrl.records import StopReason, Task
 from agentrl.store.codec import pack_identity, unpack_task
-from agentrl.store.databases.database import StorePart
+from agentrl.store.databases.database import StorePart, retried
 from agentrl.store.episodes.endings import end_episode
 from agentrl.store.episodes.groups import close_if_ended, forget_starts, shift_starts
 
@@ -59,6 +59,7 @@ class Aboard:
 class Deaths(StorePart):
     """Free the episodes of dead workers, and find out which of them killed theirs."""
 
+    @retried
     def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
         """Free the episodes of a worker that died, in all its lives: they may be claimed at once. An episode that was
         at the same turn in `max_deaths` deaths, or twice as many if others may have caused the last one, ends as
@@ -88,6 +89,7 @@ class Deaths(StorePart):
                 self._quarantine(id, deaths)
         return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
 
+    @retried
     def release_all(self) -> int:
         """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there
         were. No death is counted, and their groups' deadlines start anew when they go on. Episodes that wait for reward
@@ -106,11 +108,13 @@ class Deaths(StorePart):
             )
         return cursor.rowcount
 
+    @retried
     def clear_suspects(self, but: int = 0) -> None:
         """No episode is suspected any more, but for those of group `but`: the guilty one was found."""
         with self._db.write():
             self._clear(but)
 
+    @retried
     def shift_deadlines(self, by_s: float) -> None:
         """Move the starts of open groups, and of waits for reward sources, by `by_s` seconds: the wall clock jumped by
         so much, or nobody could work for so long."""
@@ -118,6 +122,7 @@ class Deaths(StorePart):
             shift_starts(self._db, by_s)
             self._db.execute("UPDATE endings SET time_s = time_s + ?", (by_s,))
 
+    @retried
     def quarantined(self) -> list[Quarantined]:
         """The tasks that are not admitted again, in the order in which they were found."""
         with self._db.read():

@@ -20,7 +20,7 @@ const CURVES = [
   ["Staleness", "optimizer steps", [["lag_mean", "mean"], ["lag_max", "oldest"]]],
   ["Learner's time", "seconds per step", [["busy_s", "busy"], ["idle_s", "idle"]]],
 ];
-const ALWAYS = ["tokens_scored", "seconds.pack"];
+const ALWAYS = ["tokens_scored", "seconds.pack", "updated", "wall_s"];
 const SMOOTH = 0.6;
 
 const last = (values) => values?.filter((value) => value !== null).at(-1) ?? null;
@@ -109,11 +109,12 @@ export async function show({ root, id, query, signal }) {
     const now = points.at(-1)?.success;
     const early = mean((values.outcome_mean ?? []).slice(0, 10).filter((one) => one !== null));
     const late = mean(recent(values.outcome_mean));
-    const scored = recent(values.tokens_scored);
+    const trained = (values.tokens_scored ?? []).map((tokens, at) => (values.updated?.[at] === 0 ? 0 : tokens));
     const span = times.length > 1 ? times.at(-1) - times[Math.max(0, times.length - 11)] : null;
-    const speed = span ? scored.slice(-Math.min(10, times.length - 1)).reduce((sum, one) => sum + one, 0) / span : null;
-    const busy = recent(values.busy_s).reduce((sum, one) => sum + one, 0);
-    const idle = recent(values.idle_s).reduce((sum, one) => sum + one, 0);
+    const speed = span ? recent(trained).slice(-Math.min(10, times.length - 1)).reduce((sum, one) => sum + one, 0) / span : null;
+    const sum = (list) => recent(list).reduce((total, one) => total + one, 0);
+    const whole = sum(values.wall_s) || sum(values.busy_s) + sum(values.idle_s);
+    const idle = sum(values.idle_s);
     const ended = total(run.endings);
     const fact = (what, value, note) => h("div", { class: "fact" }, h("span", {}, what), h("b", {}, value), h("small", {}, note));
     fresh(facts, 
@@ -122,11 +123,11 @@ export async function show({ root, id, query, signal }) {
       fact("Held-out success", percent(now), [points.length > 1 ? `from ${percent(first)}` : points.length ? `at step ${points[0].step}` : "not measured yet", ...passes].join("; ")),
       fact("Speed", `${number(speed)}`, "tokens trained per second"),
       fact("Staleness", number(mean(recent(values.lag_mean))), `steps; the oldest ${number(last(values.lag_max))}`),
-      fact("Learner waits", busy + idle ? percent(idle / (busy + idle)) : "–", "of its time"),
+      fact("Learner waits", whole ? percent(idle / whole) : "–", "of its time"),
       fact("Episodes", number(ended), `${number(run.failures.failed)} failed by infrastructure`),
     );
     const alarms = run.alarms.map((alarm) => h("div", { class: "alarm" }, h("b", {}, "Alarm "), alarm));
-    const told = [run.status.stopped_early ? `Training ended early: ${run.status.stopped_early}` : null, run.status.waits || null].filter(Boolean);
+    const told = [run.status.stopped_early ? `Training ended early: ${run.status.stopped_early}` : null, run.status.waits || null, ...run.status.notices.slice(0, 5).map((one) => `Not used, ${one.boundary}: ${one.case} (${number(one.count)} times${one.place ? `, first: ${one.place}` : ""})`)].filter(Boolean);
     fresh(warnings, ...alarms, ...told.map((text) => h("div", { class: "alarm mild" }, text)));
   }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import trio
 
+from agentrl import notices
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.checks.oracles import Oracle, script
 from agentrl.env.limits import positive_seconds
 from agentrl.env.tools.by_name import Named, check_limits
-from agentrl.errors import ConfigError, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
+from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
 from agentrl.records import Json
 from agentrl.sandbox.backend_pool import Setup, set_up
@@ -39,7 +40,10 @@ from agentrl_tools.shell import Shell
 _HERE: Final = Path(__file__).parent
 _LIMITS: Final = Limits(wall_s=60.0, cpu_s=600.0, memory_bytes=1 << 30, pids=128, output_bytes=4 << 20)
 _PATH: Final = "/workspace:/workspace/src:/workspace/lib"  # in front of what an image installed from its own folder
+_NAMED: Final = 20  # files that an info names
 _WALL_LESS: Final = ("bubblewrap", "local-unsafe")  # backends for which the name of a docker image means nothing
+
+log = logging.getLogger(__name__)
 
 
 class CodingTasks(ToolEnv):
@@ -115,10 +119,7 @@ class CodingTasks(ToolEnv):
         self._boxes = boxes
         with self._named():
             self._box.box = await self._started(boxes)
-            start = await submitted_files.listing(self._box)
-            if start is None:
-                raise ConfigError("box", self._box_limits, "the task's files cannot be listed: give larger limits")
-        self._start = start
+            self._start = await submitted_files.start_listing(self._box)
 
     async def teardown(self) -> None:
         boxes, self._boxes = self._boxes, None
@@ -153,9 +154,10 @@ class CodingTasks(ToolEnv):
         """Grade the declared files as the task says, in a box that the agent has not seen."""
         for command in self._playing.collect:
             await self._box.exec(["sh", "-c", command.command], timeout_s=command.timeout_s)
-        work = await submitted_files.work(self._box, self._start, self._playing.declared)
-        if work is None:
-            return Grade(outcome=0.0, success=False)
+        try:
+            work = await submitted_files.work(self._box, self._start, self._playing.declared)
+        except submitted_files.WorkRefused as error:
+            return _refused(error)
         assert self._boxes is not None
         with self._named():
             box = await self._started(self._boxes, grading=True)
@@ -165,14 +167,16 @@ class CodingTasks(ToolEnv):
                     await apply_patch(box, self._playing.hidden)
             try:
                 await work.lay(box)
-                return await self._playing.grade(box, self._boxes)
-            except (
-                SandboxPathError
-            ):  # the agent's work left no room for the grading, or a file where a folder should be
-                return Grade(outcome=0.0, success=False)
+                grade = await self._playing.grade(box, self._boxes)
+            except SandboxPathError as error:  # the work left no room for the grading, or a file where a folder is due
+                return _refused(error)
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()
+        if work.left_behind:
+            names = [path[:200] for path in work.left_behind[:_NAMED]]
+            return dataclasses.replace(grade, info={**grade.info, "left_behind": names})
+        return grade
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -199,6 +203,11 @@ class CodingTasks(ToolEnv):
     def _acted(self, acts: Sequence[Act]) -> str:
         arguments = {"shell": "command", "apply_patch": "patch"}
         return "".join(self.call(act.tool, **{arguments[act.tool]: act.argument}) for act in acts)
+
+
+def _refused(error: PolicyFault) -> Grade:
+    """Work that cannot be graded earns nothing. `not_graded` says why."""
+    return Grade(outcome=0.0, success=False, info={"not_graded": str(error)[:500]})
 
 
 class SWE(CodingTasks):
@@ -288,10 +297,11 @@ def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
         first = tasks.bad[0]
         if not tasks.tasks:
             raise ConfigError("tasks", source, f"none of its {len(tasks.bad)} tasks can be played: {first.reason}")
-        warnings.warn(
-            f"{source}: {len(tasks.bad)} of {len(tasks.bad) + len(tasks.tasks)} tasks cannot be played and are left "
-            f"out: {first.reason}{' …' if tasks.bad[1:] else ''}. agentrl validate lists all",
-            stacklevel=1,
+        notices.note(
+            "coding tasks",
+            f"{len(tasks.bad)} of {len(tasks.bad) + len(tasks.tasks)} tasks cannot be played and are left out: "
+            f"{first.reason}{' …' if tasks.bad[1:] else ''}. agentrl validate lists all",
+            place=source,
         )
     if not tasks.tasks:
         raise ConfigError("tasks", source, "there is no task in this place")
@@ -303,11 +313,8 @@ def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
         raise ConfigError("skip", skip, f"it leaves out all {len(tasks.tasks)} tasks")
     counted = [left_out[task.id] for task in tasks.tasks if left_out.get(task.id, (0, 0))[1]]
     absent = f": logs of their gold patches lack {sum(a for a, _ in counted)} of {sum(n for _, n in counted)} test ids"
-    warnings.warn(
-        f"{source}: {len(tasks.tasks) - len(kept)} of {len(tasks.tasks)} tasks are left out by {skip}"
-        f"{absent if counted else ''}",
-        stacklevel=1,
-    )
+    dropped = f"{len(tasks.tasks) - len(kept)} of {len(tasks.tasks)} tasks are left out by {skip}"
+    log.warning("%s: %s%s", source, dropped, absent if counted else "")  # no notice: the user asked for it
     return kept
 
 

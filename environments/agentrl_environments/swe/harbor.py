@@ -17,26 +17,26 @@ the agent's box, for artifacts of what they did. Every other task has a *shared*
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import posixpath
 import re
 import shlex
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
+from agentrl import notices
 from agentrl.env import Grade
-from agentrl.errors import ConfigError, SandboxPathError
+from agentrl.errors import ConfigError, SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Json
+from agentrl.sandbox.graded_time import own_time_out
 from agentrl.sandbox.work_folder import WORKSPACE
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
-from agentrl_environments.swe.submitted_files import is_artifact, matching
+from agentrl_environments.swe.reward_files import VerifierRewards, rewards_of
+from agentrl_environments.swe.submitted_files import is_artifact, last_words, matching
 from agentrl_environments.swe.task import Act, CodingTask, Collect, Grading, TaskSet, text_of
 from agentrl_environments.swe.trees import WorkTree
 
@@ -45,8 +45,15 @@ _REWARDS: Final = f"{_OWN}/logs/verifier"
 _REWARD_BYTES: Final = 1 << 16
 _VERIFIER_S: Final = 600.0
 _NEEDED: Final = ("task.toml", "instruction.md", "tests/test.sh")
+_COMPOSE: Final = (
+    "docker-compose.yaml",
+    "docker-compose.yml",
+    "compose.yaml",
+    "compose.yml",
+    "singularity-compose.yaml",
+)
 _ARTIFACTS: Final = f"{_OWN}/logs/artifacts"
-_PARTS: Final = 64  # keys of one reward.json
+_TAIL: Final = 600  # characters of a verifier's output that an info has
 _COLLECT_S: Final = 60.0
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")  # as ${NAME} or ${NAME:-default}
 _PROGRAMS: Final = re.compile(
@@ -116,20 +123,57 @@ class Verifier:
     shared: bool = False
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
-        await box.exec(["sh", "-c", _CLEAR])  # an image may have some; what is read below was written here
+        """Raises SandboxError where the box cannot run the verifier: no work of the agent's is the cause of that."""
+        script = (self.tests / "test.sh").read_bytes()
+        shell = "bash" if b"bash" in script.partition(b"\n")[0] else "sh"
+        if (await box.exec(["sh", "-c", 'command -v "$0" >/dev/null', shell])).exit_code != 0:
+            raise SandboxUnavailable(f"the box of the verifier has no {shell}, and its test.sh needs it")
+        cleared = await box.exec(["sh", "-c", _CLEAR])  # an image may have some; what is read below was written here
+        if cleared.exit_code != 0:
+            raise SandboxError(f"{_OWN} of the verifier's box cannot be emptied: {last_words(cleared)}")
         for path in sorted(self.tests.rglob("*")):
             if path.is_file():
                 data = moved_bytes(path.read_bytes(), self.workdir)
                 await box.write(f"{_OWN}/tests/{path.relative_to(self.tests).as_posix()}", data)
         await box.write(f"{_REWARDS}/.keep", b"")
-        script = (self.tests / "test.sh").read_bytes()
-        shell = "bash" if b"bash" in script.partition(b"\n")[0] else "sh"
         result = await box.exec([shell, f"{_OWN}/tests/test.sh"], env=self.env, timeout_s=self.deadline_s)
-        parts = {} if result.timed_out else await _rewards(box)
-        parts = {name: self._bounded(value) for name, value in parts.items()}
+        late = own_time_out(result)
+        info: dict[str, Json] = {"shared": True} if self.shared else {}
+        rewards = VerifierRewards() if late else await self._left(box)
+        parts = {name: self._bounded(value) for name, value in rewards.parts.items()}
         reward = self._bounded(self._combined(parts))
-        info: dict[str, Json] = {"scores": dict[str, Json](parts)} if parts.keys() - {"reward"} else {}
-        return Grade(outcome=reward, success=reward >= 1.0, info={**info, **({"shared": True} if self.shared else {})})
+        if parts.keys() - {"reward"}:
+            info["scores"] = dict[str, Json](parts)
+        if late:
+            info["not_graded"] = f"the verifier was ended at its deadline of {self.deadline_s:g} s"
+        elif not parts:
+            words = (result.stdout + b"\n" + result.stderr).decode(errors="replace").strip()
+            info["test_output"] = f"exit code {result.exit_code}\n{words}"[-_TAIL:]
+        faults = [*rewards.faults, *self._cut(rewards.parts)]
+        if faults:
+            info["reward_faults"] = list[Json](faults)
+            for fault in faults:
+                notices.note("reward files", fault, place=str(self.tests.parent), by_policy=True)
+        return Grade(outcome=reward, success=reward >= 1.0, info=info)
+
+    async def _left(self, box: Sandbox) -> VerifierRewards:
+        """What the verifier wrote into a box that the agent has not seen."""
+        files: list[bytes | None] = []
+        for name in ("reward.json", "reward.txt"):
+            try:
+                files.append(await box.read(f"{_REWARDS}/{name}", most_bytes=_REWARD_BYTES))
+            except SandboxPathError:  # missing, a folder, too large
+                files.append(None)
+        return rewards_of(*files, weighted=self.weights)
+
+    def _cut(self, parts: Mapping[str, float]) -> list[str]:
+        """What the bounds of the reward change."""
+        span = f"[{self.lowest:g}, {self.highest:g}]"
+        return [
+            f"{name} = {value:g} is outside of {span}: it counts as {self._bounded(value):g} ([agentrl] reward_range)"
+            for name, value in parts.items()
+            if self._bounded(value) != value
+        ]
 
     def _combined(self, parts: Mapping[str, float]) -> float:
         if self.weights:
@@ -161,7 +205,7 @@ def load(folder: Path, defaults: HarborDefaults) -> TaskSet:
         keys = "; ".join(
             f"{key} ({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''})" for key, names in ignored.items()
         )
-        warnings.warn(f"{folder}: not honoured in task.toml: {keys}", stacklevel=1)
+        notices.note("Harbor tasks", f"not honoured in task.toml: {keys}", place=str(folder))
     return tasks
 
 
@@ -184,6 +228,7 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
     for name, table in settings.items():
         if name in ("environment", "agentrl", "verifier", "agent", "solution") and not isinstance(table, dict):
             raise ConfigError(f"{toml}, {name}", table, "give a table")
+    _must_be_one_box(folder)
     environment, verifier = _table(settings, "environment"), _table(settings, "verifier")
     if settings.get("steps"):
         raise ConfigError(f"{toml}, steps", len(settings["steps"]), "a task of several steps cannot be played")
@@ -243,6 +288,15 @@ def task_of(folder: Path, defaults: HarborDefaults, ignored: dict[str, list[str]
         for key in _not_honoured(settings):
             ignored.setdefault(key, []).append(folder.name)
     return task
+
+
+def _must_be_one_box(folder: Path) -> None:
+    """Raises ConfigError for a task that needs services beside its box."""
+    for place in ("environment", "tests"):
+        for name in _COMPOSE:
+            if (folder / place / name).is_file():
+                hint = "a task has one box, main: services beside it cannot be started, so this task is not played"
+                raise ConfigError(str(folder), f"{place}/{name}", hint)
 
 
 def moved(text: str, workdir: str) -> str:
@@ -311,21 +365,6 @@ def _reward_range(folder: Path, settings: Mapping[str, Any]) -> tuple[float, flo
     if len(numbers) != 2 or not -math.inf < numbers[0] < numbers[1] < math.inf:
         raise ConfigError(f"{folder / 'task.toml'}, agentrl.reward_range", given, "give two numbers, such as [0, 1]")
     return float(numbers[0]), float(numbers[1])
-
-
-async def _rewards(box: Sandbox) -> dict[str, float]:
-    """The parts in `reward.json`, else the number in `reward.txt` as `reward`, of a box that the agent has not seen.
-    Nothing where there is neither, or where any part is no finite number."""
-    unreadable = (SandboxPathError, ValueError, TypeError, OverflowError, RecursionError)
-    with suppress(*unreadable):
-        given: Any = json.loads(await box.read(f"{_REWARDS}/reward.json", most_bytes=_REWARD_BYTES))
-        parts = cast("dict[str, Any]", given) if isinstance(given, dict) else {"reward": given}
-        numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in parts.values())
-        return {name[:100]: float(value) for name, value in parts.items()} if numbers and len(parts) <= _PARTS else {}
-    with suppress(*unreadable):
-        reward = float(await box.read(f"{_REWARDS}/reward.txt", most_bytes=_REWARD_BYTES))
-        return {"reward": reward} if math.isfinite(reward) else {}
-    return {}
 
 
 def _workdir(folder: Path, environment: Mapping[str, Any]) -> str:

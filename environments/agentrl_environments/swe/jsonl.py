@@ -11,17 +11,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 import trio
 
+from agentrl import notices
 from agentrl.env import Grade
 from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError, ToolError
-from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols import ExecResult, Sandbox, SandboxBackend
+from agentrl.sandbox.graded_time import own_time_out
 from agentrl_environments.swe.separate_grading import ApartTests
 from agentrl_environments.swe.submitted_files import is_source, matching
 from agentrl_environments.swe.task import Act, CodingTask, TaskSet
@@ -33,6 +34,7 @@ PatchIs = Literal["fix", "bug"]
 TEST_COMMAND: Final = "python3 -m pytest -rA -p no:cacheprovider {tests}"
 _IMAGES: Final = ("image_name", "docker_image", "image")
 _OF_SWE_BENCH: Final = ("base_commit", "version", "environment_setup_commit")  # columns that no other set has together
+_TAIL: Final = 600  # characters of a test run's output that an info has
 _UNMATCHED: Final = 8  # test runs without one listed id before a set is said to have other ids than its logs
 _WORDS: Final = (
     "Mend the sources in the work folder. Handed in are the source files that you change, and nothing else: \
@@ -70,18 +72,39 @@ class HiddenTests:
     matches: Matches
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
+        """Raises HostBusy, see `agentrl.sandbox.graded_time`."""
         result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
-        whole = not result.timed_out and not result.truncated
-        text = result.stdout.decode(errors="replace") if whole else ""
+        reason = self._not_whole(result)
+        text = "" if reason else result.stdout.decode(errors="replace")
 
         def judge() -> tuple[Log, Grade]:
             log = read_log(text)
-            return log, graded(log, self.fails, self.passes)
+            return log, graded(log, self.fails, self.passes, exit_code=result.exit_code)
 
         log, grade = await trio.to_thread.run_sync(judge)  # a long log must not hold up the other episodes
-        if whole:
-            self.matches.count(log, grade, self.fails[0])
+        if reason:
+            return dataclasses.replace(grade, info={**grade.info, "not_graded": reason})
+        self.matches.count(log, grade, self.fails[0])
+        for name, words in _UNKNOWN.items():
+            if name in grade.info:
+                notices.note("test logs", words, place=f"the tests of {self.fails[0][:200]}", by_policy=True)
+        if grade.info["absent"]:  # for people who look why: the end of what the run printed
+            return dataclasses.replace(grade, info={**grade.info, "test_output": text.strip()[-_TAIL:]})
         return grade
+
+    def _not_whole(self, result: ExecResult) -> str:
+        """Why a test run has no log that could be read, empty where it has."""
+        if own_time_out(result):
+            return f"the test run was ended at its deadline of {self.deadline_s:g} s"
+        if result.oom:
+            return "the test run had no memory left"
+        return "the test run printed more than its box may (output_bytes)" if result.truncated else ""
+
+
+_UNKNOWN: Final = {
+    "contradiction": "the exit code is not 0 and no test has failed: the run counts as failed",
+    "unknown_tests": "a status of tests that is not known here: they count as failed",
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,13 +123,28 @@ class Matches:
             self.over = True
             seen = min(log.passed | log.others, default="")
             heard = f"the log has {seen[:100]!r}" if seen else "the log names no test at all"
-            warnings.warn(
+            notices.note(
+                "test logs",
                 f"{self.source}: none of the listed test ids stands in the log of any of the first {self.runs} test "
                 f"runs, so all of them got 0: {test[:100]!r} is listed, {heard}. See test_command, and run "
                 "agentrl validate",
-                stacklevel=1,
+                by_policy=True,  # sources that end each test run would do the same
             )
 
+
+_READ: Final = frozenset(
+    {
+        *("instance_id", "repo", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
+        *("test_command", "patch_is", "sources", "apart", *_IMAGES),
+    }
+)
+_FACTS: Final = frozenset(
+    {
+        *("base_commit", "environment_setup_commit", "version", "created_at", "difficulty", "hints_text", "language"),
+        *("repo_language", "license", "license_name", "pull_number", "issue_numbers", "pr_id", "pull_requests"),
+    }
+)
+"""What SWE-bench's sets say about a row, and no grading needs."""
 
 _MATCHES: dict[str, Matches] = {}  # by source: one process makes an environment for each of its slots
 
@@ -123,18 +161,20 @@ def load(source: str, defaults: RowDefaults) -> TaskSet:
         row = _row(where, given) if isinstance(given, bytes) else given
         return task_of(row, defaults, f"{where} ({row['instance_id']})" if "instance_id" in row else where, matches)
 
-    for where, given in _rows(source):
-        found.add(where, lambda where=where, given=given: make(where, given))
+    with notices.gathered():
+        for where, given in _rows(source):
+            found.add(where, lambda where=where, given=given: make(where, given))
     for task in found.tasks:
         if isinstance(task.grade, HiddenTests):
             ids = [*task.grade.fails, *task.grade.passes]
             tests += len(ids)
             odd += [f"{task.id}: {id}" for id in ids if not is_name(id)]
     if odd:
-        warnings.warn(
-            f"{source}: {len(odd)} of {tests} test ids are no names of tests, as {odd[0][:200]!r}. They are looked for "
-            "among docstrings and names cut at a blank; agentrl validate says which a log of the gold patch lacks",
-            stacklevel=1,
+        notices.note(
+            "rows of coding tasks",
+            f"{len(odd)} of {tests} test ids are no names of tests. They are looked for among docstrings and names cut "
+            "at a blank; agentrl validate says which a log of the gold patch lacks",
+            place=f"{source}, as {odd[0][:200]!r}",
         )
     return found
 
@@ -171,6 +211,10 @@ def task_of(
     row: Mapping[str, Any], defaults: RowDefaults, where: str = "row", matches: Matches | None = None
 ) -> CodingTask:
     """The task of a row. Raises ConfigError that says what the row lacks."""
+    for key in sorted(row.keys() - _READ - _FACTS):
+        # Sets that bring a script or a parser of their own are graded otherwise than their authors meant.
+        if row[key] not in (None, "", [], {}):
+            notices.note("rows of coding tasks", f"the key {key!r} is not used", place=where)
     for name in ("instance_id", "repo", "problem_statement", "patch"):
         if not isinstance(row.get(name), str):
             raise ConfigError(f"{where}.{name}", row.get(name), "a row needs this text")

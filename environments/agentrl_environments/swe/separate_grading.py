@@ -12,7 +12,7 @@ from agentrl.env import Grade
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.judging import DEADLINE_S, SourceJudge
 from agentrl_environments.rewards import carried
-from agentrl_environments.swe.submitted_files import listing
+from agentrl_environments.swe.submitted_files import start_listing
 from agentrl_environments.swe.verdicts import Log, graded
 
 _TESTS: Final = "tests/"
@@ -28,7 +28,7 @@ class ApartTests:
     deadline_s: float = DEADLINE_S
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
-        found = await listing(box) or {}
+        found = await start_listing(box)
         files = await carried(box, sorted(path for path in found if path.endswith(".py")))
         tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
         sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}

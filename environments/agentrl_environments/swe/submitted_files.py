@@ -13,11 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from agentrl.errors import ConfigError, SandboxPathError
-from agentrl.protocols import Sandbox
+from agentrl.errors import ConfigError, PolicyFault, SandboxError, SandboxPathError, SandboxUnavailable
+from agentrl.protocols import ExecResult, Sandbox
 from agentrl_environments.rewards import carried
 
-_LISTING: Final = ["sh", "-c", "find . -type f -exec sha256sum -z -- {} +"]
+_LISTING: Final = """
+find . -type f ! -path '*
+*' -exec sha256sum {} +"""
+"""POSIX, and `sha256sum` as coreutils and busybox have it: no `-z`. So a name with a line break is not listed."""
+_LISTING_AGAIN: Final = f"chmod -R u+rwX . 2>/dev/null; {_LISTING}"  # an agent may have locked folders
 _LISTING_S: Final = 60.0
 _MOST_FILES: Final = 500  # changed by one agent; more is no work that anyone would review
 _MOST_BYTES: Final = 16 << 20  # of them together: a full disk must not hinder the grading
@@ -33,40 +37,77 @@ Listing = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class AgentChanges:
-    """An agent's changes: new contents by path, and the paths that it removed."""
+    """An agent's changes: new contents by path, and the paths that it removed. Files that are too large, or no plain
+    files any more, are `left_behind`."""
 
     written: Mapping[str, bytes]
     removed: Sequence[str]
+    left_behind: Sequence[str] = ()
 
     async def lay(self, box: Sandbox) -> None:
-        """Do the same to another box. A change that does not fit there (a file where a folder is) is left out."""
+        """Do the same to another box. A change that does not fit there (a file where a folder is) is left out. Raises
+        SandboxError where the box cannot do it at all."""
         for at in range(0, len(self.removed), _AT_ONCE):
-            await box.exec(["rm", "-f", "--", *(f"./{path}" for path in self.removed[at : at + _AT_ONCE])])
+            paths = [f"./{path}" for path in self.removed[at : at + _AT_ONCE]]
+            ended = await box.exec(["rm", "-f", "--", *paths], timeout_s=_LISTING_S)
+            if ended.exit_code > 1:  # with 1 it left out what does not fit
+                raise SandboxError(f"files that the agent removed cannot be removed: {last_words(ended)}")
         for path, data in self.written.items():
             with suppress(SandboxPathError):
                 await box.write(path, data)
 
 
-async def listing(box: Sandbox) -> Listing | None:
-    """The box's files; None if they are too many to list, or the box too broken."""
-    result = await box.exec(_LISTING, timeout_s=_LISTING_S)
+class WorkRefused(PolicyFault):
+    """An agent's work that cannot be graded, and why. It gets 0."""
+
+
+async def start_listing(box: Sandbox) -> Listing:
+    """The files of a box that no agent has seen. Raises SandboxUnavailable where the image cannot list them."""
+    result = await box.exec(["sh", "-c", _LISTING], timeout_s=_LISTING_S)
     if result.timed_out or result.truncated:
-        return None
-    entries = [entry for entry in result.stdout.decode("utf-8", "surrogateescape").split("\0") if entry]
-    return {path.removeprefix("./"): digest for digest, _, path in (entry.partition("  ") for entry in entries)}
+        raise ConfigError("box", f"{len(result.stdout)} bytes", "the task's files cannot be listed: give larger limits")
+    if result.exit_code != 0:
+        raise SandboxUnavailable(
+            f"the files of the work folder cannot be listed ({last_words(result)}): an image of coding tasks needs "
+            "sh, find and sha256sum, see docs/how-to/images.md"
+        )
+    return _parsed(result.stdout)
 
 
-async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> AgentChanges | None:
-    """The declared changes since `start`; None if they are too many. Raises SandboxError."""
-    now = await listing(box)
-    if now is None:
-        return None
+async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> AgentChanges:
+    """The declared changes since `start`. Raises WorkRefused if they are too many, SandboxError.
+
+    The same commands have worked in this box at its start, so a listing that fails now is the agent's doing: its files
+    are too many, or too deep. What could be listed counts."""
+    result = await box.exec(["sh", "-c", _LISTING_AGAIN], timeout_s=_LISTING_S)
+    if result.timed_out or result.truncated or result.oom:
+        raise WorkRefused("the files of the work folder are too many to list")
+    now = _parsed(result.stdout)
     changed = [path for path, digest in now.items() if start.get(path) != digest and declared(path, start.keys())]
     if len(changed) > _MOST_FILES:
-        return None
+        raise WorkRefused(f"{len(changed)} files were changed: at most {_MOST_FILES} are handed in")
     removed = [path for path in start if path not in now and declared(path, start.keys())]
     written = await carried(box, sorted(changed))
-    return AgentChanges(written, removed) if sum(map(len, written.values())) <= _MOST_BYTES else None
+    if (size := sum(map(len, written.values()))) > _MOST_BYTES:
+        raise WorkRefused(f"the changed files have {size} bytes: at most {_MOST_BYTES} are handed in")
+    return AgentChanges(written, removed, [path for path in sorted(changed) if path not in written])
+
+
+def _parsed(output: bytes) -> dict[str, str]:
+    """Digests by path. coreutils write a backslash in a name twice, and one before the line; busybox does not."""
+    digests: dict[str, str] = {}
+    for line in output.decode("utf-8", "surrogateescape").split("\n"):
+        digest, _, path = line.removeprefix("\\").partition("  ")
+        if path:
+            path = path.replace("\\\\", "\\") if line.startswith("\\") else path
+            digests[path.removeprefix("./")] = digest
+    return digests
+
+
+def last_words(result: ExecResult) -> str:
+    """Why a command failed, in its own last words."""
+    words = result.stderr.decode(errors="replace").strip().splitlines()
+    return words[-1][:200] if words else f"exit code {result.exit_code}"
 
 
 def is_source(path: str, start: Set[str]) -> bool:

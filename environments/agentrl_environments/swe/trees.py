@@ -16,6 +16,7 @@ from typing import Final
 
 from agentrl.errors import ConfigError, PolicyFault, SandboxError
 from agentrl.protocols import Sandbox
+from agentrl_environments.swe.submitted_files import last_words
 from agentrl_tools.files import ApplyPatch
 from agentrl_tools.patching import ends_mail
 
@@ -46,7 +47,9 @@ class WorkTree:
             await self._copy(box, self.in_image)
         if self.folder is not None:
             await box.upload(self.folder, ".")
-            await box.exec(["find", ".", "-name", ".git", "-prune", "-exec", "rm", "-rf", "{}", "+"])
+            removed = await box.exec(["find", ".", "-name", ".git", "-prune", "-exec", "rm", "-rf", "{}", "+"])
+            if removed.exit_code != 0:
+                raise SandboxError(f"a history could not be removed from the work folder: {last_words(removed)}")
         for target, source in self.files.items():
             await box.upload(source, target)
         for patch in self.patches:
@@ -54,13 +57,16 @@ class WorkTree:
 
     async def _copy(self, box: Sandbox, folder: str) -> None:
         copied = await box.exec(["cp", "-R", f"{folder}/.", "."], timeout_s=_COPY_S)
+        if copied.timed_out:
+            raise SandboxError(f"the tree {folder} of the image was not copied within {_COPY_S:g} s")
         if copied.exit_code != 0:
-            said = copied.stderr.decode(errors="replace").strip().splitlines()
-            raise ConfigError("image", folder, f"its tree cannot be copied: {said[-1] if said else 'no time left'}")
+            raise ConfigError("image", folder, f"its tree cannot be copied: {last_words(copied)}")
         await box.exec(["rmdir", ".git"])  # covered in the box, so copied as an empty folder
-        found = await box.exec(["find", ".", "-name", ".git", "-prune", "-print", "-quit"])
-        if found.stdout or found.exit_code != 0:
-            at = posixpath.normpath(f"{folder}/{found.stdout.decode(errors='replace').strip()}")
+        found = await box.exec(["find", ".", "-name", ".git", "-prune", "-print"])
+        if found.exit_code != 0:
+            raise SandboxError(f"the copied tree cannot be searched for a history: {last_words(found)}")
+        if found.stdout:
+            at = posixpath.normpath(f"{folder}/{found.stdout.decode(errors='replace').splitlines()[0]}")
             raise ConfigError(
                 "image", at, f"the agent could read the solution there: RUN rm -rf {at} in its Dockerfile"
             )

@@ -1,8 +1,10 @@
-"""Verdicts of single tests, read from the output of a test run: `pytest -rA`, `pytest -v` and `unittest -v`.
+"""Verdicts of single tests, read from the output of a test run: `pytest -rA`, `pytest -v`, `unittest -v`, and those of
+`other_runners`.
 
-A test that the log calls both passed and failed has failed, and one that it does not name has not passed. Reading costs
-time and memory linear in the log, whatever it holds. Knows nothing of boxes. A log is no proof: the sources under test
-ran in the process that printed it.
+A test that the log calls both passed and failed has failed, also where only a part of it (a subtest) failed, and one
+that it does not name has not passed. A status that is not known here, and a log that contradicts its exit code, are
+*unknown*: they are named and are never a win. Reading costs time and memory linear in the log, whatever it holds. Knows
+nothing of boxes. A log is no proof: the sources under test ran in the process that printed it.
 
 A set's ids often come from another reader of logs, and are not the log's own names. `Log.names` finds the tests that
 such an id means: by the first rule below that finds any. A test counts as passed if all tests that its id may mean did.
@@ -21,13 +23,28 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Final
 
 from agentrl.env import Grade
 from agentrl.records import Json
+from agentrl_environments.swe import other_runners
 
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPES: Final = re.compile(
+    r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]"  # colours, moves of the cursor, erasing
+    r"|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)"  # titles and links
+    r"|[()][0-9A-Za-z]|[@-Z\\^_])"
+)
 _WORDS: Final = frozenset({"PASSED", "FAILED", "ERROR", "XFAIL", "XPASS", "SKIPPED"})
+_NO_VERDICT: Final = frozenset({"RERUN", "SUBPASS", "SUBPASSED", "SUBSKIP", "SUBSKIPPED", "SUBXFAIL", "SUBXFAILED"})
+# Of a subtest, as pytest-subtests (SUBFAIL) and pytest 9 (SUBFAILED) write it: beside it stands a test that has passed.
+_PART_FAILED: Final = re.compile(r"(?:^|(?<=\s))SUB(?:FAIL(?:ED)?|ERROR)(?=[\[(\s]|$)")
+_PART: Final = re.compile(r"(?:^|(?<=\s))SUB[A-Z]+(?=[\[(\s]|$)")
+_REASONED: Final = re.compile(r" (XFAIL|SKIPPED|XPASS) \(")  # -v prints why behind these
+_WORKER: Final = re.compile(r"^\[gw\d+\] (?:\[ *\d+%\] )?")  # of pytest-xdist
+_UPPER: Final = re.compile(r"[A-Z]{3,20}")
+_CUTS: Final = 4  # places of a line where a name may begin or end
+_SUMMARY: Final = "short test summary info"
 _PERCENT: Final = re.compile(r" *\d+%\]")
 _REASON: Final = " - "  # what stands between a name and a reason, and within the parameters of some names
 _LONGEST: Final = 4_096  # characters of a name
@@ -53,11 +70,15 @@ def canonical(test: str) -> str:
 
 @dataclass(frozen=True)
 class Log:
-    """The tests that a log names, by their canonical names: those that passed and failed nowhere, and the others.
-    `docstrings` has the line below a test's name, as unittest prints it."""
+    """The tests that a log names, by their canonical names: those that passed and failed nowhere, and the others, of
+    which some have `failed`: the rest was left out.
+    `unknown` are those of the others that have a status which is not known here, with it. `docstrings` has the line
+    below a test's name, as unittest prints it."""
 
     passed: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    unknown: dict[str, str] = field(default_factory=dict[str, str])
     docstrings: dict[str, set[str]] = field(default_factory=dict[str, "set[str]"])
 
     def names(self, test: str) -> frozenset[str]:
@@ -131,35 +152,112 @@ def _ends(name: list[str], end: list[str]) -> bool:
 
 def read_log(log: str) -> Log:
     """The tests that a log names."""
-    good: set[str] = set()
-    bad: set[str] = set()
-    docstrings = defaultdict[str, set[str]](set)
-    running = described = ""  # the unittest test whose verdict has not come yet; the one whose name was the last line
-    for line in _COLOURS.sub("", log).splitlines():
-        line = line.rstrip()
-        below, described = described, ""
+    reader = _Reader()
+    for line in _ESCAPES.sub("", log).splitlines():
+        reader.read(line.rstrip())
+    others = reader.failed | reader.left_out | reader.unknown.keys()
+    return Log(
+        frozenset(reader.good - others), frozenset(others), frozenset(reader.failed), reader.unknown, reader.docstrings
+    )
+
+
+class _Reader:
+    """What the lines read so far have said."""
+
+    def __init__(self) -> None:
+        self.good: set[str] = set()
+        self.failed: set[str] = set()
+        self.left_out: set[str] = set()
+        self.unknown: dict[str, str] = {}
+        self.docstrings = defaultdict[str, set[str]](set)
+        self._running = ""  # the unittest test whose verdict has not come yet
+        self._described = ""  # the one whose name was the last line
+        self._in_summary = False  # of pytest: there a word before a name is a status, whatever it is
+
+    def read(self, line: str) -> None:
+        below, self._described = self._described, ""
         if not line:
-            continue
-        status, _, rest = line.partition(" ")
-        if status in _WORDS and rest:  # the short summary of -rA
-            (good if status in _GOOD else bad).update(_possible(rest, reasoned=status != "PASSED"))
-            continue
+            return
+        self._in_summary = self._in_summary or _SUMMARY in line
+        of_cargo = line.startswith("test ") and " ... " in line  # whose names hold "::", as pytest's do
+        if of_cargo or not (self._of_pytest(line) or self._of_unittest(line, below)):
+            self._of_others(line)
+
+    def _of_pytest(self, line: str) -> bool:
+        if self._of_part(line):
+            return True
+        plain = _WORKER.sub("", line)
+        status, _, rest = plain.partition(" ")
+        if status in _WORDS and rest and not rest.startswith("("):  # -rA's summary, a worker's line; not unittest's end
+            self._add(status, _possible(rest.strip(), reasoned=status != "PASSED"))
+            return True
         name, status = _status_last(line)
         if status in _WORDS:
-            (good if status in _GOOD else bad).update(_possible(name, reasoned=False))
-            continue
+            self._add(status, _possible(name, reasoned=False))
+            return True
+        if status and status not in _NO_VERDICT:
+            self.unknown.update(dict.fromkeys(_possible(name, reasoned=False), status))
+            return True
+        status, _, rest = plain.partition(" ")
+        if self._in_summary and _UPPER.fullmatch(status) and status not in _NO_VERDICT and "::" in rest:
+            self.unknown.update(dict.fromkeys(_possible(rest.strip(), reasoned=True), status))
+            return True
+        return False
+
+    def _of_part(self, line: str) -> bool:
+        """A line of a subtest. Its own name stands beside the test's, so each cut that may be the test's counts."""
+        if "SUB" not in line or "::" not in line or _PART.search(line) is None:
+            return False
+        if (found := _PART_FAILED.search(line)) is not None:
+            before, after = _WORKER.sub("", line[: found.start()]).rstrip(), line[found.end() :]
+            for name in _beginnings(before):
+                self.failed.update(_possible(name, reasoned=False))
+            for text in _endings(after):
+                self.failed.update(_possible(text, reasoned=True))
+        return True
+
+    def _of_unittest(self, line: str, below: str) -> bool:
         if (found := _COMPLAINT.match(line)) is not None:
-            bad.add(canonical(found[1]))
-            continue
+            self.failed.add(canonical(found[1]))
+            return True
         if (found := _UNITTEST.match(line)) is not None:
-            running, line = canonical(line), found[3]
-            described = "" if line else running
+            self._running, line = canonical(line), found[3]
+            self._described = "" if line else self._running
         elif below and len(words := line.partition(" ... ")[0].strip()) <= _LONGEST:
-            docstrings[canonical(words)].add(below)
-        if running and (found := _ENDING.search(line)) is not None:
-            (good if found[1] in _GOOD else bad).add(running)
-            running = ""
-    return Log(frozenset(good - bad), frozenset(bad), docstrings)
+            self.docstrings[canonical(words)].add(below)
+        if not self._running:
+            return False
+        # Before Python 3.11 a test whose subtests failed ends its line with nothing, and the next one follows in it.
+        head, _, rest = line.partition(" ... ")
+        if rest and (found := _UNITTEST.match(rest)) is not None and len(head) <= _LONGEST:
+            return self._of_unittest(rest, "")
+        if (found := _ENDING.search(line)) is not None:
+            self._add(found[1], [self._running])
+            self._running = ""
+            return True
+        return False
+
+    def _of_others(self, line: str) -> None:
+        verdict = other_runners.verdict(line)
+        if verdict is not None and len(verdict.name) <= _LONGEST:
+            self._add({True: "ok", False: "FAIL", None: "skipped"}[verdict.good], [verdict.name])
+
+    def _add(self, status: str, names: Iterable[str]) -> None:
+        left_out = status == "SKIPPED" or status.startswith("skipped")
+        (self.good if status in _GOOD else self.left_out if left_out else self.failed).update(names)
+
+
+def _beginnings(text: str) -> list[str]:
+    """What may be the name of a test before the description of its part, in brackets: `a.py::test [odd] (n=1)`."""
+    ends = [found.start() for found in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
+    return [each for end in (*ends, len(text)) if "::" in (each := text[:end])]
+
+
+def _endings(text: str) -> list[str]:
+    """What may be the name of a test, and a reason, behind the description of its part: `[odd] (n=1) a.py::test - why`.
+    The description may hold what looks like a name."""
+    starts = [found.start() for found in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
+    return [text[start:].strip() for start in starts]
 
 
 def passed(log: str) -> frozenset[str]:
@@ -177,24 +275,40 @@ def _possible(text: str, *, reasoned: bool) -> list[str]:
 
 
 def _status_last(line: str) -> tuple[str, str]:
-    """Name and status of a line of pytest's -v, such as `file.py::test PASSED [ 50%]`; two empty texts for others."""
+    """Name and status of a line of pytest's -v, such as `file.py::test PASSED [ 50%]` or `file.py::test SKIPPED (why)`;
+    two empty texts for others. Only beside a share of the run is a word that is not known here a status."""
     before, _, percent = line.rpartition("[")
-    if _PERCENT.fullmatch(percent) and before[-1:].isspace():
+    has_percent = _PERCENT.fullmatch(percent) is not None and before[-1:].isspace()
+    if has_percent:
         line = before.rstrip()
     name, _, status = line.rpartition(" ")
+    if status not in _WORDS and line.endswith(")") and (found := _REASONED.search(line)) is not None:
+        name, status = line[: found.start()], found[1]
+    elif status not in _WORDS and not (has_percent and _UPPER.fullmatch(status)):
+        return "", ""
     at = name.find("::", 1)
     return (name, status) if 0 < at < len(name) - 2 and not name[0].isspace() else ("", "")
 
 
-def graded(log: Log, fails: Sequence[str], passes: Sequence[str]) -> Grade:
+def graded(log: Log, fails: Sequence[str], passes: Sequence[str], *, exit_code: int = 0) -> Grade:
     """Success: all listed tests passed; `fails` is not empty. `absent` is how many listed tests the log does not have,
-    and `absent_tests` names some of them."""
-    good = {test for test in {*fails, *passes} if log.has_passed(test)}
-    absent = [test for test in dict.fromkeys([*fails, *passes]) if not log.names(test)]
-    success = good >= {*fails, *passes}
+    and `absent_tests` names some of them. `unknown_tests` has the status of those whose status is not known here.
+
+    A run that ended with another exit code than 0 and names no test that failed contradicts itself: it is no success,
+    and `contradiction` says so. Where other tests failed the exit code is theirs, and the listed ones count."""
+    listed = list(dict.fromkeys([*fails, *passes]))
+    good = {test for test in listed if log.has_passed(test)}
+    absent = [test for test in listed if not log.names(test)]
+    success = len(good) == len(listed)
     mended = len(good & {*fails}) / len({*fails})
     kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
-    info: dict[str, Json] = {"mended": mended, "kept": kept, "tests": len({*fails, *passes}), "absent": len(absent)}
+    info: dict[str, Json] = {"mended": mended, "kept": kept, "tests": len(listed), "absent": len(absent)}
     if absent:
         info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
+    unknown = {test: log.unknown[name] for test in listed for name in log.names(test) if name in log.unknown}
+    if unknown:
+        info["unknown_tests"] = {test[:200]: status for test, status in list(unknown.items())[:_NAMED]}
+    if success and exit_code and not log.failed:
+        success = False
+        info["contradiction"] = f"exit code {exit_code}, and no test of the log has failed"
     return Grade(outcome=float(success), success=success, info=info)

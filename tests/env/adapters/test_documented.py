@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from each_case import each_case
 from serving import serving
 
 import agentrl
@@ -36,7 +37,7 @@ def test_every_adapter_has_its_run() -> None:
     assert adapters <= documented
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["env"]["id"])
+@each_case("run", RUNS)
 def test_a_documented_run_is_played(run: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where vf_sums lies

@@ -47,7 +47,7 @@ async def test_every_role_returns_what_pettingzoo_gave_it():
         "pettingzoo.classic.rps_v2:env", kwargs={"max_cycles": 3}, actions=("rock", "paper", "scissors", "none")[:3]
     )
     steps = await play(env, ["paper", "rock", "paper", "rock", "rock", "rock"])
-    assert steps[-1][2] and steps[-1][4]["outcomes"] == {"player_0": 2.0, "player_1": -2.0}
+    assert steps[-1][3] and steps[-1][4]["outcomes"] == {"player_0": 2.0, "player_1": -2.0}
 
 
 def first_legal(heard, rng):

@@ -1,10 +1,14 @@
 """gymnasium's own environments as language environments: played to the end, with the rules they really have."""
 
+import json
 from collections import deque
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from each_case import each_case
+from gymnasium.wrappers import TimeLimit
 
 import agentrl
 from agentrl.env.adapters.gym import Blackjack, FrozenLake, Taxi, TextGym
@@ -111,7 +115,7 @@ async def test_blackjack_is_played_to_its_end():
     assert results >= {-1.0, 1.0}
 
 
-@pytest.mark.parametrize("cls", [FrozenLake, Taxi, Blackjack])
+@each_case("cls", [FrozenLake, Taxi, Blackjack])
 def test_passes_the_checker(cls):
     assert agentrl.check_env(cls).findings == ()
 
@@ -155,9 +159,9 @@ async def test_box_and_multi_actions_are_lists():
 
     async with TextGym(Buttons()) as env:
         opening, _ = await env.areset(seed=0)
-        assert opening[0]["content"] == "{'n': [0.0, 0.0]}"
+        assert opening[0]["content"] == '{"n": [0.0, 0.0]}'
         observation, reward, *_ = await env.astep(act([1, 2]))
-        assert (observation[0]["content"], reward) == ("{'n': [0.5, 1.0]}", 3.0)
+        assert (observation[0]["content"], reward) == ('{"n": [0.5, 1.0]}', 3.0)
         observation, *_ = await env.astep(act([1, 3]))
         assert observation[0]["content"].startswith("error: [1, 3] is outside of MultiDiscrete")
         assert (await env.astep("1"))[0][0]["content"] == "malformed call: no tool call found; call act"
@@ -178,7 +182,7 @@ def test_what_cannot_be_played_is_refused():
         TextGym(Graph())
 
 
-@pytest.mark.parametrize("number", [10**400, -(10**30), 2**63, 1e300, 1.5, -0.0])
+@each_case("number", [10**400, -(10**30), 2**63, 1e300, 1.5, -0.0])
 async def test_numbers_that_no_array_holds_are_the_policys_fault(number):
     spaces = gymnasium.spaces
     for space in (spaces.MultiDiscrete([3, 3]), spaces.MultiBinary(2), spaces.Box(-np.inf, np.inf, (2,))):
@@ -189,3 +193,35 @@ async def test_numbers_that_no_array_holds_are_the_policys_fault(number):
             env._gym.step = lambda _: (np.zeros(2), 0.0, False, False, {})
             observation, *_ = await env.astep(env.call("act", action=[number, 1]))
             assert observation[0]["content"]
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    observation_space, action_space = gymnasium.spaces.Discrete(100), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, last: int = 99, seen: Any = None) -> None:
+        self.last, self.seen = last, seen
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.at = 0
+        return (0 if self.seen is None else self.seen), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        return self.at, 1.0, self.at >= self.last, False, {}
+
+
+@pytest.mark.parametrize(("last", "ended"), [(99, (False, True, "truncated")), (2, (True, False, "done"))])
+def test_a_time_limit_truncates_and_the_task_itself_terminates(last: int, ended: tuple[bool, bool, str]) -> None:
+    env = TextGym(TimeLimit(Walk(last), max_episode_steps=2))
+    env.reset(seed=0)
+    assert env.step(env.call("act", action="0"))[2:4] == (False, False)
+    *_, terminated, truncated, info = env.step(env.call("act", action="0"))
+    assert (terminated, truncated, info["stop_reason"]) == ended
+
+
+def test_an_observation_is_shown_as_json() -> None:
+    seen = {"a": np.float32(1.5), "ok": np.bool_(True), "b": None, "many": np.arange(3), 1: ("x", "é")}
+    text = str(TextGym(Walk(seen=seen)).reset(seed=0)[0][0]["content"])
+    expected = {"a": 1.5, "ok": True, "b": None, "many": [0, 1, 2], "1": ["x", "é"]}
+    assert json.loads(text.partition("\n\n")[2]) == expected and "é" in text

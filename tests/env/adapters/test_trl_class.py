@@ -224,3 +224,97 @@ def test_the_tools_are_those_that_trl_shows_its_model():
         name: json.dumps(schema) for name, schema in theirs.items()
     }
     assert sorted(ours) == ["give_up", "go", "guess", "lists", "square", "wait"]
+
+
+class Safe:
+    """As TRL's own documentation writes an environment: the reward is an attribute, which a function reads."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, code="1234", **row):
+        self.code, self.reward = code, 0.0
+
+    def open(self, code: str) -> str:
+        """
+        Try a code.
+
+        Args:
+            code: The code.
+        """
+        self.reward = 1.0 if code == self.code else 0.25
+        return "click"
+
+
+def of_environment(environments, **kwargs):
+    return [environment.reward for environment in environments]
+
+
+def of_all(completions, prompts, code, environments, **kwargs):
+    """Checks what TRL gives a function: lists of one, conversations, and the columns of the row."""
+    (conversation,), (asked,), (environment,) = completions, prompts, environments
+    assert code == [environment.code] and asked[-1]["content"] == "Open it."
+    assert [message["role"] for message in conversation] == ["assistant", "tool", "assistant"]
+    function = conversation[0]["tool_calls"][0]["function"]
+    assert function == {"name": "open", "arguments": {"code": "99"}} and conversation[1]["content"] == "click"
+    return [len(conversation[-1]["content"])]
+
+
+def not_for_such_rows(completions, **kwargs):
+    return [None]
+
+
+def raises(environments, **kwargs):
+    raise KeyError("x")
+
+
+async def outcome_of(**settings):
+    async with TrlEnv(Safe, **settings) as env:
+        await env.areset(seed=0, options={"code": "99", "prompt": "Open it."})
+        await env.astep(said("open", code="99"))
+        return (await env.astep("done"))[4]
+
+
+async def test_reward_functions_of_trl_judge_beside_the_class():
+    here = __name__
+    weighted = await outcome_of(reward_funcs=[f"{here}:of_environment", of_all], reward_weights=[2.0, 0.5])
+    assert weighted["outcome"] == 2.0 * 1.0 + 0.5 * len("done")
+    assert weighted["scores"] == {f"{here}:of_environment": 1.0, "of_all": 4.0}
+    assert (await outcome_of(reward_funcs=of_environment))["outcome"] == 1.0
+    assert (await outcome_of(reward_funcs=lambda environments, **k: [3]))["outcome"] == 3.0
+    assert (await outcome_of(reward_funcs=[of_environment, not_for_such_rows]))["outcome"] == 1.0
+    failed = await outcome_of(reward_funcs=raises)
+    assert (failed["outcome"], failed["reward_error"]) == (0.0, "KeyError: 'x'")
+    with pytest.raises(UsageError, match="write def f"):
+        TrlEnv(Safe, reward_funcs=lambda prompt, completion, row: 1.0)
+    with pytest.raises(UsageError, match="one for each of the 1"):
+        TrlEnv(Safe, reward_funcs=of_environment, reward_weights=[1.0, 2.0])
+
+
+def test_a_class_without_a_reward_is_refused_unless_the_run_has_a_rewarder(tmp_path):
+    from agentrl import config as configuration
+    from agentrl.run.preflight import check_tasks
+
+    env: dict[str, Any] = {"id": "agentrl/TRL-v0", "kwargs": {"env": f"{__file__}:Safe", "prompt": "Open it."}}
+    document: dict[str, Any] = {"model": "agentrl/tiny-coder", "env": env}
+    with pytest.raises(UsageError, match="Safe has no get_reward, so nothing gives its episodes a reward"):
+        check_tasks(configuration.parse(document))
+    env["kwargs"]["reward_funcs"] = [f"{__file__}:of_environment"]
+    check_tasks(configuration.parse(document))
+
+
+def test_a_trainer_takes_rows_functions_and_a_class_together(tmp_path):
+    rows = [{"code": "12", "prompt": "Open it."}, {"code": "34", "prompt": "Open it."}]
+    trainer = agentrl.Trainer(
+        "agentrl/tiny-coder", Safe, dataset=rows, reward_funcs=of_environment, eval_dataset=rows, out=tmp_path / "run"
+    )
+    env, (held_out,) = trainer.config.env, trainer.config.eval.sets
+    assert env.id == "agentrl/TRL-v0" and env.kwargs["env"].endswith(":Safe")
+    assert [reference.rpartition(":")[2] for reference in env.kwargs["reward_funcs"]] == ["of_environment"]
+    made = agentrl.make(env.id, **{**env.kwargs, **held_out.kwargs})
+    opening, _ = made.reset(seed=1)
+    assert opening[-1]["content"] == "Open it."
+    made.step(said("open", code="34"))
+    assert made.step("done")[4]["outcome"] == 1.0
+    with pytest.raises(UsageError, match="all of them go with agentrl/TRL-v0"):
+        agentrl.Trainer(env="agentrl/Calculator-v0", dataset=rows, reward_funcs=of_environment, out=tmp_path / "b")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trio
 
 import agentrl
 from agentrl.env.adapters.verifiers_env import Verifiers
@@ -37,11 +38,30 @@ async def test_an_episode_in_its_own_harness_with_its_own_rewards():
         assert info["outcome"] == 1.5 and info["success"]
 
 
+async def test_episodes_that_begin_at_once_share_what_belongs_to_an_event_loop():
+    """The harness of verifiers is installed under a lock of the module: whoever comes second waits for it."""
+    outcomes = []
+
+    async def play(index):
+        async with Verifiers("vf_sums", tasks=6) as env:
+            await env.areset(seed=0, options={"index": index})
+            *_, info = await env.astep(f"It is {2 * index}.")
+            outcomes.append(info["outcome"])
+
+    async with trio.open_nursery() as nursery:
+        for index in range(4):
+            nursery.start_soon(play, index)
+    assert outcomes == [1.0] * 4
+
+
 async def test_our_environment_in_their_hands_and_back_again():
     async with Verifiers("vf_calculator", tasks=10) as env:
         observation, _ = await env.areset(seed=0, options={"index": 3})
         async with agentrl.make("agentrl/Calculator-v0") as near:
-            assert observation == (await near.areset(seed=3))[0]
+            # Their chat template is told of no tools: the system message tells them.
+            system, question = (await near.areset(seed=3))[0]
+            assert observation[0]["content"].startswith(system["content"]) and observation[1:] == (question,)
+            assert '"name": "calculate"' in observation[0]["content"]
         expression = observation[-1]["content"].removeprefix("What is ").removesuffix("?")
         observation, *_, info = await env.astep(HERMES.write(ToolCall("calculate", {"expression": expression})))
         answer = written(evaluate(expression))

@@ -157,3 +157,36 @@ async def test_a_run_file_shows_folders_of_the_machine_to_its_boxes(tmp_path: Pa
     assert result.exit_code == 7 and written.exit_code != 0
     with pytest.raises(ConfigError, match=r"sandbox\.bubblewrap\.readonly = .* give absolute paths"):
         BubblewrapSettings(readonly={"agents": "/opt/agents"})
+
+
+LARGE = """
+import json, os, urllib.error, urllib.request
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+def ask(body):
+    try:
+        answer = json.load(opener.open(urllib.request.Request(url, body), timeout=300))
+        return answer["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return [error.code, json.load(error)["error"]["message"]]
+first = {"role": "user", "content": "q"}
+ask(json.dumps({"messages": [first]}).encode())
+refused = ask(b'{"messages":[{}' + b",{}" * (3 << 20) + b"]}")
+ask(json.dumps({"messages": [{"role": "user", "content": json.dumps(refused)}]}).encode())
+"""
+
+
+async def test_law_3_a_body_beyond_the_bound_is_refused_and_the_program_goes_on() -> None:
+    """9 MiB of empty messages took the worker's loop 10 s; and a client in a box sends all of it before it reads."""
+
+    class Sends(Boxed):
+        def box_files(self, task: Mapping[str, Any]) -> Mapping[str, bytes]:
+            return {"program.py": LARGE.encode()}
+
+    async with Sends() as env:
+        env.observation_bytes = 100_000
+        await env.areset(seed=0)
+        *_, info = await env.astep("a")
+        assert info["history"][0]["content"] == '[413, "the body is larger than 4194304 bytes"]'
+        *_, terminated, _, info = await env.astep("b")
+        assert terminated and info["exit_code"] == 0

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 from gymnasium.error import ResetNeeded
 
 import agentrl
@@ -19,7 +20,7 @@ from agentrl.env.agent_programs.program_env import news_of
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import get_format
 from agentrl.errors import EnvError, SandboxError, UsageError
-from agentrl.testing.chaos import sweep
+from tests.parts.kill_sweep import sweep
 
 HERMES = get_format("hermes")
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -109,7 +110,7 @@ def conversation(*texts, tools=()):
     return Conversation(tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts)), tools)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("now", "news"),
     [
         (conversation("q", "a", "next"), ("next",)),
@@ -444,7 +445,7 @@ EACH_CALL = """
 import sys, trio
 from agentrl.env.agent_programs import ProgramEnv
 from agentrl.host import janitor as owner
-from agentrl.testing.chaos import MAKING, killed_after_each_call
+from tests.parts.kill_sweep import MAKING, killed_after_each_call
 
 owner.reap = lambda home: []  # nobody else cleans up here
 away = "subprocess.Popen(['sleep', sys.argv[1]], start_new_session=True, stdout=2)"
@@ -467,7 +468,9 @@ def test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_i
     assert sweep(EACH_CALL, marker, COMMAND.replace('"', "'")) >= 4
 
 
-def test_passes_the_checker():
+def test_passes_the_checker(monkeypatch):
+    monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 4)  # each is a conversation over sockets
+
     async def program(session):
         for turn in range(3):
             await ask(session, CHAT, messages=[user(f"turn {turn}")])
@@ -481,7 +484,7 @@ def test_an_empty_command_is_refused():
         ProgramEnv([])
 
 
-@pytest.mark.parametrize("result", [float("nan"), float("inf"), -float("inf"), 10**400])
+@each_case("result", [float("nan"), float("inf"), -float("inf"), 10**400])
 async def test_a_program_that_makes_no_number_of_an_answer_has_earned_nothing(result):
     async def program(session):
         await ask(session, CHAT, messages=[user("x")])

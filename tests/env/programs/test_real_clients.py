@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from each_case import each_case
 
 from agentrl.env.agent_programs import ProgramEnv
 from agentrl.env.tools.calls import ToolCall
@@ -18,7 +19,7 @@ LOOK = "I look. " + HERMES.write(ToolCall("weather", {"city": "Rome"}))
 def clients(session):
     import openai
 
-    return openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.api_key, max_retries=0, timeout=300)
+    return openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.api_key, timeout=300)
 
 
 def chat(session, stream):
@@ -57,7 +58,7 @@ def responses(session, stream):
 def anthropic(session, stream):
     import anthropic as package
 
-    client = package.Anthropic(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=300)
+    client = package.Anthropic(base_url=session.base_url, api_key=session.api_key, timeout=300)
     tool = {"name": "weather", "description": "", "input_schema": PARAMETERS}
     messages = [{"role": "user", "content": "Weather?"}]
     head = {"model": "policy", "max_tokens": 100, "tools": [tool]}
@@ -93,8 +94,8 @@ def async_chat(session, stream):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("program", [chat, responses, anthropic, async_chat], ids=lambda f: f.__name__)
+@each_case("stream", [False, True])
+@each_case("program", [chat, responses, anthropic, async_chat])
 async def test_a_real_client_holds_a_conversation(program, stream):
     results = []
 

@@ -78,7 +78,7 @@ class Tables:
                 self._db.execute(f"SELECT setval('{sequence}', (SELECT MAX({column}) FROM {table}))")
 
     def _sequence(self, table: str) -> str:
-        """What numbers a table's rows. That of a table which was made anew has a name of its own."""
+        """The sequence that numbers a table's rows."""
         if table not in self._sequences:
             found = self._found(table, "version" if table == "versions" else "id")
             assert found is not None
@@ -121,33 +121,16 @@ class Partitions:
         self._db, self._run, self._lock = db, run, lock
         self._until = 0  # there is room for turns before it
 
-    def make(self) -> None:
-        """Divide the tables of a store that has them whole: what they hold is the first part. References of the journal
-        are no longer the server's to check: it locks their rows, and the journal has just looked at them."""
-        run = self._run
-        for table, column in (*((table, "turn_id") for table in (*BYTES, "steps")), ("turns", "episode_id")):
-            run(f"ALTER TABLE {table} DROP CONSTRAINT IF EXISTS {table}_{column}_fkey")
-        counted = "SELECT (SELECT COALESCE(MAX(id), 0) FROM turns), (SELECT COUNT(*) FROM tokens)"
-        ((last, rows),) = self._db.rows(counted)
-        for table in BYTES:
-            run(f"ALTER TABLE {table} RENAME TO {table}_0")
-            run(f"ALTER INDEX {table}_pkey RENAME TO {table}_0_pkey")
-            run(f"ALTER TABLE {table}_0 ALTER COLUMN data SET STORAGE EXTERNAL")  # it is compressed already
-            run(f"CREATE TABLE {table} (LIKE {table}_0 INCLUDING STORAGE) PARTITION BY RANGE (turn_id)")
-            run(f"ALTER TABLE {table} ADD PRIMARY KEY (turn_id)")
-            self._attach(table, 0, last + TURNS)
-        run("CREATE TABLE parts (start BIGINT PRIMARY KEY, until BIGINT NOT NULL, rows BIGINT, gone BIGINT NOT NULL)")
-        self._db.execute("INSERT INTO parts VALUES (0, ?, ?, 0)", (last + TURNS, max(rows, TURNS)))
-
     def room(self, turn: int) -> None:
-        """See that there is a part for a turn, and for some after it. Inside a write."""
+        """See that there is a part for a turn, and for some after it; in a new store there is none yet. Inside a
+        write."""
         if turn + _AHEAD < self._until:
             return
-        ((self._until,),) = self._db.rows("SELECT MAX(until) FROM parts")
+        ((self._until,),) = self._db.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         if turn + _AHEAD < self._until:
             return
         self._db.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
-        ((until,),) = self._db.rows("SELECT MAX(until) FROM parts")
+        ((until,),) = self._db.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         while until <= turn + _AHEAD:
             end = until + max(TURNS, until // 32)
             for table in BYTES:

@@ -46,21 +46,18 @@ from psycopg.pq import TransactionStatus
 from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumper
 
-from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
+from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, UsageError
 from agentrl.host.disk_space import is_full
 from agentrl.store import schema
 from agentrl.store.databases.database import PAUSE_S, Asked, ChangeWatch, Cursor, Database, Row
 from agentrl.store.databases.postgres.connection import DeadlineConnection, Notices, Pipeline
 from agentrl.store.databases.postgres.partitions import READ, Partitions, Tables
-from agentrl.store.databases.postgres.sql import OURS, definition, many, parted, plain_insert, translated
+from agentrl.store.databases.postgres.sql import many, parted, plain_insert, translated
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
 _STATEMENT_S = 60.0  # less than `ANSWER_S`
-_BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
-_LAYOUT = 1000  # how the tables lie here: thousands of the version, so that an older agentrl refuses it
-_VERSION = _LAYOUT + schema.SCHEMA_VERSION
 _CLOCK_S = 60.0  # after which a write asks for the server's time again
 _LOCK = schema.APPLICATION_ID << 32  # advisory locks of run stores: this, and the schema's number
 
@@ -182,7 +179,7 @@ class Postgres(Database):
         self._shares_lock = False  # whether the open write transaction does
         self._tables = Tables(self, address.schema)
         self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
-        self._prepared = False  # whether the tables are there, as this agentrl has them
+        self._prepared = False  # whether the tables are known to be there
         self._parts = Partitions(self, self._once, lambda: -self._lock_id)
         if reads:
             self.away_s = CONNECT_S
@@ -217,40 +214,38 @@ class Postgres(Database):
             self._lock.release()
 
     def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
-        if create:
-            with self._lock, self._naming():
-                name = names.Identifier(self._address.schema)
-                self._connection.execute(names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
-                self._connection.close()
-                self._connection = self._dial()
-        elif self._version() == _VERSION:
-            self._prepared = True
+        if not create:
+            self._check()
             return
+        with self._lock, self._naming():
+            name = names.Identifier(self._address.schema)
+            self._connection.execute(names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
+            self._connection.close()
+            self._connection = self._dial()
         with self.write():
             self._settle()  # several statements at once go through no pipeline
-            found = self._read_version()
-            version = found % 1000
-            if create and version:
+            if self._is_made():
                 raise UsageError(f"{self.path} holds a run already: resume it, or choose another folder")
-            if create:
-                self._connection.execute(OURS)
-            if version < schema.SCHEMA_VERSION:
-                for statement in schema.statements(version):
-                    if (text := definition(statement, empty=version < _BORN_WITH)) is not None:
-                        self._connection.execute(text)
-            if found < _LAYOUT:
-                self._parts.make()
-            self.execute("UPDATE schema_version SET version = ?", (_VERSION,))
-            self._run("CREATE TABLE IF NOT EXISTS last_writes (writer TEXT PRIMARY KEY, number BIGINT NOT NULL)")
-            if create:
-                self._run("CREATE TRIGGER tell AFTER INSERT ON unscored FOR EACH ROW EXECUTE FUNCTION tell()")
-                first()
+            self._run(schema.text("schema.postgres.sql"))
+            self._run(f"INSERT INTO schema_version VALUES ({schema.SCHEMA_VERSION})")
+            self._parts.room(0)
+            first()
         self._prepared = True
 
     def look(self) -> None:
-        """See that there is a store of this version. Raises UsageError, StoreVersionError."""
-        if self._version() < _VERSION:
-            raise UsageError(f"{self.path}: an older agentrl wrote this store: go on with its run, then look again")
+        """See that there is a store of our schema. Raises UsageError, FormatError."""
+        self._check()
+
+    def _check(self) -> None:
+        """Raises UsageError if there is no store, FormatError if it has another schema."""
+        with self.read():
+            if not self._is_made():
+                why = "it was never begun"
+                if not self._lock_id:
+                    why = f"the database has no schema {self._address.schema}: the run was removed"
+                raise UsageError(f"{self.path} holds no run: {why}")
+            ((version,),) = self.rows("SELECT version FROM schema_version")
+        schema.check_version(version, self.path)
         self._prepared = True
 
     def drop(self) -> None:
@@ -259,26 +254,9 @@ class Postgres(Database):
             name = names.Identifier(self._address.schema)
             self._connection.execute(names.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(name))
 
-    def _version(self) -> int:
-        with self.read():
-            return self._read_version()
-
-    def _table(self, name: str) -> bool:
-        """Whether there is such a table."""
-        with self.read():
-            return self.row("SELECT to_regclass(?)", (f"{self._address.schema}.{name}",)) != (None,)
-
-    def _read_version(self) -> int:
-        if not self._table("schema_version"):
-            if self._lock_id:
-                return 0
-            raise UsageError(f"{self.path}: the database has no schema {self._address.schema}: the run was removed")
-        row = self.row("SELECT version FROM schema_version")
-        version = 0 if row is None else row[0]
-        if version % 1000 > schema.SCHEMA_VERSION or version >= _LAYOUT + 1000:
-            hint = f"this agentrl reads up to {_VERSION}: upgrade agentrl"
-            raise StoreVersionError(f"{self.path} has store schema {version}, {hint}")
-        return version
+    def _is_made(self) -> bool:
+        """Whether the schema has our tables."""
+        return self.row("SELECT to_regclass(?)", (f"{self._address.schema}.schema_version",)) != (None,)
 
     # --- transactions and statements ----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The store's SQL, which both databases read, as PostgreSQL reads it.
 
-Owns what PostgreSQL says in other words than SQLite: parameters (`?`, `?2`), `INDEXED BY`, `CROSS JOIN … ON`, column
-types, triggers, and functions that only SQLite has; and arrays in binary, a column of many rows in one parameter, since
+Owns what PostgreSQL says in other words than SQLite: parameters (`?`, `?2`), `INDEXED BY` and `CROSS JOIN … ON`; and
+arrays in binary, a column of many rows in one parameter, since
 psycopg packs an array value by value, which costs a turn more than its row. Knows no connection, nor what a table is
 for.
 """
@@ -58,22 +58,6 @@ def parted(rows: Sequence[Sequence[Any]]) -> Iterator[Sequence[Sequence[Any]]]:
     yield rows[begin:]
 
 
-OURS = """
-CREATE FUNCTION iif(boolean, anycompatible, anycompatible) RETURNS anycompatible LANGUAGE sql IMMUTABLE
-    AS 'SELECT CASE WHEN $1 THEN $2 ELSE $3 END';
-CREATE AGGREGATE total(double precision) (sfunc = float8pl, stype = double precision, initcond = '0');
-CREATE FUNCTION json_extract(text, text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
-    SELECT NULLIF((CASE WHEN $2 LIKE '$[%' THEN $1::json -> trim('$[]' FROM $2)::integer
-                   ELSE $1::json -> substr($2, 3) END)::text, 'null') $$;
-CREATE FUNCTION json_each(text) RETURNS TABLE (value text) LANGUAGE sql IMMUTABLE
-    AS 'SELECT value::text FROM json_array_elements($1::json)';
-CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql
-    AS $$ BEGIN PERFORM pg_notify(TG_TABLE_SCHEMA, ''); RETURN NULL; END $$;
-CREATE TABLE schema_version (version BIGINT NOT NULL);
-INSERT INTO schema_version VALUES (0);
-"""
-"""What a new schema has beside the tables."""
-
 _PLACE = re.compile(r"\?(\d*)|'[^']*'")
 _HINT = re.compile(r" INDEXED BY \w+")
 _CROSS = re.compile(
@@ -127,35 +111,3 @@ def many(sql: str, types: tuple[int, ...]) -> bytes:
     """A plain insert of many rows, given an array for each column."""
     values = ", ".join(f"unnest(${at}::{NAMES[type]}[])" for at, type in enumerate(types, 1))
     return f"{sql.partition(' VALUES ')[0]} SELECT {values}".encode()
-
-
-_TYPES = (
-    (re.compile(r"\b(id|version) INTEGER PRIMARY KEY( AUTOINCREMENT)?(?! REFERENCES)"), r"\1 BIGSERIAL PRIMARY KEY"),
-    (re.compile(r"\bREFERENCES (\w+)"), r"REFERENCES \1 DEFERRABLE"),
-    (re.compile(r"\bINTEGER\b"), "BIGINT"),
-    (re.compile(r"\bREAL\b"), "DOUBLE PRECISION"),
-    (re.compile(r"\b(BLOB|ANY)\b"), "BYTEA"),
-    (re.compile(r"\bTEXT\b"), 'TEXT COLLATE "C"'),
-    (re.compile(r"\) STRICT(, WITHOUT ROWID)?$"), ")"),
-)
-_TRIGGER = re.compile(
-    r"CREATE TRIGGER (?P<name>\w+) (?P<when>AFTER [\w ,]+ ON \w+)\s*(WHEN (?P<condition>.*?))?\s*BEGIN(?P<body>.*)END$",
-    re.DOTALL,
-)
-
-
-def definition(statement: str, *, empty: bool) -> bytes | None:
-    """A statement of the schema's history in PostgreSQL's words; None if it has nothing to do in an `empty` store."""
-    text = statement.rstrip().removesuffix(";")
-    if trigger := _TRIGGER.match(text):
-        name, condition = trigger["name"], f" WHEN ({trigger['condition']})" if trigger["condition"] else ""
-        return (
-            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN{trigger['body']}"
-            f" RETURN NULL; END $$; CREATE TRIGGER {name} {trigger['when']} FOR EACH ROW{condition}"
-            f" EXECUTE FUNCTION {name}()"
-        ).encode()
-    if text.startswith(("INSERT", "UPDATE", "DELETE")):
-        return None if empty else translated(text)
-    for pattern, replacement in _TYPES:
-        text = pattern.sub(replacement, text)
-    return text.encode()

@@ -1,0 +1,224 @@
+"""The requests of one program that wait for an answer: which one is the policy's turn, and which answers were read.
+
+    open ─► queued ─► next: the policy samples ─► answer ─► leave(delivered=True): read
+                 └────────────────┴──────────────────┴────► leave(delivered=False): the client left
+
+A client that leaves before it has its answer may have lost its patience with us, and may ask again: a request for the
+same conversation takes the place of the one that was left, and gets its answer, so that one question costs one turn.
+Only when the program asks for something else, or ends, is the answer lost: nobody read it. A conversation whose answer
+was read is a new request, however often it comes.
+
+Whose fault is a lost answer (law 3)? Ours, if the program waited for nothing else: no answer was read while it waited.
+Otherwise only patience tells: a client that leaves sooner than an answer has taken before was not driven away by us.
+A program that asks several things at once may give one up because of another's answer, and does so at once; a client
+that waits longer, also behind others in our queue, has lost its patience. In a box the policy's own code can send
+requests and kill the client that waits: there time in the queue says nothing, as the policy can fill it. Before the
+first answer nothing is the policy's doing. Never knows sockets, programs or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from agentrl.env.agent_programs.model_apis import Conversation, Reply
+from agentrl.env.agent_programs.request_checks import note
+
+MOST_QUEUED: Final = 256
+"""Requests of one episode that may wait side by side."""
+
+_LEAST_S: Final = 0.5
+"""Patience that no answer has to prove: shorter waits of clients with a choice say nothing about us."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that waits for the policy, or has its reply. Times are the loop's."""
+
+    path: str
+    conversation: Conversation
+    asked_s: float
+    answers_before: int
+    """How many answers were read when it was asked."""
+    began_s: float | None = None
+    """When the policy began to answer it."""
+    clients: int = 0
+    """Connections that wait for the reply."""
+    reply: Reply | None = None
+    is_read: bool = False
+    answered: trio.Event = field(default_factory=trio.Event)
+
+    def answer(self, reply: Reply | None) -> None:
+        """Give the reply to the clients that wait; None: there will be none."""
+        self.reply = reply
+        self.answered.set()
+
+    def repeats(self, path: str, conversation: Conversation) -> bool:
+        return self.path == path and self.conversation == conversation
+
+
+@dataclass(frozen=True, slots=True)
+class LostAnswer:
+    """An answer that no client waited for. `waited_s` is how long clients waited for it; `is_ours` says whether we were
+    too slow for them."""
+
+    conversation: Conversation
+    waited_s: float
+    answers_before: int
+    is_ours: bool
+
+
+class OpenRequests:
+    """The requests of one program in the order in which they came. `shares_box` says that the policy's own code may
+    send some of them."""
+
+    def __init__(self, *, shares_box: bool) -> None:
+        self._shares_box = shares_box
+        self._queue: list[Pending] = []
+        self._current: Pending | None = None
+        self._left: LostAnswer | None = None  # what the current request is lost by, unless it is asked again
+        self._lost: list[LostAnswer] = []
+        self._answers = 0
+        self._longest_s = _LEAST_S  # the longest wait for an answer that was read
+        self._read_s = 0.0  # when an answer was read last
+        self._is_unread = False
+
+    # --- the clients' side
+
+    def open(self, path: str, conversation: Conversation, now: float, *, is_retry: bool = False) -> Pending | None:
+        """The request that a client waits for from now on: a new one, or one that was left without its answer. None if
+        too many wait.
+
+        A client that says it `is_retry` has no answer, even if its old connection still looks alive."""
+        for pending in self._same(path, conversation):
+            if is_retry or (pending.clients == 0 and not pending.is_read):
+                pending.clients += 1
+                self._answers -= pending.is_read
+                pending.is_read = False
+                self._left = None if pending is self._current else self._left
+                note("a client gave up before its answer and asked again: it gets the same answer")
+                return pending
+        if len(self._queue) >= MOST_QUEUED:
+            return None
+        pending = Pending(path, conversation, now, self._answers, clients=1)
+        self._queue.append(pending)
+        return pending
+
+    def leave(self, pending: Pending, now: float, *, delivered: bool) -> None:
+        """A client of `pending` has left: with the answer, if it was `delivered`."""
+        pending.clients -= 1
+        if delivered:
+            pending.is_read = True
+            self._answers += 1
+            self._longest_s, self._read_s = max(self._longest_s, self._waited_s(pending, now)), now
+            self._lost = [lost for lost in self._lost if lost.conversation != pending.conversation]
+            return
+        if pending.clients or pending.is_read:
+            return
+        lost = self._lost_by(pending, now)
+        if pending in self._queue:
+            self._queue.remove(pending)
+            if not any(other.conversation == pending.conversation for other in self._queue):
+                self._lost.append(lost)
+        elif pending is self._current:
+            self._left = lost
+            self._pass_on(pending)
+
+    # --- the policy's side
+
+    def next(self, now: float) -> Pending | None:
+        """The request that the policy answers now; None if none waits, or if the answer before it is on its way."""
+        if not self._queue or self.is_open:
+            return None
+        self._settle(now)
+        pending = self._current = self._queue.pop(0)
+        pending.began_s = now
+        return pending
+
+    def answer(self, reply: Reply) -> None:
+        """Answer the request that `next` gave last."""
+        assert self._current is not None, "next was called before"
+        self._current.answer(reply)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a request waits for the policy."""
+        return bool(self._queue)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a client still waits for the request that `next` gave last."""
+        return self._current is not None and self._current.clients > 0
+
+    @property
+    def is_lost_by_us(self) -> bool:
+        """Whether the clients of the request that `next` gave last have left because we were slow."""
+        return self._left is not None and self._left.is_ours
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has read the answer before the last `next` or `end`."""
+        return self._is_unread
+
+    def end(self, now: float) -> None:
+        """The program is over: what it has not read is lost."""
+        self._settle(now)
+
+    def close(self) -> None:
+        """Let every client go that still waits."""
+        waiting: Sequence[Pending] = [*self._queue, *([self._current] if self._current is not None else [])]
+        for pending in waiting:
+            if not pending.answered.is_set():
+                pending.answer(None)
+
+    def lost(self, *, failed: bool) -> LostAnswer | None:
+        """The answer that came too late by our fault, and may have ended the program: the last one that nothing was
+        read after, or any if the program `failed`."""
+        for lost in reversed(self._lost):
+            if lost.is_ours and (failed or lost.answers_before == self._answers):
+                return lost
+        return None
+
+    # --- inside
+
+    def _same(self, path: str, conversation: Conversation) -> list[Pending]:
+        current = [self._current] if self._current is not None else []
+        return [pending for pending in (*current, *self._queue) if pending.repeats(path, conversation)]
+
+    def _lost_by(self, pending: Pending, now: float) -> LostAnswer:
+        waits_for_us_alone = not self._shares_box and pending.answers_before == self._answers
+        is_patient = self._waited_s(pending, now) >= self._longest_s
+        reacts = not self._shares_box and now - self._read_s < _LEAST_S
+        is_ours = self._answers == 0 or waits_for_us_alone or (is_patient and not reacts)
+        return LostAnswer(pending.conversation, now - pending.asked_s, pending.answers_before, is_ours)
+
+    def _waited_s(self, pending: Pending, now: float) -> float:
+        """The seconds that a request has waited for us so far."""
+        since_s = pending.began_s if self._shares_box else pending.asked_s
+        return 0.0 if since_s is None else now - since_s
+
+    def _pass_on(self, pending: Pending) -> None:
+        """Let a queued request for the same conversation take the place of one that was left: its client asked again
+        before the old connection was seen to close."""
+        for other in self._queue:
+            if other.repeats(pending.path, pending.conversation):
+                self._queue.remove(other)
+                other.began_s, other.asked_s = pending.began_s, pending.asked_s
+                self._current = other
+                if pending.reply is not None:
+                    other.answer(pending.reply)
+                return
+
+    def _settle(self, now: float) -> None:
+        """Note whether the current request's answer was read."""
+        current, self._current = self._current, None
+        self._is_unread = current is not None and not current.is_read
+        if current is not None and self._is_unread:
+            note(
+                "a client gave up before its answer and did not ask again: nobody read the turn, and it is not trained"
+            )
+            self._lost.append(self._left or self._lost_by(current, now))
+        self._left = None

@@ -1,0 +1,194 @@
+"""Checks of requests that agent programs send, before any part of them becomes an observation.
+
+Owns the closed vocabulary of request keys: each is honoured, refused with one line, named as the run's business, or
+named as unknown. Owns the bounds of messages and tools, too, and checks the schemas of tools. What a policy makes a
+program send ends here at the latest (law 3): no later part of the rollout may stumble over it. Runs in threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import jsonschema
+import jsonschema.validators
+
+from agentrl import notices
+from agentrl.env.tools.calls import dump
+
+Fields = Mapping[str, Any]
+
+MOST_MESSAGES: Final = 10_000
+MOST_TOOLS: Final = 1_000
+MOST_TOOL_PARTS: Final = 10_000
+"""Values in the schemas of all tools of a request: jsonschema takes up to 0.4 ms for each."""
+
+BOUNDARY: Final = "requests of agent programs"
+_MOST_SHOWN: Final = 80
+_MOST_CHECKED: Final = 512
+_MOST_NAME: Final = 256
+
+
+class UnservedRequest(Exception):
+    """The request asks for something that is not served; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A key that is refused if `asks` holds for its value, with a `hint`."""
+
+    asks: Callable[[Any], bool]
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKeys:
+    """The keys of a request, by what becomes of them. A key that is null asks for nothing."""
+
+    honoured: frozenset[str]
+    sampling: frozenset[str]
+    """Keys about how an answer is sampled. The run file decides that: they are named, and have no effect."""
+    bookkeeping: frozenset[str]
+    """Keys that a server may ignore without any effect on the answer."""
+    refused: Mapping[str, Refused] = field(default_factory=dict[str, Refused])
+
+    def check(self, body: Fields) -> None:
+        """Refuse or name the keys of `body` that are not honoured. Raises UnservedRequest."""
+        for key, refused in self.refused.items():
+            if body.get(key) is not None and refused.asks(body[key]):
+                raise UnservedRequest(f"{key} = {shown(body[key])}: {refused.hint}")
+        for key, value in body.items():
+            if value is None or key in self.honoured or key in self.bookkeeping or key in self.refused:
+                continue
+            if key in self.sampling:
+                note(f"{key} has no effect: the run file says how the policy samples")
+            else:
+                note("a key that is not known has no effect", place=key)
+
+
+def note(what: str, place: str = "") -> None:
+    """Name what a program sent and what is not honoured. `what` is of a closed set: a policy may write the rest."""
+    notices.note(BOUNDARY, what, place=place, by_policy=True)
+
+
+def shown(value: Any) -> str:
+    """A value in one short line."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def always(value: Any) -> bool:
+    """Whether a value asks for anything: empty lists, objects and texts, zero and false do not."""
+    return bool(value)
+
+
+def not_in(*values: Any) -> Callable[[Any], bool]:
+    """Whether a value is none of `values`."""
+    return lambda value: value not in values
+
+
+def kind_not_in(*kinds: str) -> Callable[[Any], bool]:
+    """Whether a value is no object whose `type` is one of `kinds`."""
+    return lambda value: not isinstance(value, dict) or cast("Fields", value).get("type") not in kinds
+
+
+def objects(value: Any, what: str, most: int) -> list[Fields]:
+    """A list of at most `most` objects. Raises UnservedRequest."""
+    if not isinstance(value, list):
+        raise UnservedRequest(f"{what} must be a list of objects")
+    items = cast("list[Any]", value)
+    if len(items) > most:
+        raise UnservedRequest(f"{what} has {len(items)} entries: at most {most} are served")
+    for at, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise UnservedRequest(f"{what}[{at}] = {shown(item)}: give an object")
+    return cast("list[Fields]", items)
+
+
+def text_at(fields: Fields, key: str, what: str) -> str:
+    """The text under a key that has to be there. Raises UnservedRequest."""
+    value = fields.get(key)
+    if not isinstance(value, str) or not value:
+        raise UnservedRequest(f"{what}.{key} = {shown(value)}: give a text")
+    return value
+
+
+def check_tools(tools: Iterable[Fields]) -> None:
+    """Check function schemas in OpenAI's envelope: names, descriptions and parameters. Raises UnservedRequest."""
+    parts = 0
+    for at, tool in enumerate(tools):
+        function: Any = tool.get("function")
+        where = f"tools[{at}]"
+        if not isinstance(function, dict):
+            raise UnservedRequest(f"{where}.function = {shown(function)}: give an object")
+        fields = cast("dict[str, Any]", function)
+        name = text_at(fields, "name", where)
+        if len(name) > _MOST_NAME:
+            raise UnservedRequest(f"{where}.name has {len(name)} characters: at most {_MOST_NAME} are served")
+        description = fields.get("description")
+        if description is not None and not isinstance(description, str):
+            raise UnservedRequest(f"{where}.description = {shown(description)}: give a text")
+        parameters: Any = fields.get("parameters")
+        if parameters is None:
+            continue
+        parts += _parts(parameters)
+        if parts > MOST_TOOL_PARTS:
+            raise UnservedRequest(f"the schemas of tools have more than {MOST_TOOL_PARTS} parts: offer fewer tools")
+        if reason := _CHECKED.why_no_schema(parameters):
+            raise UnservedRequest(f"{where}.parameters of {name[:_MOST_SHOWN]!r} are no JSON schema: {reason}")
+
+
+def _parts(value: Any) -> int:
+    """The number of values within a JSON value, itself included."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = cast("dict[str, Any]", value).values()
+    elif isinstance(value, list):
+        inner = cast("list[Any]", value)
+    return 1 + sum(map(_parts, inner))
+
+
+class _CheckedSchemas:
+    """The last schemas that were checked, by digest: programs send the same tools with each request. Safe to use from
+    several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: OrderedDict[bytes, str] = OrderedDict()
+
+    def why_no_schema(self, parameters: Any) -> str:
+        """Why `parameters` are no JSON schema of an object, in one line; empty if they are."""
+        digest = hashlib.sha256(dump(parameters).encode()).digest()
+        with self._lock:
+            reason = self._reasons.get(digest)
+        if reason is None:
+            reason = _why_no_schema(parameters)
+            with self._lock:
+                self._reasons[digest] = reason
+                if len(self._reasons) > _MOST_CHECKED:
+                    self._reasons.popitem(last=False)
+        return reason
+
+
+def _why_no_schema(parameters: Any) -> str:
+    if not isinstance(parameters, dict):
+        return f"{shown(parameters)} is no object"
+    fields = cast("dict[str, Any]", parameters)
+    draft: Any = jsonschema.Draft202012Validator
+    try:
+        if isinstance(fields.get("$schema"), str):
+            draft = jsonschema.validators.validator_for(fields, default=draft)
+        draft.check_schema(fields)
+    except jsonschema.SchemaError as error:
+        return f"{error.json_path}: {error.message[:200]}"
+    except (ValueError, TypeError, RecursionError) as error:  # of a $schema that is no address
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+_CHECKED: Final = _CheckedSchemas()

@@ -1,0 +1,326 @@
+"""JSON schemas of tools: a validator that takes bounded time, the JSON types that a schema allows, a schema without
+references, and the reading of values that a dialect writes without their type.
+
+Schemas come from authors, servers and agent programs, so any JSON may stand anywhere in them. Nothing here raises for
+an odd one; `agentrl.env.tools.tools` refuses an invalid schema by name. Knows neither dialects nor tools.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Final, cast
+
+import jsonschema
+import jsonschema.validators
+
+from agentrl.env.tools.calls import decode_whole, dump
+from agentrl.errors import StructuralParseError
+from agentrl.records import Json
+
+_MANY: Final = 1_000  # members or items where a check compares each with each
+_MOST_INLINED: Final = 2_000  # objects and lists of a schema that is written without references
+
+ANY: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+"""All JSON types. `number` stands for numbers that are no integer; a schema of numbers allows both."""
+
+_TEXT: Final[frozenset[str]] = frozenset({"string"})
+_PYTHON: Final[Mapping[str, Any]] = {"True": True, "False": False, "None": None}
+
+
+def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The function part of a tool schema, whether or not it comes in OpenAI's envelope."""
+    return schema.get("function", schema)
+
+
+# --- the validator
+
+
+def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
+    compares each with each if they cannot be sorted."""
+    if wanted and isinstance(value, list):
+        items = cast("list[Any]", value)
+        if len({json.dumps(_comparable(item), sort_keys=True) for item in items}) < len(items):
+            yield jsonschema.ValidationError(f"its items must differ: {value!r}")
+
+
+def _comparable(value: Any) -> Any:
+    """JSON in which equal numbers have one text."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _comparable(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    return [_comparable(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`multipleOf`, also of an integer that no float can be: jsonschema's own raises OverflowError."""
+    try:
+        yield from jsonschema.Draft202012Validator.VALIDATORS["multipleOf"](validator, unit, value, schema)
+    except OverflowError:
+        if Fraction(value) % Fraction(unit):
+            yield jsonschema.ValidationError(f"not a multiple of {unit}: {value!r}")
+
+
+def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
+    """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
+    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+
+    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+        if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
+            yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
+        else:
+            yield from own(validator, wanted, value, schema)
+
+    return check
+
+
+def _unless_null(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
+    """One of jsonschema's checks, which a null passes where OpenAPI's `nullable: true` stands beside it. MCP servers
+    and clients of Gemini write that; JSON Schema itself does not know the word and would refuse the null."""
+    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+
+    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+        if value is not None or schema.get("nullable") is not True:
+            yield from own(validator, wanted, value, schema)
+
+    return check
+
+
+_extended = cast("Callable[..., Any]", jsonschema.validators.extend)  # pyright: ignore[reportUnknownMemberType]
+VALIDATOR: Final = _extended(
+    jsonschema.Draft202012Validator,
+    {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
+    | {keyword: _bounded(keyword) for keyword in ("unevaluatedItems", "unevaluatedProperties")}
+    | {keyword: _unless_null(keyword) for keyword in ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")},
+)
+"""A validator of Draft 2020-12 in which every check takes time that is about linear in the value."""
+
+
+# --- what a schema says
+
+
+def target_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """The part of `root` that the `$ref` of a schema points to; None if it has none, or points elsewhere."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place: Any = root
+    for part in reference.removeprefix("#").removeprefix("/").split("/") if reference not in ("#", "#/") else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(place, Mapping) or name not in place:
+            return None
+        place = cast("Mapping[str, Any]", place)[name]
+    return place
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value, as `ANY` names them."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names: dict[Any, str] = {int: "integer", str: "string", type(None): "null", dict: "object"}
+    return names.get(type(value), "array")
+
+
+def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
+    """The JSON types that values of a schema may have; all where it says nothing. `root` holds what references name,
+    `known` the types of references that were followed."""
+    if not isinstance(schema, Mapping):
+        return frozenset() if schema is False else ANY
+    fields, known = cast("Mapping[str, Any]", schema), {} if known is None else known
+    allowed = ANY
+    named = fields.get("type")
+    if isinstance(named, str | list):
+        names = {
+            name
+            for name in cast("list[Any]", named if isinstance(named, list) else [named])
+            if isinstance(name, str) and name in ANY
+        }
+        allowed &= (names | {"integer"} if "number" in names else names) or ANY
+    if isinstance(choices := fields.get("enum"), list):
+        allowed &= {type_of(choice) for choice in cast("list[Any]", choices)}
+    if "const" in fields:
+        allowed &= {type_of(fields["const"])}
+    reference = str(fields.get("$ref"))
+    if (target := target_of(fields, root)) is not None:
+        if reference not in known:
+            known[reference] = ANY  # of a schema within itself, while it is read
+            known[reference] = types_of(target, root, known)
+        allowed &= known[reference]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(branches := fields.get(keyword), list) and branches:
+            of_branches = (types_of(branch, root, known) for branch in cast("list[Any]", branches))
+            allowed &= frozenset[str]().union(*of_branches)
+    if isinstance(parts := fields.get("allOf"), list):
+        for part in cast("list[Any]", parts):
+            allowed &= types_of(part, root, known)
+    return allowed | {"null"} if fields.get("nullable") is True else allowed
+
+
+def without_references(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema whose local references are replaced by what they name, so that a chat template which writes the
+    properties alone shows a model its choices. Within itself a schema keeps the reference, and a schema that would
+    become very large stays as it is."""
+    if '"$ref"' not in json.dumps(schema):
+        return schema
+    inlining = _Inlining(schema)
+    inlined = inlining.of(schema, ())
+    if inlining.left < 0:
+        return schema
+    definitions = () if inlining.keeps_references else ("$defs", "definitions")
+    return {key: value for key, value in inlined.items() if key not in definitions}
+
+
+def shown_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """The function part of a tool schema as a model reads it: its parameters without references."""
+    function = dict(function_schema(schema))
+    if isinstance(function.get("parameters"), Mapping):
+        function["parameters"] = without_references(function["parameters"])
+    return function
+
+
+class _Inlining:
+    """The work of `without_references` on one schema. `left` objects and lists may still be written."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self.left, self.keeps_references = root, _MOST_INLINED, False
+
+    def of(self, value: Any, followed: tuple[str, ...]) -> Any:
+        if not isinstance(value, Mapping | list) or self.left < 0:
+            return cast("Any", value)
+        self.left -= 1
+        if isinstance(value, list):
+            return [self.of(item, followed) for item in cast("list[Any]", value)]
+        fields, named = cast("Mapping[str, Any]", value), dict[str, Any]()
+        if "$ref" in fields:
+            reference, target = str(fields["$ref"]), target_of(fields, self._root)
+            if isinstance(target, Mapping) and reference not in followed:
+                named = self.of(target, (*followed, reference))
+                fields = {key: inner for key, inner in fields.items() if key != "$ref"}
+            else:
+                self.keeps_references = True
+        return named | {
+            key: inner if key in ("$defs", "definitions") else self.of(inner, followed) for key, inner in fields.items()
+        }
+
+
+def schemas_of_item(schema: Mapping[str, Any], at: int) -> Iterator[Any]:
+    """What a schema says of the item at a place of a list."""
+    prefix = schema.get("prefixItems")
+    if isinstance(prefix, list) and at < len(cast("list[Any]", prefix)):
+        yield prefix[at]
+    elif "items" in schema:
+        yield schema["items"]
+
+
+def schemas_of_member(schema: Mapping[str, Any], key: str) -> Iterator[Any]:
+    """What a schema says of a member of an object. `patternProperties` are left to the validator."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        yield cast("Mapping[str, Any]", properties)[key]
+    elif "additionalProperties" in schema and "patternProperties" not in schema:
+        yield schema["additionalProperties"]
+
+
+def has_float(value: Any) -> bool:
+    """Whether a float stands anywhere in a JSON value."""
+    if isinstance(value, dict):
+        return any(map(has_float, cast("dict[str, Any]", value).values()))
+    return any(map(has_float, cast("list[Any]", value))) if isinstance(value, list) else isinstance(value, float)
+
+
+# --- values without a written type
+
+
+class ParameterReader:
+    """Reads and spells the parameters of one tool in a dialect that writes texts as they are and all else as JSON.
+
+    Such a text may stand for two values: `5` for a number and for a text. The rule, which `read` and `spell` share: a
+    text is the JSON value that it writes if the schema takes this value and it is no text; a JSON string of a text that
+    would be read otherwise (`"5"`, `"null"`) stands for that text; anything else is the text as it is. So a parameter
+    `str | None` takes 2024, true and {"a": 1} as the texts that they are, and `int | str` takes 5 as the number."""
+
+    def __init__(self, function: Mapping[str, Any]) -> None:
+        parameters = function.get("parameters")
+        self._root = cast("Mapping[str, Any]", parameters if isinstance(parameters, Mapping) else {})
+        properties = self._root.get("properties")
+        self._properties = cast("Mapping[str, Any]", properties if isinstance(properties, Mapping) else {})
+        self._validator: Any = VALIDATOR(self._root)
+        self._types: dict[str, frozenset[str]] = {}
+
+    def read(self, key: str, text: str) -> Json:
+        """The value that a text stands for."""
+        types = self._types_of(key)
+        if types == _TEXT:
+            return text
+        stripped = text.strip()
+        if "string" not in types and stripped in _PYTHON and type_of(_PYTHON[stripped]) in types:
+            return _PYTHON[stripped]  # some chat templates write Python's words
+        try:
+            value = decode_whole(stripped)
+        except StructuralParseError:
+            return text
+        if isinstance(value, str):
+            return value if "string" in types and self.read(key, value) != value else text
+        if "string" not in types:
+            return value
+        fits = type_of(value) in types and (self._takes(key, value) or not self._takes(key, text))
+        return value if fits else text
+
+    def spell(self, key: str, value: Json) -> Json:
+        """A value as the dialect has to write it, so that `read` gives it back: a text that would be read as something
+        else becomes its JSON string."""
+        if not isinstance(value, str) or self.read(key, value) == value:
+            return value
+        quoted = dump(value)
+        return quoted if self.read(key, quoted) == value else value
+
+    def _schema_of(self, key: str) -> Any:
+        return self._properties.get(key, self._root.get("additionalProperties", True))
+
+    def _types_of(self, key: str) -> frozenset[str]:
+        if key not in self._properties:
+            return types_of(self._schema_of(key), self._root) or ANY  # an unknown key, whatever it may be worth
+        if key not in self._types:
+            self._types[key] = types_of(self._schema_of(key), self._root)
+        return self._types[key]
+
+    def _takes(self, key: str, value: Any) -> bool:
+        """Whether the schema takes a value; its types alone decide where it has a reference that leads nowhere."""
+        try:
+            return bool(self._validator.evolve(schema=self._schema_of(key)).is_valid(value))
+        except Exception:  # a reference or pattern that jsonschema cannot follow: several libraries raise their own
+            return type_of(value) in self._types_of(key)
+
+
+@functools.lru_cache(maxsize=1_024)
+def _reader(function: str) -> ParameterReader:
+    return ParameterReader(json.loads(function))
+
+
+def leads_nowhere(schema: Any, root: Mapping[str, Any]) -> str | None:
+    """The first reference of a schema that names nothing in it, None if there is none. Anchors are not followed."""
+    if isinstance(schema, list):
+        return next(filter(None, (leads_nowhere(item, root) for item in cast("list[Any]", schema))), None)
+    if not isinstance(schema, Mapping):
+        return None
+    fields = cast("Mapping[str, Any]", schema)
+    reference = fields.get("$ref")
+    is_anchor = isinstance(reference, str) and reference.startswith("#") and not reference.startswith("#/")
+    if isinstance(reference, str) and not is_anchor and target_of(fields, root) is None and "$id" not in root:
+        return reference
+    return next(filter(None, (leads_nowhere(inner, root) for inner in fields.values())), None)
+
+
+def reader_of(name: str, schemas: Sequence[Any]) -> ParameterReader:
+    """The reader of a tool among `schemas`; for an unknown tool one that takes every value."""
+    for schema in schemas:
+        function: Any = function_schema(cast("Mapping[str, Any]", schema)) if isinstance(schema, Mapping) else None
+        if isinstance(function, Mapping) and cast("Mapping[str, Any]", function).get("name") == name:
+            return _reader(json.dumps(function, sort_keys=True, default=str))
+    return _reader("{}")

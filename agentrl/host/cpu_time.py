@@ -1,0 +1,226 @@
+"""CPU time of a tree of processes on this machine, and the time in which the machine withheld it.
+
+Law 3 needs the second number. A test run that timed out may have slept, looped, or stood in the queue of a machine with
+too much to do, and wall time cannot tell them apart: a sleeping program has used no CPU either. Linux counts, for each
+thread, how long it was ready to run without a processor (`/proc/PID/schedstat`). That is the host's time.
+
+    starved = min(longest wait of a thread, wall time - CPU time / processors that the tree may use)
+
+The second bound keeps a program from starving itself: one that keeps its own processors busy with many threads, or uses
+up the quota of its box, has had its due. Threads that lowered their own priority do not count. Threads that started and
+ended between two looks are not seen, so the number is a lower bound, and 0 where the kernel does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import HostBusy
+from agentrl.host.clocks import HOST_DEADLINE_S, credit_host
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_FIRST_LOOK_S, _LAST_LOOK_S = 1.0, 10.0  # pauses between two looks grow from the one to the other
+_MOST_PROCESSES = 1024  # of one tree that are looked at
+_NICE, _POLICY = 16, 38  # places in /proc/PID/stat after the name of the program
+_LEAST_S = 0.001  # less than that is no time left
+
+
+class CpuTime:
+    """What a process and its descendants have used since the first look."""
+
+    def __init__(self, root: int, *, cpus: float = 1.0) -> None:
+        """`root` is a process id on this machine; `cpus` is how many processors its tree may keep busy."""
+        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
+        self._before_s = 0.0
+        self.follow(root, cpus=cpus)
+        self.cpu_s = 0.0
+        """CPU seconds, user and system, with those of descendants that have ended and were waited for."""
+        self.starved_s = 0.0
+        """Seconds in which the tree could have run and this machine gave it no processor."""
+
+    def follow(self, root: int, *, cpus: float) -> None:
+        """Look at the tree of another process from now on."""
+        self._root, self._cpus = root, min(1.0, cpus)
+        self._waits: dict[str, float] = {}
+        self._looked_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Count from now on: what processes that run already have used does not count."""
+        self.look()
+        self._before_s += self.cpu_s
+        self.cpu_s = self.starved_s = 0.0
+
+    def look(self) -> float:
+        """Read the counters. Returns the seconds of starvation since the last look."""
+        now, pids, waits = time.monotonic(), list(self._tree()), dict[str, float]()
+        cpu_s = self._cpu_seconds(pids)
+        for pid in pids:
+            try:
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    stat = _stat(thread / "stat")
+                    if int(stat[_NICE]) <= self._priority and stat[_POLICY] == "0":
+                        waits[f"{pid}/{thread.name}"] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+            except (OSError, ValueError, IndexError):  # it has ended, or this kernel does not say
+                continue
+        wall_s, self._looked_s = now - self._looked_s, now
+        used_s = max(0.0, cpu_s - self.cpu_s)
+        longest_s = max((wait - self._waits.get(name, 0.0) for name, wait in waits.items()), default=0.0)
+        starved_s = max(0.0, min(longest_s, wall_s - used_s / self._cpus))
+        self._waits, self.cpu_s = waits, max(self.cpu_s, cpu_s)
+        self.starved_s += starved_s
+        return starved_s
+
+    @property
+    def starved_out(self) -> bool:
+        """Whether this machine has starved the tree for longer than anything waits for it."""
+        return self.starved_s >= HOST_DEADLINE_S
+
+    def _cpu_seconds(self, pids: Sequence[str]) -> float:
+        return sum(cpu_seconds(int(pid)) or 0.0 for pid in pids) - self._before_s
+
+    def _tree(self) -> Iterator[str]:
+        left, seen = [str(self._root)], 0
+        while left and seen < _MOST_PROCESSES:
+            pid = left.pop()
+            seen += 1
+            yield pid
+            try:
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    left += (thread / "children").read_text().split()
+            except OSError:  # it has ended
+                continue
+
+
+class GroupCpuTime(CpuTime):
+    """What the processes of a control group have used since this was made, as far as this machine has the group."""
+
+    def __init__(self, processes: Path | None, usage: Path | None, *, cpus: float = 1.0) -> None:
+        """`processes` is the group's list of processes (`cgroup.procs`), `usage` its count of CPU time: `cpu.stat`, or
+        `cpuacct.usage` of control groups of version 1. With None nothing is known, and nothing is ever starved."""
+        self._processes, self._usage = processes, usage
+        super().__init__(0, cpus=cpus)
+        self.begin()
+
+    @property
+    def known(self) -> bool:
+        """Whether the CPU time of the group can be read."""
+        return self._usage is not None
+
+    def count(self) -> None:
+        """Read the CPU time without a look at the processes."""
+        self.cpu_s = max(self.cpu_s, self._group_s() - self._before_s)
+
+    def _tree(self) -> Iterator[str]:
+        with suppress(OSError):
+            if self._processes is not None:
+                yield from self._processes.read_text().split()[:_MOST_PROCESSES]
+
+    def _cpu_seconds(self, pids: Sequence[str]) -> float:
+        return self._group_s() - self._before_s
+
+    def _group_s(self) -> float:
+        """CPU seconds of the group since it was made."""
+        with suppress(OSError, ValueError, KeyError):
+            if self._usage is not None:
+                text = self._usage.read_text()
+                microseconds = dict(line.split() for line in text.splitlines()).get("usage_usec") if " " in text else 0
+                return int(microseconds or 0) / 1e6 if " " in text else int(text) / 1e9
+        return 0.0
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU seconds of a process and of its descendants that have ended. A process that has ended still has them until
+    its parent reaps it. None if it is gone."""
+    try:
+        return sum(int(ticks) for ticks in _stat(Path(f"/proc/{pid}/stat"))[11:15]) / _TICKS
+    except (OSError, ValueError):
+        return None
+
+
+def starved_out(starved_s: float, cpu_s: float) -> HostBusy:
+    """The error for a program that timed out because this machine gave it no processor for so long."""
+    return HostBusy(
+        f"a program was ready to run and got no processor for {starved_s:.0f} s ({cpu_s:.1f} s of CPU time"
+        " used): this machine has too much to do"
+    )
+
+
+class FairDeadline:
+    """A deadline that waits for this machine. `passed` says that it ended its block."""
+
+    def __init__(self, timeout_s: float, used: CpuTime) -> None:
+        self._left_s, self._used = timeout_s, used
+        self._scope, self._keeper = trio.CancelScope(), trio.CancelScope()
+        self._paused_at: float | None = None
+        self._returned_s = 0.0  # by pauses since the last look
+
+    @property
+    def passed(self) -> bool:
+        return self._scope.cancelled_caught
+
+    @contextmanager
+    def running(self, nursery: trio.Nursery) -> Generator[None]:
+        """Run a block under the deadline. The looks run in `nursery` and end with the block."""
+        with self._scope:
+            nursery.start_soon(self._keep)
+            try:
+                yield
+            finally:
+                self._keeper.cancel()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Stand still in the block, for a wait that is not the program's. Not to be nested."""
+        self._paused_at = trio.current_time()
+        try:
+            yield
+        finally:
+            self._take_pause()
+            self._paused_at = None
+
+    async def _keep(self) -> None:
+        """Cancel the block when its time is over. The scope has no deadline of its own: on a machine with too much to
+        do that one would pass before anybody had looked why."""
+        pause_s = _FIRST_LOOK_S
+        with self._keeper:
+            while True:
+                began = trio.current_time()
+                await trio.sleep(max(0.0, min(pause_s, self._left_s)))
+                starved_s = 0.0 if self._used.starved_out else await trio.to_thread.run_sync(self._used.look)
+                if starved_s:
+                    credit_host(starved_s)
+                self._take_pause()
+                self._left_s -= max(0.0, trio.current_time() - began - starved_s - self._returned_s)
+                self._returned_s = 0.0
+                if self._left_s <= _LEAST_S:
+                    self._scope.cancel()
+                    return
+                pause_s = min(1.5 * pause_s, _LAST_LOOK_S)
+
+    def _take_pause(self) -> None:
+        if self._paused_at is not None:
+            now = trio.current_time()
+            self._returned_s += now - self._paused_at
+            self._paused_at = now
+
+
+@contextmanager
+def fair_deadline(nursery: trio.Nursery, timeout_s: float, used: CpuTime) -> Generator[FairDeadline]:
+    """Cancel the block after `timeout_s` seconds, without those in which this machine starved the processes of `used`.
+
+    Starved seconds are taken off the deadlines of `agentrl.host.clocks` around the block, too. After HOST_DEADLINE_S of
+    them no more are given back: `used.starved_out` then says so."""
+    deadline = FairDeadline(timeout_s, used)
+    with deadline.running(nursery):
+        yield deadline
+
+
+def _stat(file: Path) -> list[str]:
+    """The fields of a `stat` file after the program's name, which may hold anything."""
+    return file.read_text(errors="replace").rpartition(")")[2].split()

@@ -1,0 +1,100 @@
+"""Digests of a checkpoint's files: written with it, compared before anything goes on from it.
+
+A safetensors file says nothing of a number that changed, and torch maps a file without reading its checksums, so bytes
+that rotted on a disk would train on without a word. The file has the form of `sha256sum`, whose own `--check` reads it
+too. SHA-256 was chosen over CRC-32 because current CPUs compute it in hardware: 500 MB take about a second.
+
+Loads no torch: processes without it compare them too. Owns the one file; never knows what the others hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from agentrl import notices
+from agentrl.errors import ModelError
+from agentrl.learner.checkpoints.folders import DIGESTS, STATE
+
+_PIECE: Final = 16 << 20  # bytes between two calls of `progress`
+
+_compared: dict[Path, frozenset[tuple[str, int, int, int]]] = {}
+"""Per folder, the files as they were when this process last found them intact: path, size, time of change, inode."""
+
+
+def write(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Write the digests of all files of `folder`, whose contents are complete. `progress` is called every few MB."""
+    lines = [f"{_digest(folder / name, progress)}  {name}\n" for name in sorted(_files(folder) - {DIGESTS})]
+    (folder / DIGESTS).write_text("".join(lines))
+
+
+def fault(folder: Path, progress: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with the first file of `folder` that is not as it was written; None if all are, or if the folder
+    was removed meanwhile. A process reads a folder once, unless it changes.
+
+    A checkpoint without digests is named and not refused: another program may have written it. So are files that came
+    to it later: most are somebody's notes, but a chat template among them would change every prompt."""
+    try:
+        listed = dict(_listed((folder / DIGESTS).read_text()))
+    except FileNotFoundError:
+        if (folder / STATE).is_file():
+            case = f"{DIGESTS} is missing: nobody can tell whether files of the checkpoint changed"
+            notices.note("checkpoints", case, place=str(folder))
+        return None
+    except (OSError, ValueError) as error:
+        return f"{DIGESTS} cannot be read ({error})"
+    try:
+        seen = frozenset(_stamp(folder, name) for name in (DIGESTS, *listed))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing" if folder.is_dir() else None
+    if _compared.get(folder) == seen:
+        return None
+    for name, digest in listed.items():
+        try:
+            if _digest(folder / name, progress) != digest:
+                return f"{name} does not hold the bytes that were written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})" if folder.is_dir() else None
+    for name in sorted(_files(folder) - {DIGESTS, *listed}):
+        notices.note("checkpoints", "a file was not written with the checkpoint", place=str(folder / name))
+    _compared[folder] = seen
+    return None
+
+
+def check(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Raise ModelError if a file of a checkpoint does not hold the bytes that were written."""
+    if (reason := fault(folder, progress)) is not None:
+        hint = "put a copy of the file in its place, or move the folder away to use the checkpoint before it"
+        raise ModelError(f"checkpoint {str(folder)!r} is damaged: {reason}: {hint}")
+
+
+def _listed(text: str) -> Iterator[tuple[str, str]]:
+    """The files of a list, with their digests. Raises ValueError for a list that was cut off or is none."""
+    if not text.endswith("\n"):
+        raise ValueError("it is cut off")
+    for line in text.splitlines():
+        digest, space, name = line.partition("  ")
+        if not space or len(digest) != 64 or not name:
+            raise ValueError(f"{line[:80]!r} is no digest and name of a file")
+        yield name, digest
+
+
+def _files(folder: Path) -> set[str]:
+    """The files of a folder and of those in it, by their path."""
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def _stamp(folder: Path, name: str) -> tuple[str, int, int, int]:
+    status = (folder / name).stat()
+    return name, status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _digest(file: Path, progress: Callable[[], None]) -> str:
+    summed, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with file.open("rb", buffering=0) as opened:
+        while size := opened.readinto(piece):
+            summed.update(piece[:size])
+            progress()
+    return summed.hexdigest()

@@ -1,0 +1,43 @@
+"""The lag bound of law 5: no token older than `max_lag` optimizer steps enters the loss.
+
+The rule itself is `tokens.staleness.trains`, which the store asks too before it hands out a group. Here it holds for
+each token, because the tokens of one episode, and of one turn, may come from several weight versions.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from agentrl.learner.data.rows import Row
+from agentrl.tokens import staleness
+
+
+def drop_tokens_beyond_lag(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
+    """Return the row with only tokens of lag <= `max_lag` scored; None if none is left. Counts the others in `stale` by
+    their lag."""
+    lag_S = row.columns["lag"]
+    keep_S = staleness.trains(lag_S, max_lag)
+    if bool(keep_S.all()):
+        return row
+    stale.update(lag_S[~keep_S].tolist())
+    if not bool(keep_S.any()):
+        return None
+    # A token that is too old stays in the row: younger ones were sampled after it, and their log-probs are only those
+    # of the engine with it before them. Behind the last scored token nothing is predicted, so the row ends there.
+    place_S, turn_S = row.place_S[keep_S], row.columns["turn"]
+    answered_O = turn_S[torch.searchsorted(row.place_S, row.observed_O)]  # the turn that each comes before
+    return replace(
+        row,
+        token_ids=row.token_ids[: int(place_S[-1]) + 1],
+        place_S=place_S,
+        observed_O=row.observed_O[torch.isin(answered_O, turn_S[keep_S])],
+        columns={name: column[keep_S] for name, column in row.columns.items()},
+        ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
+        chosen=None if row.chosen is None else row.chosen[: int(place_S[-1]) + 1],
+    )

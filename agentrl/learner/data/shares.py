@@ -1,0 +1,66 @@
+"""The share of a step's loss that each token has.
+
+Owns how updates, groups, algorithms and policies divide the loss of a step. Never knows an advantage.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.algorithm import Algorithm
+from agentrl.algos.losses import Normalise, token_weights
+from agentrl.learner.data.batch import GroupRows
+from agentrl.learner.data.rows import Row
+
+
+def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
+    """The rows of each group of each update of a step, with their tokens' shares of the loss. The losses of the updates
+    average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens.
+    Observations have the same share each, whatever the algorithm's normalisation.
+
+    Rows whose algorithms normalise alike are normalised together, whatever else is in the step; where algorithms
+    differ in it, each part of the step has the share of the loss that it has of the episodes. If roles of an episode
+    have different algorithms, the turns of each algorithm count as an episode. Rows of different policies share no
+    loss: those of each are weighed as if there were no others."""
+    rows = [row for part in parts for group in part for row in group.rows]
+    alike: dict[tuple[str | None, Normalise, int], list[int]] = {}
+    algos: list[Algorithm] = []
+    numbers: dict[tuple[int, int], int] = {}
+    episodes: list[int] = []  # by row, the number of its episode
+    for index, row in enumerate(rows):
+        algo = row.algo
+        divisor = algo.divisor if algo.normalise == "constant" else 0
+        alike.setdefault((row.policy, algo.normalise, divisor), []).append(index)
+        if algo not in algos:
+            algos.append(algo)
+        # Roles with different algorithms are numbered apart, though they share an episode. With one number, the
+        # normalisation by sequence would divide each role's loss by the length of both, so that a talkative role
+        # shrinks the other's gradient.
+        episodes.append(numbers.setdefault((row.episode_id, algos.index(algo)), len(numbers)))
+    episode_counts = {key: len({episodes[index] for index in places}) for key, places in alike.items()}
+    weights: list[Tensor] = [torch.zeros(0)] * len(rows)
+    for (policy, normalise, divisor), places in alike.items():
+        lengths = [len(rows[index].place_S) for index in places]
+        episode_S = torch.cat(
+            [torch.full((length,), episodes[index]) for index, length in zip(places, lengths, strict=True)]
+        )
+        shares = token_weights(episode_S, normalise, divisor)
+        # Policies have gradients of their own: another policy's episodes must not thin out this one's.
+        policy_count = sum(count for (other, *_), count in episode_counts.items() if other == policy)
+        shares = shares * (episode_counts[policy, normalise, divisor] / policy_count) * len(parts)
+        for index, weight in zip(places, shares.split(lengths), strict=True):
+            weights[index] = weight
+    remaining = iter(weights)
+    observed_share = len(parts) / max(sum(len(row.observed_O) for row in rows), 1)
+
+    def weighed(row: Row, weight: float) -> Row:
+        return replace(row.having(weight=next(remaining) * weight), observed_weight=observed_share * weight)
+
+    return [[[weighed(row, group.weight) for row in group.rows] for group in part] for part in parts]

@@ -1,0 +1,151 @@
+"""Name what enters from outside and is not honoured: one line for each kind of case, with its count and first place.
+
+Law 8: nothing from outside is dropped in silence. A boundary (data rows, messages, tool schemas, test logs, reward
+files, task folders, answers of endpoints, model folders) that leaves something out calls `note`:
+
+    note("data rows", "the key 'weight' is not used here", place="train.jsonl, line 3")
+
+The first case of a kind is logged at once, later ones are counted. Whoever reads many records wraps the loop in
+`gathered()`, so that one line with the count comes at the end. A process of a run hands its counts to the run store
+with `take_new`; `agentrl status`, the summary and the page add them up.
+
+With `--strict` (the variable AGENTRL_STRICT) a notice about the user's own data is a refusal: `note` raises
+StrictInputError. What a policy or its program sent is never refused that way (`by_policy=True`): law 3 forbids that an
+episode is lost by something that its policy can cause.
+
+This module never knows what a boundary reads. It uses the standard library alone, so that every room may import it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from agentrl.errors import StrictInputError
+
+STRICT_VARIABLE = "AGENTRL_STRICT"
+_MOST_KINDS = 200  # per process: `what` may quote a key from outside, and outside has no end of keys
+_MOST_TEXT = 300
+
+_log = logging.getLogger(__name__)
+_place: ContextVar[str] = ContextVar("place", default="")
+
+
+@contextmanager
+def at(place: str) -> Generator[None]:
+    """Give the notices of a block this place, so that code that never knows files can name what it met in one."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+NewNotice = tuple[str, str, int, str]
+"""Boundary, case, count and first place."""
+
+
+@dataclass(slots=True)
+class NoticeCount:
+    """How often a kind of case was seen, where first, and how many of these cases `take_new` has not handed out."""
+
+    count: int = 0
+    place: str = ""
+    new: int = 0
+
+
+class NoticeBoard:
+    """The notices of one process. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], NoticeCount] = {}
+        self._gathering = 0
+        self._logged: dict[tuple[str, str], int] = {}  # the count that a line has reported
+
+    def note(self, boundary: str, what: str, *, place: str = "", by_policy: bool = False) -> None:
+        """Count one case. `boundary` names the kind of input in the plural, `what` says what was not honoured, `place`
+        where it stands (default: the place of the surrounding `at`). Raises StrictInputError under AGENTRL_STRICT
+        unless the policy sent the input."""
+        place = place or _place.get()
+        kind = (boundary, what[:_MOST_TEXT])
+        if os.environ.get(STRICT_VARIABLE) == "1" and not by_policy:
+            raise StrictInputError(f"{boundary}: {kind[1]}{f' ({place})' if place else ''}, and --strict refuses that")
+        with self._lock:
+            if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+                kind = (boundary, "more kinds of input that is not used")
+            entry = self._counts.setdefault(kind, NoticeCount(place=place[:_MOST_TEXT]))
+            entry.count += 1
+            entry.new += 1
+            is_first = kind not in self._logged and not self._gathering
+            if is_first:
+                self._logged[kind] = 1
+        if is_first:
+            _log.warning("%s", line(*kind, 1, place))
+
+    def forget(self) -> None:
+        """Begin anew, as a process that has seen nothing."""
+        with self._lock:
+            self._counts.clear()
+            self._logged.clear()
+
+    def totals(self) -> dict[tuple[str, str], NoticeCount]:
+        """All counts since the start of the process, by boundary and case."""
+        with self._lock:
+            return {kind: NoticeCount(entry.count, entry.place) for kind, entry in self._counts.items()}
+
+    def take_new(self, *, last: bool = False) -> list[NewNotice]:
+        """Cases since an earlier call, of kinds whose count has doubled since; with `last` of all kinds. The caller has
+        to record them."""
+        taken: list[NewNotice] = []
+        with self._lock:
+            for kind, entry in self._counts.items():
+                if entry.new and (last or entry.new >= entry.count - entry.new):
+                    taken.append((*kind, entry.new, entry.place))
+                    entry.new = 0
+        return taken
+
+    def put_back(self, taken: list[NewNotice]) -> None:
+        """Hand cases back that could not be recorded."""
+        with self._lock:
+            for boundary, what, count, _ in taken:
+                self._counts[boundary, what].new += count
+
+    @contextmanager
+    def gathered(self) -> Generator[None]:
+        """Log the notices of a block at its end, one line for each kind, with its count."""
+        with self._lock:
+            self._gathering += 1
+            before = {kind: entry.count for kind, entry in self._counts.items()}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._gathering -= 1
+                lines = [
+                    line(*kind, entry.count - before.get(kind, 0), entry.place)
+                    for kind, entry in self._counts.items()
+                    if entry.count > before.get(kind, 0)
+                ]
+                self._logged |= {kind: entry.count for kind, entry in self._counts.items()}
+            for text in lines:
+                _log.warning("%s", text)
+
+
+def line(boundary: str, what: str, count: int, place: str) -> str:
+    """One notice in words, as a log and `agentrl status` show it."""
+    if count == 1:
+        return f"{boundary}: {what}{f' ({place})' if place else ''}"
+    return f"{boundary}: {what} ({count} times{f', first: {place}' if place else ''})"
+
+
+OF_PROCESS = NoticeBoard()
+"""The notices of this process."""
+
+note = OF_PROCESS.note
+gathered = OF_PROCESS.gathered

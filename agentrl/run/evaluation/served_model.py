@@ -1,0 +1,237 @@
+"""A model behind an OpenAI-compatible chat endpoint, as the policy of one episode.
+
+Owns both directions of the translation: the environment's messages to the API's, and an answer of the API to the text
+that the environment reads and to the message that goes back to the server in later turns. Thoughts go back under the
+names that the server gave them: a model with interleaved thinking that does not see them again plays worse than it is.
+
+Never decides an outcome. A refused request ends the episode as a score of the model in one case alone, when the server
+says that the conversation is too long for the model. Any other refusal is a failure of infrastructure.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from agentrl import notices
+from agentrl.engine.answer_content import ANSWERS, text_of_answer
+from agentrl.engine.scoring_client import ChatCompletion, ScoringClient
+from agentrl.env.tools.calls import Malformed, ToolCall, decode_whole
+from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
+from agentrl.env.tools.tools import clean_text
+from agentrl.errors import ContextFull, EngineBroke, EngineRefusal, ScoreError, StructuralParseError
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Message
+from agentrl.rollout.text_policy import TextAnswer, TextPolicy
+
+_TEXT: Final = get_format("json")  # how calls are written where the server knows none
+
+_THOUGHTS: Final = ("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks")
+"""Keys of a message with the model's thoughts: of vLLM, of DeepSeek and SGLang, of OpenRouter, of LiteLLM."""
+
+_PARTS: Final = "content_parts"
+"""Key of our own: the content of an answer as the server wrote it, if it is a list with thoughts in it."""
+
+_READ: Final = frozenset({"role", "content", "tool_calls", "refusal", *_THOUGHTS})
+
+_ENDED: Final = frozenset(
+    {"stop", "tool_calls", "function_call", "eos", "eos_token", "stop_sequence", "end_turn", "tool_use"}
+)
+_CUT: Final = frozenset({"length", "model_length", "max_tokens", "max_output_tokens"})
+_BROKEN: Final = frozenset({"abort", "error", "cancelled"})
+
+_DEEPEST: Final = 100
+
+
+class ServedModel:
+    """The served model in one episode, as a text policy. `tokens` counts what the model wrote, None if the server does
+    not say."""
+
+    def __init__(self, client: ScoringClient, env: AsyncEnv, *, deadline_s: float, options: Mapping[str, Json]) -> None:
+        self._client, self._env = client, env
+        self._deadline_s, self._options = deadline_s, options
+        self._calls = 0
+        self._writes_calls_as_text = False  # the server takes no tools: they are part of the system message
+        self._returns_thoughts = True
+        self._has_answered = False
+        self.tokens: int | None = 0
+        self.policy = TextPolicy(self._ask, tool_format=env.template_format)
+
+    async def _ask(
+        self, messages: list[Message], news: list[Message], tools: Sequence[Mapping[str, Json]]
+    ) -> TextAnswer:
+        """The model's next action. Raises EngineError."""
+        try:
+            answer = await self._request(messages, tools)
+        except EngineRefusal as error:
+            if error.context_full and self._has_answered:
+                raise ContextFull(str(error)) from error
+            if self._has_answered and self._returns_thoughts and any(_has_thoughts(message) for message in messages):
+                # Some servers refuse the very field that they answer with. Only a try can tell: they agree on no words.
+                answer = await self._request_without_thoughts(messages, tools, error)
+            elif not self._has_answered and not self._writes_calls_as_text and tools and "tool" in error.reason:
+                warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
+                self._writes_calls_as_text = True
+                return await self._ask(messages, news, tools)
+            else:
+                raise
+        self._has_answered = True
+        self.tokens = None if self.tokens is None or answer.tokens is None else self.tokens + answer.tokens
+        return self._read(answer, tools)
+
+    async def _request(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> ChatCompletion:
+        conversation = as_api(messages, with_thoughts=self._returns_thoughts)
+        offered: dict[str, Json] = {}
+        if tools and self._writes_calls_as_text:
+            conversation = _taught(conversation, tools)
+        elif tools:
+            offered["tools"] = cast("Json", list(tools))
+        return await self._client.completion(conversation, deadline_s=self._deadline_s, **self._options, **offered)
+
+    async def _request_without_thoughts(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], refused: EngineRefusal
+    ) -> ChatCompletion:
+        """Raises the refusal of the request that had them if the server refuses this one too."""
+        self._returns_thoughts = False
+        try:
+            answer = await self._request(messages, tools)
+        except EngineRefusal as error:
+            if error.context_full:
+                raise ContextFull(str(error)) from error
+            raise refused from None
+        what = f"the server refuses its model's thoughts of earlier turns, so it plays without them: {refused.reason}"
+        notices.note(ANSWERS, what, place=self._client.url, by_policy=True)
+        return answer
+
+    def _read(self, answer: ChatCompletion, tools: Sequence[Mapping[str, Json]]) -> TextAnswer:
+        """The model's answer as a policy's text for the environment, and as a message of the conversation."""
+        form = format_of(self._env)
+        fields = cast("dict[str, Any]", _clean(dict(answer.message)))
+        message, content = _as_message(fields)
+        calls, texts = self._calls_of(fields.get("tool_calls"), form, tools)
+        if calls and len(calls) == len(texts):
+            message["tool_calls"] = calls
+        if self._writes_calls_as_text:
+            parsed = _TEXT.parse(content)
+            content = parsed.text
+            texts += [
+                call.raw if isinstance(call, Malformed) else form.write(form.spelled(call, tools))
+                for call in parsed.calls
+            ]
+        return TextAnswer(clean_text(content + "".join(texts)), message, answer.tokens, was_cut=self._was_cut(answer))
+
+    def _calls_of(
+        self, given: Any, form: ToolFormat, tools: Sequence[Mapping[str, Json]]
+    ) -> tuple[list[dict[str, Json]], list[str]]:
+        """The calls of an answer in OpenAI's shape, and the text of each: in the environment's dialect, or its JSON if
+        it is broken, in which case the first list lacks it. Raises ScoreError for calls that are no list."""
+        if not isinstance(given, list | None):
+            raise ScoreError(f"{self._client.url} gave tool_calls that are no list: {str(given)[:100]}")
+        calls, texts = list[dict[str, Json]](), list[str]()
+        for call in cast("list[Any]", given or []):
+            self._calls += 1
+            written = _written(call, form, tools, f"call{self._calls:05d}")
+            if written is None:
+                texts.append(json.dumps(call))
+            else:
+                calls.append(written[0])
+                texts.append(written[1])
+        return calls, texts
+
+    def _was_cut(self, answer: ChatCompletion) -> bool:
+        """Whether a limit of tokens ended an answer. Raises EngineBroke if the server broke it off."""
+        reason = (answer.finish_reason or "stop").lower()
+        if reason in _BROKEN:
+            raise EngineBroke(f"{self._client.url} broke its answer off: finish_reason {answer.finish_reason!r}")
+        if reason not in _ENDED and reason not in _CUT:
+            what = f"the finish_reason {clean_text(reason)[:60]!r} is not known: the answer counts as one that ended"
+            notices.note(ANSWERS, what, place=self._client.url, by_policy=True)
+        return reason in _CUT
+
+
+def as_api(messages: Sequence[Message], *, with_thoughts: bool = True) -> list[Message]:
+    """A conversation in the API's form: answers to calls have the ids of the calls, in their order."""
+    conversation: list[Message] = []
+    open_ids: list[str] = []
+    for message in messages:
+        fields: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+        if "images" in message:
+            fields["images"] = message["images"]
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls", [])
+            open_ids = [str(call.get("id") or "") for call in calls]
+            if calls:
+                fields["tool_calls"] = calls
+            if with_thoughts:
+                answer = cast("Mapping[str, Any]", message)
+                fields |= {name: answer[name] for name in _THOUGHTS if name in answer}
+                fields["content"] = answer.get(_PARTS, fields["content"])
+        elif message["role"] == "tool" and open_ids:
+            fields["tool_call_id"] = open_ids.pop(0)
+        elif message["role"] == "tool":  # the model wrote the call as text: the API has no call
+            fields["role"] = "user"
+        conversation.append(cast("Message", fields))
+    return conversation
+
+
+def _has_thoughts(message: Message) -> bool:
+    return any(name in message for name in (*_THOUGHTS, _PARTS))
+
+
+def _as_message(fields: Mapping[str, Any]) -> tuple[Message, str]:
+    """An answer as a message of the conversation, with its thoughts and without its calls; and its text."""
+    content, refusal = fields.get("content"), fields.get("refusal")
+    text, has_thoughts = text_of_answer(content if content or not isinstance(refusal, str) else refusal)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message.update((name, fields[name]) for name in _THOUGHTS if fields.get(name))
+    if has_thoughts:
+        message[_PARTS] = content
+    for name in fields.keys() - _READ:
+        if fields[name]:
+            notices.note(ANSWERS, f"the key {name[:60]!r} of a message is not used", by_policy=True)
+    return cast("Message", message), text
+
+
+def _written(
+    call: Any, form: ToolFormat, tools: Sequence[Mapping[str, Json]], spare_id: str
+) -> tuple[dict[str, Json], str] | None:
+    """A call in OpenAI's shape, its arguments as JSON text, and in one of our dialects; None if it is broken."""
+    try:
+        function = call["function"]
+        given: Any = function.get("arguments") or {}
+        given = {} if isinstance(given, str) and not given.strip() else given
+        is_text = isinstance(given, str)
+        arguments: Any = decode_whole(given) if is_text else given
+        if not isinstance(arguments, dict):
+            return None
+        made = ToolCall(str(function["name"]), cast("dict[str, Json]", arguments))
+        text = form.write(form.spelled(made, tools))
+        as_text = given if is_text else json.dumps(arguments)
+        shaped = {"id": spare_id, "type": "function"} | {key: value for key, value in call.items() if value}
+        return shaped | {"function": {**function, "arguments": as_text}}, text
+    except (AttributeError, KeyError, TypeError, ValueError, StructuralParseError):
+        return None
+
+
+def _taught(conversation: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
+    """The conversation for a server that takes no tools."""
+    how = _TEXT.instructions(tools)
+    first, rest = conversation[0], conversation[1:]
+    if first["role"] != "system":
+        return [Message(role="system", content=how), *conversation]
+    return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
+
+
+def _clean(value: Any, depth: int = _DEEPEST) -> Any:
+    """JSON without lone surrogates, which no request can carry, and no deeper than a reader of it can follow."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        return "[nested too deeply]"
+    if isinstance(value, list):
+        return [_clean(item, depth - 1) for item in cast("list[Any]", value)]
+    return {clean_text(key): _clean(item, depth - 1) for key, item in cast("dict[str, Any]", value).items()}

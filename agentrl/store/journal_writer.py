@@ -1,0 +1,265 @@
+"""The journal of a trio program: awaited writes that one thread commits together, and the reads that go with them.
+
+A turn is journaled before its environment sees it (law 1), so hundreds of episodes wait for the disk at once. One
+transaction for each would give every episode its own wait for the write lock and its own sync; here all that wait share
+one. A `JournalWriter` answers `RolloutStore` and `RewardStore` of `agentrl.store.interfaces`.
+
+    task of an episode   await journal_turn(…) ──► queue ──► thread: one transaction for all that is queued
+                         goes on  ◄── result, in passes of the loop ◄──┘
+
+Invariants: writes take effect in the order in which they were asked for, but for those of the journal, which go before
+others of the same moment where the database lets processes journal at once; each caller gets the result or the error of
+its own write alone; a write that was asked for is made, also if its caller was cancelled meanwhile.
+
+Other programs have few writes, and make them through `agentrl.store.async_calls`. Never knows what a call writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import trio
+
+from agentrl.errors import StoreAway, StoreError
+from agentrl.host.disk_space import wait_for_space
+from agentrl.store import Partial, RunStore
+from agentrl.store.async_calls import Looks, Waiting
+from agentrl.store.databases.change_signal import Role
+from agentrl.store.databases.database import Result
+
+# Why the commit is shared, and what was decided with it:
+#
+# - All in one transaction, and most often no savepoint. A savepoint for each write would keep an error of one from the
+#   others, and costs two statements a write. Almost no write fails, so the thread first makes all of them without, and
+#   only if one raises is everything undone and made again one by one, each with its savepoint (`Database.together`).
+#   `tests/store/test_awaitable.py` holds that a write that fails leaves no trace and takes none of the others with it.
+# - A caller that is cancelled leaves at once, and its write stays in the queue. To take it out would need the thread's
+#   word on whether it has begun already. So the write may take effect after its caller is gone. Its error is lost then,
+#   and nothing else is: if the episode was lost to another worker, the fence makes the next call of it raise LeaseLost.
+# - Results come back in passes of the loop with a bounded number of tasks each. To let all go on in one pass would
+#   hold every deadline of the loop up for as long as hundreds of tasks run.
+# - A full disk is waited for by the tasks of the writes, not by the thread: reads and cancellation go on, and a sampled
+#   turn stays in the memory of its task until there is space. `claim`, `renew` and `record` do not wait: there will be
+#   a later one.
+# - Reads have a connection of their own that waits for no writer. If the database is away they go through the thread,
+#   which waits for it; so there is one place that waits, and one message that says so.
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
+_TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
+_AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait for their end
+
+
+class Write:
+    """A write that was asked for. `result` is None until it is committed or has failed."""
+
+    __slots__ = ("call", "result", "shared", "task")
+
+    def __init__(self, call: Callable[[], Any], shared: bool) -> None:
+        self.call, self.shared = call, shared
+        self.result: Result | None = None
+        self.task: trio.lowlevel.Task | None = None  # waits for it
+
+
+def _written(
+    call_of: Callable[[RunStore], Callable[_P, _T]], *, shared: bool = False, waits_for_space: bool = True
+) -> Callable[Concatenate[JournalWriter, _P], CoroutineType[Any, Any, _T]]:
+    """A write of the store, awaited. `shared`: it writes rows of one episode alone, so that other processes may write
+    such rows meanwhile."""
+
+    async def call(self: JournalWriter, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        write = partial(call_of(self.store), *arguments, **named)
+        return await (self.write if waits_for_space else self.write_once)(write, shared=shared)
+
+    return call
+
+
+def _entered(
+    entry_of: Callable[[RunStore], Callable[_P, Callable[[], _T]]], *, shared: bool = True
+) -> Callable[Concatenate[JournalWriter, _P], CoroutineType[Any, Any, _T]]:
+    """A write of the journal, awaited. The store gives it as an entry, which is packed here, in the caller's task, and
+    written in few statements with others of its kind. `shared` as above."""
+
+    async def call(self: JournalWriter, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        return await self.write(entry_of(self.store)(*arguments, **named), shared=shared)
+
+    return call
+
+
+def _read(
+    call_of: Callable[[RunStore], Callable[_P, _T]],
+) -> Callable[Concatenate[JournalWriter, _P], CoroutineType[Any, Any, _T]]:
+    """A read of the store, awaited."""
+
+    async def call(self: JournalWriter, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        return await self.read(lambda store: call_of(store)(*arguments, **named))
+
+    return call
+
+
+class JournalWriter:
+    """The store of a worker and of a reward source. Make it inside `trio.run`, unless `inline`; `aclose` makes the
+    writes that are still queued. It closes neither `store` nor `reader`. `inline` makes each write a transaction in the
+    caller's task, without a thread: for simulations in virtual time."""
+
+    def __init__(
+        self, store: RunStore, reader: RunStore | None = None, *, inline: bool = False, disk_wait_s: float = 0.0
+    ) -> None:
+        """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer. Writes
+        wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
+        self.store, self._disk_wait_s = store, disk_wait_s
+        self._looks, self._waiting = Looks(reader or store, inline=inline), Waiting(store)
+        self._queue: SimpleQueue[Write | None] = SimpleQueue()
+        self._made: deque[tuple[list[Write], list[Result]]] = deque()  # by the thread; the loop has yet to look
+        self._ready: deque[Write] = deque()  # they have their results, and their callers wait
+        self._thread: threading.Thread | None = None
+        if not inline:
+            self._token = trio.lowlevel.current_trio_token()
+            self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+            self._thread.start()
+
+    # --- what a worker does
+
+    claim = _written(lambda store: store.leases.claim, waits_for_space=False)
+    # Not a read: it is to see the writes of its episode that are still queued.
+    reload = _written(lambda store: store.leases.reload)
+    renew = _written(lambda store: store.leases.renew, waits_for_space=False)
+    hand_back = _written(lambda store: store.leases.hand_back)
+    begin = _written(lambda store: store.journal.begin, shared=True)
+    journal_turn = _entered(lambda store: store.journal.turn_entry)
+    journal_step = _entered(lambda store: store.journal.step_entry)
+    restart_episode = _written(lambda store: store.journal.restart_episode)
+    discard_turn = _written(lambda store: store.journal.discard_turn)
+    restart_group = _written(lambda store: store.journal.restart_group)
+    # It may close the group, and so writes rows of other episodes: it has the store for itself.
+    finish = _entered(lambda store: store.journal.end_entry, shared=False)
+    keep_snapshot = _written(lambda store: store.journal.keep_snapshot, shared=True)
+    snapshot = _written(lambda store: store.journal.snapshot)
+    note_unsaved = _written(lambda store: store.journal.note_unsaved, shared=True)
+    unsaved = _written(lambda store: store.journal.unsaved)
+    keep_artifacts = _written(lambda store: store.journal.keep_artifacts, shared=True)
+    record = _written(lambda store: store.metrics.record, waits_for_space=False)
+    meta = _read(lambda store: store.meta)
+    current_version = _read(lambda store: store.versions.current_version)
+
+    def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
+        """Write a part of a turn; nobody waits for it."""
+        return self._post(self.store.journal.part_entry(episode_id, fence, part), shared=True)
+
+    async def wait_for_work(self, role: Role, timeout_s: float) -> None:
+        """Wait until there may be work for `role`, or until the timeout."""
+        await self._waiting(role, timeout_s)
+
+    # --- what a reward source does
+
+    awaiting = _read(lambda store: store.scores.awaiting)
+    trajectory = _read(lambda store: store.reads.trajectory)
+    artifacts = _read(lambda store: store.journal.artifacts)
+    score = _written(lambda store: store.scores.score)
+
+    # --- reads
+
+    async def read(self, call: Callable[[RunStore], _T]) -> _T:
+        """Make a read."""
+        try:
+            return await self._looks(call)
+        except StoreAway:
+            return await self.write_once(partial(call, self.store))
+
+    # --- writes
+
+    async def write(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
+        """Make a write once there is space for it. Raises DiskFull after `disk_wait_s`."""
+        return await wait_for_space(partial(self.write_once, call, shared=shared), deadline_s=self._disk_wait_s)
+
+    async def write_once(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
+        """Make a write. Raises DiskFull at once where there is no space for it."""
+        write = self._post(call, trio.lowlevel.current_task(), shared=shared)
+        if write.result is None:
+
+            def leave(_: object) -> trio.lowlevel.Abort:
+                write.task = None
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(leave)
+        else:
+            await trio.lowlevel.checkpoint()
+        assert write.result is not None
+        if write.result.error is not None:
+            raise write.result.error
+        return write.result.value
+
+    def _post(self, call: Callable[[], Any], task: trio.lowlevel.Task | None = None, *, shared: bool = False) -> Write:
+        write = Write(call, shared and self.store.shares)
+        if self._thread is None:
+            (write.result,) = self.store.together([call], shared=write.shared)
+        else:
+            write.task = task
+            self._queue.put(write)
+        return write
+
+    def _serve(self) -> None:
+        """The thread: make writes until None comes."""
+        goes_on = True
+        while goes_on:
+            queued = [self._queue.get()]
+            with suppress(Empty):
+                while len(queued) < _TOGETHER:
+                    queued.append(self._queue.get_nowait())
+            writes = [write for write in queued if write is not None]
+            goes_on = len(writes) == len(queued)
+            for shared in (True, False):
+                if alike := [write for write in writes if write.shared is shared]:
+                    self._make(alike, shared)
+
+    def _make(self, writes: list[Write], shared: bool) -> None:
+        """Commit writes in one transaction, and tell their callers."""
+        try:
+            results = self.store.together([write.call for write in writes], shared=shared)
+        except BaseException as error:  # whatever it was, the callers wait, and so will others
+            results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
+        self._made.append((writes, results))
+        self._wake_soon()
+
+    def _wake(self) -> None:
+        """Note what came of writes, and let their callers go on: in one pass of the loop only so many that no other
+        task of it waits long."""
+        while self._made:
+            for write, result in zip(*self._made.popleft(), strict=True):
+                write.result = result
+                if write.task is not None:
+                    self._ready.append(write)
+        for _ in range(min(_AT_ONCE, len(self._ready))):
+            write = self._ready.popleft()
+            if write.task is not None:  # else its caller was cancelled
+                trio.lowlevel.reschedule(write.task)
+                write.task = None
+        if self._ready:
+            self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._wake, idempotent=True)
+
+    async def aclose(self) -> None:
+        """Make the writes that are queued, and end the thread. They wait for the lock for a few seconds only, as the
+        supervisor does for this process."""
+        if self._thread is not None:
+            self.store.hurry(_LAST_WORD_S)
+            self._queue.put(None)
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -1,0 +1,91 @@
+"""Groups that were played elsewhere: no worker of the run journaled them, but weights of the run sampled their tokens.
+
+A group comes in whole, in one transaction, and is closed as its members ended. Never knows who played it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.errors import StoreError
+from agentrl.records import NO_TOOLS, Messages, ShownTools, Task, Turn
+from agentrl.store.codec import pack_messages, without_images
+from agentrl.store.databases.database import Database, StorePart, retried
+from agentrl.store.episodes.endings import Ending, conclude
+from agentrl.store.episodes.entries import PackedTurn, TurnRows, write_images, write_tools
+from agentrl.store.episodes.groups import TRAIN, create_group
+from agentrl.store.versions import Versions, latest_confirmed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedMember:
+    """An ended episode. `start` is None if it ended before its environment was reset."""
+
+    start: Messages | None = None
+    turns: tuple[Turn, ...] = ()
+    ending: Ending
+    tools: ShownTools = NO_TOOLS
+
+
+class PlayedGroups(StorePart):
+    """Take groups in."""
+
+    def __init__(self, db: Database, versions: Versions) -> None:
+        super().__init__(db)
+        self._versions = versions
+
+    @retried
+    def put_group(self, task: Task, members: Sequence[PlayedMember]) -> int:
+        """Take a group in, its `members` in their order; returns its id. Raises StoreError for turns that do not follow
+        each other, or a version that was never minted."""
+        for member in members:
+            if fault := _fault(member):
+                raise StoreError(f"member {fault}")
+        with self._db.write(durable=True):
+            sampled = {
+                span.version for member in members for turn in member.turns if turn.learns for span in turn.spans
+            }
+            for version in sampled:
+                self._versions.step_of(version)  # raises
+            now, current = self._db.clock(), latest_confirmed(self._db)
+            group = create_group(self._db, task, len(members), TRAIN, 0 if current is None else current.step)
+            self._db.execute("UPDATE groups SET state = 'running' WHERE id = ?", (group,))
+            ids = self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group,))
+            for (episode_id,), member in zip(ids, members, strict=True):
+                self._write(episode_id, member)
+            for (episode_id,), member in zip(ids, members, strict=True):  # the last one closes the group
+                self._db.execute("UPDATE episodes SET state = 'running' WHERE id = ?", (episode_id,))
+                conclude(self._db, episode_id, member.ending, now)
+        return group
+
+    def _write(self, episode_id: int, member: PlayedMember) -> None:
+        if member.start is not None:
+            images, what = dict[str, bytes](), "the start of a member"
+            start = pack_messages(without_images(member.start, images, what), what)
+            write_images(self._db, images)
+            self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))
+            write_tools(self._db, episode_id, member.tools)
+        rows = TurnRows()
+        for id, turn in zip(self._db.numbers("turns", len(member.turns)), member.turns, strict=True):
+            packed = PackedTurn.of(turn, f"turn {turn.index}", self._step)
+            rows.turn(id, episode_id, 0, packed, self._db.any_text(packed.text), asked=turn.learns)
+        rows.write(self._db)
+
+    def _step(self, version: int) -> int:
+        row = self._db.row("SELECT step FROM versions WHERE version = ?", (version,))
+        assert row is not None
+        return row[0]
+
+
+def _fault(member: PlayedMember) -> str:
+    """Why a member cannot be an episode; empty if it can."""
+    if member.start is None and member.turns:
+        return "has not begun, and has turns"
+    for place, turn in enumerate(member.turns):
+        step = turn.step
+        if turn.index != place or (turn.parent is not None and not 0 <= turn.parent < place):
+            return f"has turn {turn.index} after turn {turn.parent} at place {place}"
+        if place < len(member.turns) - 1 and (step is None or step.terminated or step.truncated):
+            return f"goes on after turn {place}, which has no answer or was the last"
+    return ""

@@ -1,0 +1,79 @@
+"""Verdicts of single tests in the logs of runners beside pytest and unittest, one line at a time.
+
+    cargo test           test tests::adds ... ok                    tests::adds
+    go test -v           --- PASS: TestAdds/small (0.00s)           TestAdds/small
+    TAP                  not ok 2 - adds # TODO later               adds
+    jest, mocha, node    ✓ adds (3 ms), 1) adds                     adds
+    jest, by file        PASS src/sums.test.js (5.1 s)              src/sums.test.js
+
+A runner that nests its tests prints their names without those of their suites, so tests of one name are one: it has
+passed if all of them have. Each line costs linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+
+class TestVerdict(NamedTuple):
+    """What a line says of a test: `good` is None for a test that did not run."""
+
+    name: str
+    good: bool | None
+
+
+_CARGO: Final = {"ok": True, "FAILED": False, "ignored": None, "failed": False}
+_GO: Final = re.compile(r"^ *--- (PASS|FAIL|SKIP): (\S+) \(\d")
+_TAP: Final = re.compile(r"^ *(not ok|ok) \d+(?: -)? (.*)$")
+_MARKS: Final = {"✓": True, "✔": True, "√": True, "✕": False, "✖": False, "✗": False, "\u00d7": False}
+_LEFT_OUT: Final = {"○", "﹣", "✎", "◌", "↓"}
+_NUMBERED: Final = re.compile(r"^ +\d+\) (\S.*)$")  # mocha's failures
+_FILE: Final = re.compile(r"^(PASS|FAIL) (\S*[./]\S*)(?: |$)")
+_TOOK: Final = re.compile(r"(?: \(\d[\d.]* ?m?s\)| \d[\d.]*m?s)$")
+_LONGEST: Final = 4_096  # characters of a line that is read
+
+
+def verdict(line: str) -> TestVerdict | None:
+    """What a line without colours says, None for a line of none of these runners."""
+    if len(line) > _LONGEST:
+        return None
+    text = line.strip()
+    if line.startswith("test ") and " ... " in line:
+        name, _, status = line[5:].rpartition(" ... ")
+        status = status.split(",")[0]
+        return TestVerdict(name, _CARGO[status]) if status in _CARGO else None
+    if (found := _GO.match(line)) is not None:
+        return TestVerdict(found[2], {"PASS": True, "FAIL": False, "SKIP": None}[found[1]])
+    if (found := _TAP.match(line)) is not None:
+        return _tap(found[1] == "ok", found[2])
+    mark, _, name = text.partition(" ")
+    if mark in _MARKS and name:
+        return _marked(_MARKS[mark], name)
+    if mark in _LEFT_OUT and name:
+        return TestVerdict(_plain(name.partition(" # ")[0].removeprefix("skipped ").removeprefix("todo ")), None)
+    if (found := _NUMBERED.match(line)) is not None:
+        return TestVerdict(found[1].removesuffix(":"), False)
+    if (found := _FILE.match(line)) is not None:
+        return TestVerdict(found[2], found[1] == "PASS")
+    return None
+
+
+def _tap(good: bool, text: str) -> TestVerdict | None:
+    """A point of TAP. One that is to be done may fail: it counts as kept, as an expected failure of pytest does."""
+    name, _, directive = text.partition(" # ")
+    word = directive.strip().split(" ")[0].upper()
+    if not name.strip():
+        return None
+    return TestVerdict(name.strip(), None if word == "SKIP" else good or word == "TODO")
+
+
+def _marked(good: bool, text: str) -> TestVerdict:
+    name, _, directive = text.partition(" # ")
+    word = directive.strip().split(" ")[0].upper()
+    return TestVerdict(_plain(name), None if word == "SKIP" else good or word == "TODO")
+
+
+def _plain(name: str) -> str:
+    """A name without the time that its test took."""
+    return _TOOK.sub("", name)

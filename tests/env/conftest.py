@@ -1,0 +1,10 @@
+"""Environments are checked with fewer actions than for a user: what these tests look for shows in the first ones."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.env.checks.checks.FUZZ_EXAMPLES", 20)
