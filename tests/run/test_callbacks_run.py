@@ -126,7 +126,8 @@ def test_stopped_from_a_loop_measured_resumed_and_ended_by_a_callback(tmp_path: 
         dataset=ROWS,
         reward_funcs=vowels,
         eval_dataset=ROWS[:1],
-        config=SMALL,
+        # More steps than a machine makes before it hears of the stop, however slowly its callbacks are told.
+        config=SMALL | {"train": {"steps": 5_000, "checkpoint_every": 5_000}},
         out=out,
         callbacks=[watcher],
     )
@@ -137,7 +138,7 @@ def test_stopped_from_a_loop_measured_resumed_and_ended_by_a_callback(tmp_path: 
 
     summary = asyncio.run(beside())
     done = summary["steps"]
-    assert 1 <= done < 8 and summary["stopped_early"] == "stopped by Trainer.stop"
+    assert 1 <= done < 5_000 and summary["stopped_early"] == "stopped by Trainer.stop"
     assert summary["eval"]["after"]["n"] == 1 and [(end.step, end.finished) for end in ends] == [(done, True)]
     run = RunDir.open(out)
     assert sorted(run.checkpoints.iterdir())[-1].name == f"step-{done:08d}", "it lost no step"
@@ -152,7 +153,8 @@ def test_stopped_from_a_loop_measured_resumed_and_ended_by_a_callback(tmp_path: 
     assert (out / f"summary-{done}.json").exists() and not run.summary.exists()
     later = max(int(folder.name[5:]) for folder in run.checkpoints.iterdir())
     told: list[int] = []
-    summary = Trainer.resume(out, callbacks=[Callback(name="watcher", on_step=lambda step: told.append(step.step))])
-    assert summary["steps"] == 8 and summary["stopped_early"] is None and later < 8
-    assert told == list(range(done + 1, 9)), "each of the steps that came after, once"
+    watcher = Callback(name="watcher", on_step=lambda step: told.append(step.step))
+    summary = Trainer.resume(out, settings=[f"train.steps={later + 3}"], callbacks=[watcher])
+    assert summary["steps"] == later + 3 and summary["stopped_early"] is None and later < 5_000
+    assert told == list(range(done + 1, later + 4)), "each of the steps that came after, once"
     assert_nothing_remains(run)
