@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -54,12 +54,6 @@ class TrioTransport(httpx.AsyncBaseTransport):
         stream = cast("httpx.AsyncByteStream", request.stream)
         data = head_of(request) + b"".join([part async for part in stream])
         origin = (request.url.host, request.url.port or 80) if self._socket is None else (self._socket, 0)
-        body = await self.ask(origin, data, timeouts)
-        return httpx.Response(body.status, headers=body.headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
-
-    async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> HttpAnswer:
-        """Send the bytes of one request (`head_of`, and its body) without a record of httpx for it, which would cost a
-        turn more than its parsing does."""
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"), self._door)
         try:
             await connection.send(data, timeouts.get("write"))
@@ -67,7 +61,8 @@ class TrioTransport(httpx.AsyncBaseTransport):
         except BaseException:
             connection.close()
             raise
-        return HttpAnswer(self, origin, connection, status, headers, timeouts.get("read"))
+        body = _Body(self, origin, connection, timeouts.get("read"))
+        return httpx.Response(status, headers=headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
 
     def _take(self, origin: Origin) -> _Connection | None:
         idle = self._idle.get(origin)
@@ -239,32 +234,22 @@ class _Connection:
         self._stream.socket.close()
 
 
-class HttpAnswer(httpx.AsyncByteStream):
-    """The answer to a request: its body is yet to come."""
+class _Body(httpx.AsyncByteStream):
+    """The body of an answer, as it comes. It is its own iterator: a reader that stops leaves nothing to finalize."""
 
     def __init__(
-        self,
-        transport: TrioTransport,
-        origin: Origin,
-        connection: _Connection,
-        status: int,
-        headers: list[tuple[bytes, bytes]],
-        timeout_s: float | None,
+        self, transport: TrioTransport, origin: Origin, connection: _Connection, timeout_s: float | None
     ) -> None:
-        self.status, self.headers = status, headers
         self._transport, self._origin, self._timeout_s = transport, origin, timeout_s
         self._connection: _Connection | None = connection
 
-    @property
-    def over(self) -> bool:
-        """Whether the body was read to its end, and the connection given back, or closed."""
-        return self._connection is None
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
 
-    async def read(self) -> bytes | None:
-        """The next bytes of the body; None at its end."""
+    async def __anext__(self) -> bytes:
         connection = self._connection
         if connection is None:
-            return None
+            raise StopAsyncIteration
         try:
             data = await connection.read_data(self._timeout_s)
         except BaseException:
@@ -273,14 +258,9 @@ class HttpAnswer(httpx.AsyncByteStream):
         if connection.over:
             self._connection = None
             self._transport.give_back(self._origin, connection)
+        if data is None:
+            raise StopAsyncIteration
         return data
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._parts()
-
-    async def _parts(self) -> AsyncGenerator[bytes, None]:
-        while (data := await self.read()) is not None:
-            yield data
 
     async def aclose(self) -> None:
         """A response that was not read to its end takes its connection with it: the server sees the client leave."""
