@@ -21,8 +21,8 @@ import postgres as journal
 import psycopg
 
 from agentrl.store import RunStore
-from agentrl.store.databases.database import Database
 from agentrl.store.databases.open_store import ADDRESS, remove
+from agentrl.store.databases.upkeep import Upkeep
 
 GROUP = 8  # episodes
 _STEPS = 100  # in which the groups were trained, so that groups of one age lie together
@@ -32,10 +32,10 @@ def fill(store: RunStore, url: str, *, episodes: int, turns: int, size: int) -> 
     """Trained episodes, written by the server itself."""
     db: Any = store._db
     with db.write():
-        db._parts.room(episodes * turns)
+        db.driver.partitions.room(episodes * turns)
     noise = "SELECT string_agg(sha512((t.id * 1000 + n)::text::bytea), NULL) FROM generate_series(1, %s / 64) n"
     with psycopg.connect(url) as plain:
-        plain.execute(f"SET search_path TO {db._address.schema}".encode())
+        plain.execute(f"SET search_path TO {db.driver.session.schema}".encode())
         plain.execute("SET session_replication_role = replica")  # no triggers: they count what is written, row by row
         for statement, arguments in (
             (
@@ -66,10 +66,10 @@ def fill(store: RunStore, url: str, *, episodes: int, turns: int, size: int) -> 
 def rows_deleted(store: RunStore, url: str, sample: float) -> None:
     """Retention as it is in a file: row by row; then the rows' space is free."""
     db: Any = store._db
-    db.forget = lambda groups: Database.forget(db, groups)
+    db.upkeep.forget = lambda groups: Upkeep.forget(db.upkeep, groups)
     store.lineage.retain(_STEPS, keep_steps=0, keep_sample=sample)
     with psycopg.connect(url, autocommit=True) as plain:
-        plain.execute(f"VACUUM {db._address.schema}.tokens".encode())
+        plain.execute(f"VACUUM {db.driver.session.schema}.tokens".encode())
 
 
 def parts_dropped(store: RunStore, url: str, sample: float) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from agentrl.errors import LeaseLost
 from agentrl.records import NO_TOOLS, Messages, ShownTools, Step, Task, Trajectory, Turn
 from agentrl.store import TRAIN, Claim, Ending, EnvSnapshot, Partial
-from agentrl.store.databases.database import Result
+from agentrl.store.databases.calls_together import Result
 
 
 class _Written:

@@ -46,8 +46,10 @@ from agentrl.store.buffer.buffer import Expired, GroupBuffer
 from agentrl.store.buffer.closing import FULL, ClosePolicy, Full, Patience, Quorum, close_policy
 from agentrl.store.buffer.group_order import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.buffer.trained_steps import TrainedSteps
+from agentrl.store.databases.calls_together import Result
 from agentrl.store.databases.change_signal import Role, Signal
-from agentrl.store.databases.database import Database, Result, damaged, retried
+from agentrl.store.databases.database import Database, retried
+from agentrl.store.databases.driver import damaged
 from agentrl.store.databases.open_store import connect, look
 from agentrl.store.episode_search import EpisodeFilter, EpisodeSearch, Searched
 from agentrl.store.episodes.endings import Ending
@@ -187,7 +189,7 @@ class RunStore(Closing):
         except BaseException:
             db.close()
             raise
-        db.away_s = db.away_s if away_s is None else away_s
+        db.waiting.away_s = db.waiting.away_s if away_s is None else away_s
         return cls(db)
 
     def hurry(self, busy_s: float) -> None:
@@ -200,7 +202,7 @@ class RunStore(Closing):
         """Have the database check all of the store: a page that changed would be noticed by whoever reads it, or by
         nobody. Raises StoreDamaged."""
         with self._db.read():
-            faults = self._db.faults()
+            faults = self._db.upkeep.faults()
         if faults:
             raise damaged(self.path, ValueError(faults[0]))
 
@@ -208,7 +210,7 @@ class RunStore(Closing):
     def waits(self) -> bool:
         """Whether a thread of this process waits for another process's write lock now (for two minutes at most), or for
         a database that is away (for `away_s` at most)."""
-        return self._db.waits or self._db.away > 0
+        return self._db.waiting.for_lock or self._db.waiting.for_database > 0
 
     @classmethod
     def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
@@ -217,7 +219,7 @@ class RunStore(Closing):
 
         Raises UsageError if there is none, FormatError if it has another schema, StoreAway."""
         db = look(Path(path), clock=clock)
-        db.away_s = db.away_s if away_s is None else away_s
+        db.waiting.away_s = db.waiting.away_s if away_s is None else away_s
         return cls(db)
 
     @retried
@@ -246,7 +248,7 @@ class RunStore(Closing):
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `change_signal`. One for each role of this handle."""
         if role not in self._signals:
-            self._signals[role] = Signal(self._db.watch(), role, remote=self.remote)
+            self._signals[role] = Signal(self._db.upkeep.watch(), role, remote=self.remote)
         return self._signals[role]
 
     @retried

@@ -492,5 +492,5 @@ def _check_lag(db: Database, report: AuditReport) -> None:
 
 
 def _check_file(db: Database, report: AuditReport) -> None:
-    for fault in db.faults():
+    for fault in db.upkeep.faults():
         report.breach("file_damaged", fault)

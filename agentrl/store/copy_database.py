@@ -54,13 +54,13 @@ def copy(source: Database, target: Database) -> int:
     """Copy all rows into a store that was just made, in one transaction; returns how many."""
     copied = 0
     with source.read(), target.write(durable=True):
-        target.loosen()
-        tables = target.tables()
+        target.upkeep.loosen()
+        tables = target.upkeep.tables()
         for table in sorted(tables, key=lambda name: name in _COUNTERS):
             if table in _COUNTERS:  # triggers count too: what they wrote goes
                 target.execute(f"DELETE FROM {table}")
             copied += _copy_table(source, target, table, tables[table])
-        target.renumber()
+        target.upkeep.renumber()
     return copied
 
 

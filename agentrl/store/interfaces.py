@@ -20,8 +20,8 @@ from agentrl.tokens.columns import NONE, Columns
 
 if TYPE_CHECKING:
     from agentrl.records import Json
+    from agentrl.store.databases.calls_together import Result
     from agentrl.store.databases.change_signal import Role
-    from agentrl.store.databases.database import Result
     from agentrl.store.episodes.endings import Ending
     from agentrl.store.episodes.journal import EnvSnapshot
     from agentrl.store.episodes.leases import Claim

@@ -31,8 +31,8 @@ from agentrl.errors import StoreAway, StoreError
 from agentrl.host.disk_space import wait_for_space
 from agentrl.store import Partial, RunStore
 from agentrl.store.async_calls import Looks, Waiting
+from agentrl.store.databases.calls_together import Result
 from agentrl.store.databases.change_signal import Role
-from agentrl.store.databases.database import Result
 
 # Why the commit is shared, and what was decided with it:
 #

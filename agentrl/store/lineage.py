@@ -196,7 +196,7 @@ class Lineage(StorePart):
         for at in range(0, len(dropped), _RETAIN_BATCH):
             batch = dropped[at : at + _RETAIN_BATCH]
             with self._db.write():
-                self._db.forget(batch)
+                self._db.upkeep.forget(batch)
                 self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", [(id,) for id in batch])
         self._db.reclaim()
         return len(dropped)

@@ -24,7 +24,8 @@ from typing import Final, NamedTuple, cast
 from agentrl.algos.judging import Returns, advantages, is_silent
 from agentrl.records import Json, MemberRecord, StopReason, Task
 from agentrl.store.codec import pack_identity, to_json, unpack_record, unpack_task
-from agentrl.store.databases.database import Row, StorePart, retried
+from agentrl.store.databases.database import StorePart, retried
+from agentrl.store.databases.driver import Row
 from agentrl.store.episodes.endings import RAISED, ended_well
 from agentrl.store.episodes.groups import TRAIN, record_of, scored
 from agentrl.store.learner_fence import check_lead

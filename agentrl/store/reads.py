@@ -26,7 +26,8 @@ from agentrl.store.codec import (
     unpack_tools,
     with_images,
 )
-from agentrl.store.databases.database import Asked, Database, Row, StorePart, retried
+from agentrl.store.databases.database import Database, StorePart, retried
+from agentrl.store.databases.driver import Query, Row
 from agentrl.tokens.columns import NONE
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
@@ -314,7 +315,7 @@ LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE 
 """In SQL, of a turn: it is of an episode's last trial."""
 
 
-def scores_asked(where: str, parameters: Sequence[int]) -> Asked:
+def scores_asked(where: str, parameters: Sequence[int]) -> Query:
     """For the turns (`t`) that `where` selects: the values that count, for `scores_by_turn`."""
     return (
         "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
@@ -337,7 +338,7 @@ WEIGHTS = "SELECT source, weight FROM sources ORDER BY source"
 """The weights of the declared sources."""
 
 
-def _turns_asked(where: str, parameters: Sequence[int]) -> Asked:
+def _turns_asked(where: str, parameters: Sequence[int]) -> Query:
     return (
         "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"

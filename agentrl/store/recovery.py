@@ -54,9 +54,9 @@ class Recovery(StorePart):
                 self._believe(episode_id, step, max_lag)
             if self._gap(saved):
                 self._give_up()
-            self._db.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
-            self._db.skip_numbers("groups", 0, _SPARE)
-            self._db.skip_numbers("versions", 0, _SPARE)
+            self._db.upkeep.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
+            self._db.upkeep.skip_numbers("groups", 0, _SPARE)
+            self._db.upkeep.skip_numbers("versions", 0, _SPARE)
         return len(unknown)
 
     def _unknown(self, saved: Sequence[Saved]) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ class Counted:
         self._store.close()
 
     def _count(self, call: bench.Call) -> int:
-        connection = self._store._db._connection  # pyright: ignore[reportPrivateUsage]
+        connection = self._store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
         steps = 0
 
         def step() -> None:

@@ -118,14 +118,14 @@ def test_law_2_a_curriculum_whose_admitter_is_killed_anywhere_chooses_as_one_tha
 
 def die_somewhere(store: RunStore, one: Admitter, rng: random.Random) -> None:
     database = store._db  # pyright: ignore[reportPrivateUsage]
-    connection = database._connection  # pyright: ignore[reportPrivateUsage]
-    database._connection = Fuse(connection, rng.randrange(40), after=rng.random() < 0.5)  # type: ignore[assignment]
+    connection = database.driver.connection  # pyright: ignore[reportPrivateUsage]
+    database.driver.connection = Fuse(connection, rng.randrange(40), after=rng.random() < 0.5)  # type: ignore[assignment]
     try:
         one.admit(2)
     except Killed:
         pass
     finally:
-        database._connection = connection  # pyright: ignore[reportPrivateUsage]
+        database.driver.connection = connection  # pyright: ignore[reportPrivateUsage]
         if connection.in_transaction:
             connection.execute("ROLLBACK")
 

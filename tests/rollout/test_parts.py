@@ -13,7 +13,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, SamplingParams, VersionSpan
 from agentrl.rollout.generate_turn import sample
 from agentrl.store import Partial
-from agentrl.store.databases.database import Result
+from agentrl.store.databases.calls_together import Result
 
 TOKENS = 12
 

@@ -29,7 +29,7 @@ from . import network
 from .network import Network
 from .test_run import DEADLINE_S, command, last_step, run_file, wait_for_step
 
-postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")
+addresses = pytest.importorskip("agentrl.store.databases.postgres.address")
 session = pytest.importorskip("agentrl.store.databases.postgres.connection")
 
 pytestmark = [pytest.mark.netns, pytest.mark.postgres, pytest.mark.slow]
@@ -77,7 +77,7 @@ def url(hosts: Network) -> str:
 def far_store(hosts: Network, near: RunStore, folder: Path) -> Generator[tuple[RunStore, Callable[..., T]]]:
     """The run's store as the host `run` reaches it, and what calls it from there."""
     folder.mkdir()
-    postgres.Address.read(near.path)._replace(url=url(hosts)).write(folder / ADDRESS)
+    addresses.Address.read(near.path)._replace(url=url(hosts)).write(folder / ADDRESS)
     with ThreadPoolExecutor(1) as thread:
 
         def there(call: Callable[..., T], *arguments: object, **options: object) -> T:

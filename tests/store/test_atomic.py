@@ -133,8 +133,8 @@ def check(source: Path, tmp_path: Path, write: Callable[[RunStore], Any]) -> Non
     while killed:
         store = opened(source, tmp_path / str(len(done)))
         database: Any = store._db  # pyright: ignore[reportPrivateUsage]
-        connection = database._connection
-        database._connection = Fuse(connection, len(done) // 2, after=bool(len(done) % 2))
+        connection = database.driver.connection
+        database.driver.connection = Fuse(connection, len(done) // 2, after=bool(len(done) % 2))
         try:
             write(store)
             killed = False

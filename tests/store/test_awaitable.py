@@ -58,7 +58,7 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 def statements(store: RunStore, first: str = "") -> Iterator[list[str]]:
     """The statements that are run meanwhile and begin with `first`."""
     found: list[str] = []
-    connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
+    connection = store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
     connection.set_trace_callback(lambda sql: found.append(sql) if sql.startswith(first) else None)
     try:
         yield found
@@ -255,7 +255,7 @@ async def test_a_cancelled_write_of_an_episode_that_was_lost_changes_nothing(
 async def test_a_full_disk_reaches_everybody_who_waits_and_undoes_all_of_it(
     store: RunStore, desk: JournalWriter, claims: list[Claim]
 ) -> None:
-    connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
+    connection = store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
     for claim in claims[:2]:
         await desk.begin(claim.episode_id, claim.fence, START)
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -386,8 +386,8 @@ def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_tran
             admit(store, limit=1)
             one, two = store.leases.claim("w", 2, lease_s=1e6)
             database = store._db  # pyright: ignore[reportPrivateUsage]
-            connection = database._connection  # pyright: ignore[reportPrivateUsage]
-            database._connection = Fuse(connection, statement, after=after)  # type: ignore[assignment]
+            connection = database.driver.connection  # pyright: ignore[reportPrivateUsage]
+            database.driver.connection = Fuse(connection, statement, after=after)  # type: ignore[assignment]
             calls = [
                 partial(store.journal.begin, one.episode_id, one.fence, START),
                 partial(store.journal.journal_turn, two.episode_id, two.fence, turn(0, 1)),
@@ -400,7 +400,7 @@ def test_law_2_a_process_killed_at_any_statement_leaves_all_or_nothing_of_a_tran
             except Killed:
                 died = True
             finally:
-                database._connection = connection  # pyright: ignore[reportPrivateUsage]
+                database.driver.connection = connection  # pyright: ignore[reportPrivateUsage]
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             assert audit(store).violations == []

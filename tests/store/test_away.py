@@ -63,7 +63,8 @@ def crash(server: Server) -> None:
 
 def at_commit(monkeypatch: pytest.MonkeyPatch, store: RunStore, act: Callable[[Callable[[], None]], None]) -> None:
     """The next COMMIT is `act`'s affair, which is given what commits."""
-    db, commit = database(store), database(store)._end
+    driver = database(store).driver
+    commit = driver._end
     left = [act]
 
     def run(command: str) -> None:
@@ -72,7 +73,7 @@ def at_commit(monkeypatch: pytest.MonkeyPatch, store: RunStore, act: Callable[[C
         else:
             commit(command)
 
-    monkeypatch.setattr(db, "_end", run)
+    monkeypatch.setattr(driver, "_end", run)
 
 
 SAYS_SO = psycopg.errors.CrashShutdown("terminating connection because of crash of another server process")

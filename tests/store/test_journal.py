@@ -366,7 +366,7 @@ def test_writes_of_two_handles_take_turns(store: RunStore, path: Path) -> None:
     """A second process's open write makes the first wait, and fail with one line only after the deadline."""
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    store._db._busy_s = 0.02  # pyright: ignore[reportPrivateUsage]
+    store._db.waiting.lock_s = 0.02  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(StoreError, match="has held the write lock"):
         store.set_meta("phase", "train")
     other.execute("ROLLBACK")
@@ -377,7 +377,7 @@ def test_writes_of_two_handles_take_turns(store: RunStore, path: Path) -> None:
 def test_a_write_holds_the_lock_from_its_first_instant(store: RunStore) -> None:
     """Else what it read before it wrote could be stale by then, and SQLite would have to refuse the write."""
     with RunStore.open(store.path) as other:
-        other._db._busy_s = 0.0  # pyright: ignore[reportPrivateUsage]
+        other._db.waiting.lock_s = 0.0  # pyright: ignore[reportPrivateUsage]
         with (
             store._db.write(),  # pyright: ignore[reportPrivateUsage]
             pytest.raises(StoreError, match="has held the write lock"),

@@ -176,7 +176,7 @@ def test_a_group_that_waits_for_its_quorums_time_is_read_again_only_after_anothe
     claims = store.leases.claim("w", 12, lease_s=30.0)
     for claim in claims[:2] + claims[4:6]:
         play(store, claim)
-    connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
+    connection = store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
 
     def look() -> tuple[int, ...]:
         statements.clear()

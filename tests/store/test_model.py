@@ -148,6 +148,10 @@ class StoreMachine(RuleBasedStateMachine):
             ]
         )
 
+    def connected(self) -> Any:
+        """The object whose `connection` goes to the database."""
+        return self.store._db.driver
+
     def both(self, real: Callable[[], Any], imagined: Callable[[Model], Any], crash: Crash = None) -> Any:
         """One call to both. If it crashes, the store is as before or as after it, and the run resumes."""
         after = copy.deepcopy(self.model)
@@ -156,14 +160,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert real() == expected
             self.model = after
             return expected
-        database = self.store._db  # pyright: ignore[reportPrivateUsage]
-        connection = database._connection  # pyright: ignore[reportPrivateUsage]
-        database._connection = Fuse(connection, crash[0], after=crash[1])  # pyright: ignore
+        driver, connected = self.store._db.driver, self.connected()
+        connection = connected.connection
+        connected.connection = Fuse(connection, crash[0], after=crash[1])
         try:
             assert real() == expected
         except Killed:
-            database._connection = connection  # pyright: ignore[reportPrivateUsage]
-            database._roll_back()  # pyright: ignore  # what the system does to the locks of a dead process
+            connected.connection = connection
+            driver.roll_back()  # what the system does to the locks of a dead process
             self.store.close()
             self.store = RunStore.open(self.store.path, clock=self.clock)
             seen = snapshot(self.store)
@@ -171,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.model = after if seen == after.snapshot() else self.model
             self.resume()
             return None
-        database._connection = connection  # pyright: ignore[reportPrivateUsage]
+        connected.connection = connection
         self.model = after
         return expected
 

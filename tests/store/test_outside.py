@@ -23,7 +23,7 @@ from agentrl.errors import StoreBusy, StoreDamaged, StoreError
 from agentrl.run.processes.exit_status import ENDS_THE_RUN, run_role
 from agentrl.store import RunStore
 from agentrl.store.codec import pack_tokens, unpack_tokens
-from agentrl.store.databases import database, sqlite
+from agentrl.store.databases import driver, sqlite, transactions
 
 from .play import admit, play_all, serve, turn
 
@@ -62,18 +62,18 @@ def test_a_write_waits_for_minutes_while_another_process_holds_the_lock(
                 os.kill(pid, signal.SIGKILL)
             return float(now)
 
-        monkeypatch.setattr(database, "time", SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=monotonic))
         assert store.meta("config") is not None
         store.set_meta("phase", "train")
     assert store.meta("phase") == "train"
-    assert 60 <= database.BUSY_S <= 300
+    assert 60 <= driver.BUSY_S <= 300
 
 
 def test_law_4_a_lock_that_is_never_given_back_ends_in_one_line_that_names_its_holder(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RunStore.create(path, "{}").close()
-    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    monkeypatch.setattr(driver, "BUSY_S", 0.2)
     monkeypatch.setattr(sqlite, "BUSY_S", 0.2)
     with RunStore.open(path) as store, held(path) as pid:
         with pytest.raises(StoreBusy) as refused:
@@ -115,7 +115,7 @@ def test_a_damaged_file_ends_in_one_line_that_names_it_and_says_what_to_do(
     for _ in range(10):
         admit(store, limit=4, max_lag=99)
         play_all(store)
-    store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+    store._db.driver.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
     damage(path, how)
 
     def use() -> None:
@@ -179,7 +179,7 @@ def test_every_page_that_holds_something_else_is_found_before_a_run_goes_on(stor
         admit(store, limit=4, max_lag=99)
         play_all(store)
     store.refuse_damage()
-    store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+    store._db.driver.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
     store.close()
     whole = path.read_bytes()
     (size,) = struct.unpack_from(">H", whole, 16)

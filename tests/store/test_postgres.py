@@ -48,10 +48,10 @@ from .test_entries import begun, errors
 from .test_model import StoreMachine
 
 postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")  # its driver is an extra
-from agentrl.store.databases.postgres import sql  # noqa: E402
+from agentrl.store.databases.postgres import address, connection, session, sql  # noqa: E402
 from agentrl.store.databases.postgres.sql import translated  # noqa: E402
 
-Address = postgres.Address
+Address = address.Address
 move = pytest.importorskip("agentrl.store.copy_database").move
 
 pytestmark = pytest.mark.postgres
@@ -171,7 +171,7 @@ def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(sto
 
 def test_a_notification_that_is_lost_delays_nobody_for_long(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.store.databases.postgres.connection._LOOK_S", 0.05)
-    watch = store._db.watch()  # pyright: ignore[reportPrivateUsage]
+    watch = store._db.upkeep.watch()  # pyright: ignore[reportPrivateUsage]
     assert watch.written()
     store.set_meta("a", "b")
     watch._connection.execute("UNLISTEN *")  # type: ignore[attr-defined]
@@ -185,13 +185,13 @@ def test_a_notification_that_is_lost_delays_nobody_for_long(store: RunStore, mon
 def test_law_4_closing_waits_for_no_thread_that_waits_for_the_server(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "_MOMENT_S", 0.01)
+    monkeypatch.setattr(postgres.Postgres, "close_s", 0.01)
     holds, over = threading.Event(), threading.Event()
     with RunStore.open(store.path) as other:
         db: Any = other._db  # pyright: ignore[reportPrivateUsage]
 
         def hold() -> None:
-            with db._lock:
+            with db._transactions.lock:
                 holds.set()
                 over.wait(60)
 
@@ -199,10 +199,10 @@ def test_law_4_closing_waits_for_no_thread_that_waits_for_the_server(
         thread.start()
         assert holds.wait(60)
         other.close()
-        assert not db._connection.closed, "somebody uses it"
+        assert not db.driver.session.connection.closed, "somebody uses it"
         over.set()
         thread.join()
-    assert db._connection.closed
+    assert db.driver.session.connection.closed
 
 
 async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(store: RunStore) -> None:
@@ -222,7 +222,8 @@ async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(st
 
 @pytest.mark.parametrize("asked", [True, False], ids=["after an answer", "between statements"])
 def test_a_writer_that_hangs_gives_the_lock_up(store: RunStore, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    monkeypatch.setattr(postgres, "_SILENT_S", 1.0)
+    for module in (address, session):
+        monkeypatch.setattr(module, "SILENT_S", 1.0)
     with RunStore.open(store.path) as stopped:
         db = stopped._db  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(StoreError, match=r"terminating connection|server closed the connection"), db.write():
@@ -285,8 +286,10 @@ def test_many_turns_take_as_many_statements_as_two(store: RunStore, monkeypatch:
     """However many bytes they are; and any value of a row comes back from an array."""
     claims, sent = begun(store, 12), list[bytes]()
     store.versions.step_of(1)  # a version's step is read once
-    send = postgres.Pipeline._send
-    monkeypatch.setattr(postgres.Pipeline, "_send", lambda self, sql, *rest: sent.append(sql) or send(self, sql, *rest))
+    send = connection.Pipeline._send
+    monkeypatch.setattr(
+        connection.Pipeline, "_send", lambda self, sql, *rest: sent.append(sql) or send(self, sql, *rest)
+    )
     odd = replace(turn(0, 1), text="a\0b\ud800c", experts=None, started_s=1e300)
     for few in (claims[:2], claims[2:]):
         before = len(sent)
@@ -310,7 +313,7 @@ def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> Non
     assert len(store.leases.claim("many", 600, lease_s=1e9)) == 600
     with store._db.read():  # pyright: ignore[reportPrivateUsage]
         explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + translated(leases._CLAIMABLE)
-        (found,) = store._db._pipeline.send(explain, (time.time(), "me", 8, 1e9, 0, 1))  # type: ignore[attr-defined]
+        (found,) = store._db.driver.session.pipeline.send(explain, (time.time(), "me", 8, 1e9, 0, 1))  # type: ignore[attr-defined]
     steps = [found[0][0]["Plan"]]
     for step in steps:
         steps += step.get("Plans", [])
@@ -371,7 +374,7 @@ def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 def test_the_servers_tables_are_those_of_the_file(tmp_path: Path, store: RunStore) -> None:
     with RunStore.create(tmp_path / STORE, "{}") as file, file._db.read(), store._db.read():  # pyright: ignore[reportPrivateUsage]
-        assert file._db.tables() == store._db.tables()  # pyright: ignore[reportPrivateUsage]
+        assert file._db.upkeep.tables() == store._db.upkeep.tables()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -459,6 +462,9 @@ class OnServer(StoreMachine):
 
     def make_store(self, folder: Path) -> RunStore:
         return RunStore.create(folder / ADDRESS, "{}", url=self.url, clock=self.clock)
+
+    def connected(self) -> Any:
+        return self.store._db.driver.session  # type: ignore[attr-defined]
 
     def both(self, real: Callable[[], Any], imagined: Callable[[Model], Any], crash: Any = None) -> Any:
         """What a crash undid leaves gaps in the numbers here, which break no law: the next ones are as the model's."""

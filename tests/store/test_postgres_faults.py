@@ -22,6 +22,7 @@ from .proxy import Proxy, before
 from .server import Server, running
 
 postgres = pytest.importorskip("agentrl.store.databases.postgres.postgres")  # its driver is an extra
+addresses = pytest.importorskip("agentrl.store.databases.postgres.address")
 session = pytest.importorskip("agentrl.store.databases.postgres.connection")
 
 pytestmark = pytest.mark.postgres
@@ -50,7 +51,7 @@ def near(tmp_path: Path, server: Server) -> Generator[RunStore]:
 @pytest.fixture
 def far(near: RunStore, tmp_path: Path, proxy: Proxy) -> Generator[RunStore]:
     """The same run through the proxy."""
-    address = postgres.Address.read(near.path)
+    address = addresses.Address.read(near.path)
     there = tmp_path / "far" / ADDRESS
     there.parent.mkdir()
     address._replace(url=f"postgresql://agentrl@127.0.0.1:{proxy.port}/agentrl?sslmode=disable").write(there)
@@ -61,7 +62,8 @@ def far(near: RunStore, tmp_path: Path, proxy: Proxy) -> Generator[RunStore]:
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "near").mkdir()
-    monkeypatch.setattr(postgres, "CONNECT_S", 2.0)  # libpq takes no less
+    for module in (postgres, addresses):
+        monkeypatch.setattr(module, "CONNECT_S", 2.0)  # libpq takes no less
 
 
 def test_law_2_a_connection_that_is_cut_between_two_writes_costs_nothing(far: RunStore, proxy: Proxy) -> None:

@@ -85,15 +85,15 @@ def test_nor_does_its_lease_hold_for_longer_when_it_is_gone(path: Path) -> None:
 
 def test_the_servers_time_is_asked_for_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that counts on by itself drifts, or the server's is set."""
-    from agentrl.store.databases.postgres import postgres
+    from agentrl.store.databases.postgres import session
 
     with RunStore.open(path) as store:
-        db: Any = store._db  # pyright: ignore[reportPrivateUsage]
-        db._ahead_s -= 100.0
+        server: Any = store._db.driver.session  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage]
+        server._ahead_s -= 100.0
         store.set_meta("key", "value")
         assert store.now() < time.time() - 90.0, "it was asked for just now"
-        host_s = postgres._host_s  # pyright: ignore[reportPrivateUsage]
-        db._asked_s = host_s() - postgres._CLOCK_S - 1.0  # pyright: ignore[reportPrivateUsage]
+        host_s = session._host_s  # pyright: ignore[reportPrivateUsage]
+        server._clock_set_s = host_s() - session._CLOCK_S - 1.0  # pyright: ignore[reportPrivateUsage]
         store.set_meta("key", "another value")
         assert abs(store.now() - time.time()) < 5
         assert store.meta("key") == "another value"

@@ -97,7 +97,7 @@ def test_law_1_retention_drops_parts_and_every_group_that_it_keeps_is_whole(stor
     assert rows(store, "SELECT COUNT(*) FROM groups WHERE tokens_dropped = 1") > [(20,)]
     assert audit(store).violations == [] and OutsideAuditor(store.path).look() == []
     with store._db.read():  # pyright: ignore[reportPrivateUsage]
-        assert {"tokens", "experts"} < store._db.tables().keys() and "parts" not in store._db.tables()  # pyright: ignore[reportPrivateUsage]
+        assert {"tokens", "experts"} < store._db.upkeep.tables().keys() and "parts" not in store._db.upkeep.tables()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_law_1_who_reads_sees_all_that_is_kept_while_retention_waits(store: RunStore) -> None:
@@ -128,7 +128,7 @@ def test_two_writers_that_need_a_new_part_make_one(store: RunStore) -> None:
     with RunStore.open(store.path) as other:
         thread = threading.Thread(target=other.journal.journal_turn, args=(two.episode_id, two.fence, turn(0, 1)))
         with store._db.write(shared=True):  # pyright: ignore[reportPrivateUsage]
-            store._db._parts.room(14)  # type: ignore[attr-defined]
+            store._db.driver.partitions.room(14)  # type: ignore[attr-defined]
             thread.start()
             until, waits = time.monotonic() + 60, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
             while not store._db.row(waits):  # pyright: ignore[reportPrivateUsage]

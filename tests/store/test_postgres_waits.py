@@ -82,7 +82,7 @@ def test_what_was_prepared_outlasts_a_rollback(store: RunStore) -> None:
     store.journal.begin(one.episode_id, one.fence, START)
     store.journal.journal_turn(one.episode_id, one.fence, turn(0, 1, step=answer(0)))
     for _ in range(8):  # psycopg prepares this, if it prepares anything
-        database(store)._connection.execute("SELECT 1")
+        database(store).driver.session.connection.execute("SELECT 1")
     with pytest.raises(StoreError, match="division by zero"), database(store).write():
         database(store).rows("SELECT 1 / 0")
     for index in (1, 2):

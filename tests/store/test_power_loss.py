@@ -69,7 +69,7 @@ def copy(run: RunDir) -> Path:
     """The store's file as it is now, the write-ahead log folded in."""
     target = run.path / f"copy-{len(list(run.path.glob('copy-*')))}.sqlite"
     with opened(run) as store:
-        store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+        store._db.driver.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
         shutil.copy(run.store_path, target)
     return target
 
@@ -208,7 +208,7 @@ def test_the_rows_that_say_who_trained_what_wait_for_the_disk(run: RunDir) -> No
     with opened(run) as store:
         played(store, 2)
         said: list[str] = []
-        store._db._connection.set_trace_callback(said.append)  # pyright: ignore[reportPrivateUsage]
+        store._db.driver.connection.set_trace_callback(said.append)  # pyright: ignore[reportPrivateUsage]
         store.buffer.take(1, 2, max_lag=9)
         commit = next(at for at, one in enumerate(said) if one == "COMMIT")
         assert "PRAGMA synchronous = FULL" in said[:commit]

@@ -102,14 +102,14 @@ def test_law_2_each_loss_is_played_again_once_whoever_is_killed_whenever(tmp_pat
     for turn in range(60):
         with RunStore.open(path, clock=Clock()) as store:
             database = store._db  # pyright: ignore[reportPrivateUsage]
-            connection = database._connection  # pyright: ignore[reportPrivateUsage]
-            database._connection = Fuse(connection, rng.randrange(45), after=rng.random() < 0.5)  # type: ignore[assignment]
+            connection = database.driver.connection  # pyright: ignore[reportPrivateUsage]
+            database.driver.connection = Fuse(connection, rng.randrange(45), after=rng.random() < 0.5)  # type: ignore[assignment]
             try:
                 admit(store, limit=2, groups_per_step=99, max_replays=2)
             except Killed:
                 pass
             finally:
-                database._connection = connection  # pyright: ignore[reportPrivateUsage]
+                database.driver.connection = connection  # pyright: ignore[reportPrivateUsage]
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             for claim in store.leases.claim("w", 99, lease_s=30.0):

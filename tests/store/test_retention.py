@@ -42,7 +42,7 @@ def test_a_long_runs_file_does_not_grow_by_what_retention_drops(path: Path, cloc
     rng, sizes = random.Random(0), list[int]()
     with RunStore.create(path, "{}", clock=clock) as store:
         version = serve(store, 0)
-        connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
+        connection = store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
         for step in range(1, 19):
             clock.now += 100  # later than any outage
             admit(store, group_size=2, groups_per_step=2, limit=2)

@@ -127,7 +127,7 @@ def test_both_texts_have_the_same_tables_constraints_and_indexes(store: RunStore
         db = other._db  # pyright: ignore[reportPrivateUsage]
         with db.read():
             ours, theirs = of_sqlite(store.path), of_postgres(db.rows)
-            assert {table for table, *_ in ours.columns} == db.tables().keys()
+            assert {table for table, *_ in ours.columns} == db.upkeep.tables().keys()
     assert ours.columns == theirs.columns
     assert ours.keys == theirs.keys
     assert ours.references - theirs.references == UNCHECKED and theirs.references < ours.references

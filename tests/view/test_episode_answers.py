@@ -99,7 +99,7 @@ def test_a_list_of_the_newest_looks_at_no_others(tmp_path: Path) -> None:
             serve(store, 0)
             tasks = [Task(index=0, env="e", seed=seed) for seed in range(episodes)]
             store.groups.add_groups(tasks, size=1, purpose="train")
-            store._db._connection.set_progress_handler(count, 100)  # pyright: ignore
+            store._db.driver.connection.set_progress_handler(count, 100)  # pyright: ignore
             rows = store.search.find_episodes(EpisodeFilter(), descending=True, limit=5)
         assert [row.id for row in rows] == list(range(episodes, episodes - 5, -1))
         return done

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agentrl.store.databases.database import ChangeWatch, Row
+from agentrl.store.databases.driver import ChangeWatch, Row
 from agentrl.store.run_values import PHASE
 
 Role = Literal["rollout", "learner", "control", "reward"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.errors import UsageError
 from agentrl.host.installation import install_command
 from agentrl.store.databases.database import Database
-from agentrl.store.databases.sqlite import SQLite
+from agentrl.store.databases.sqlite import SQLite, SQLiteUpkeep
 
 STORE = "store.sqlite"
 """The name of SQLite's file in a run's folder."""
@@ -58,16 +58,18 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
 
     Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
     if path.suffix != SUFFIX:
-        return SQLite.connect(path, clock=clock, create=create)
+        file = SQLite.connect(path, create=create)
+        return Database(file, SQLiteUpkeep(file), clock)
     _require_driver()
-    from agentrl.store.databases.postgres.postgres import Address, Postgres
+    from agentrl.store.databases.postgres.address import Address
+    from agentrl.store.databases.postgres.postgres import open_database
 
     if url is None:
-        return Postgres(path, Address.read(path), clock)
+        return open_database(path, Address.read(path), clock)
     if path.exists():
         raise UsageError(f"{path} names a run's store already: resume it, or choose another folder")
     address = Address.of(url, path.parent)
-    db = Postgres(path, address, clock)
+    db = open_database(path, address, clock)
     address.write(path)
     note_folder(path)
     return db
@@ -76,13 +78,15 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
 def look(path: Path, *, clock: Callable[[], float]) -> Database:
     """Connect to look: nothing is written, and no writer waits. Raises as `connect` does."""
     if path.suffix != SUFFIX:
-        return SQLite.look(path, clock=clock)
+        file = SQLite.look(path)
+        return Database(file, SQLiteUpkeep(file), clock)
     _require_driver()
-    from agentrl.store.databases.postgres.postgres import Address, Postgres
+    from agentrl.store.databases.postgres.address import Address
+    from agentrl.store.databases.postgres.postgres import open_database
 
-    db = Postgres(path, Address.read(path), clock, reads=True)
+    db = open_database(path, Address.read(path), clock, reads=True)
     try:
-        db.look()
+        db.prepare(create=False)
     except BaseException:
         db.close()
         raise
@@ -109,7 +113,7 @@ def supervising(path: Path, *, of_copy: bool = False) -> Generator[Callable[[], 
     if not of_copy:
         refuse_copy(path)
     _require_driver()
-    from agentrl.store.databases.postgres.postgres import Address
+    from agentrl.store.databases.postgres.address import Address
     from agentrl.store.databases.postgres.supervisor_lock import Supervision
 
     only = Supervision(path, Address.read(path))
@@ -127,12 +131,11 @@ def remove(path: Path) -> None:
         return
     with supervising(path):
         forget_folder(path)
-        from agentrl.store.databases.postgres.postgres import Address, Postgres
+        from agentrl.store.databases.postgres.address import Address
+        from agentrl.store.databases.postgres.postgres import drop_schema
 
         if path.exists():
-            db = Postgres(path, Address.read(path), lambda: 0.0)
-            db.drop()
-            db.close()
+            drop_schema(path, Address.read(path))
 
 
 def _require_driver() -> None:

@@ -9,34 +9,35 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
 from agentrl.host.disk_space import is_full, no_space_on
 from agentrl.store import schema
-from agentrl.store.databases.database import BUSY_S, ChangeWatch, Database, Row, damaged
+from agentrl.store.databases.driver import BUSY_S, ChangeWatch, Driver, Row, damaged
+from agentrl.store.databases.upkeep import Upkeep
 
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
 
-_MOMENT_MS = 250  # one try for the write lock; `Database` tries again
+_MOMENT_MS = 250  # one try for the write lock; `Transactions` tries again
 _HEADER_BYTES = 100  # of any SQLite file
 
 
-class SQLite(Database):
-    """A store in a file of this machine."""
+class SQLite(Driver):
+    """A connection to a file of this machine."""
 
-    _errors = sqlite3.Error
+    errors = sqlite3.Error
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, clock: Callable[[], float]) -> None:
-        super().__init__(path, clock)
-        self._connection = connection
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        super().__init__(path)
+        self.connection = connection
         self._waits_for_disk = False
 
     @classmethod
-    def look(cls, path: Path, *, clock: Callable[[], float]) -> Self:
+    def look(cls, path: Path) -> Self:
         """Open the file to read. It takes no lock that a writer waits for, and changes nothing.
 
         Raises UsageError if there is no file or no run in it, FormatError if its schema is another."""
@@ -52,10 +53,10 @@ class SQLite(Database):
         except BaseException:
             connection.close()
             raise
-        return cls(path, connection, clock)
+        return cls(path, connection)
 
     @classmethod
-    def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
+    def connect(cls, path: Path, *, create: bool) -> Self:
         """Open the file, or make it if `create`. Raises UsageError if it is missing, StoreError if no database."""
         if not create and not path.is_file():
             raise UsageError(f"{path} holds no run: there is no such file")
@@ -68,60 +69,43 @@ class SQLite(Database):
             connection.execute(f"PRAGMA busy_timeout = {_MOMENT_MS}")
         except sqlite3.Error as error:
             raise named(error, path) from error
-        return cls(path, connection, clock)
+        return cls(path, connection)
 
     def close(self) -> None:
         """Close the connection; the last one to close folds the write-ahead log into the file."""
-        with self._lock:
-            self._connection.close()
-
-    def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
-        if not create:
-            with self.read():
-                _check(self._connection, self.path)
-        else:
-            with self.write():
-                if not schema.is_empty(self._connection):
-                    _check(self._connection, self.path)
-                    raise UsageError(f"{self.path} holds a run already: resume it, or choose another folder")
-                schema.create_tables(self._connection)
-                first()
-        with self._lock, self._naming():  # not before: it is written to the file, which may be another program's
-            self._connection.execute("PRAGMA journal_mode = WAL")
-
-    # --- transactions and statements ------------------------------------------------------------------------------
+        self.connection.close()
 
     @property
-    def _in_transaction(self) -> bool:
-        return self._connection.in_transaction
+    def in_transaction(self) -> bool:
+        return self.connection.in_transaction
 
-    def _begin_read(self) -> None:
-        self._connection.execute("BEGIN")
+    def begin_read(self) -> None:
+        self.connection.execute("BEGIN")
 
-    def _begin_write(self, *, durable: bool, shared: bool) -> None:
+    def begin_write(self, *, durable: bool, shared: bool) -> None:
         if durable != self._waits_for_disk:
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self.connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._waits_for_disk = durable
-        self._connection.execute("BEGIN IMMEDIATE")
+        self.connection.execute("BEGIN IMMEDIATE")
 
-    def _commit(self) -> None:
-        self._connection.execute("COMMIT")
+    def commit(self) -> None:
+        self.connection.execute("COMMIT")
 
-    def _roll_back(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
+    def roll_back(self) -> None:
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
 
-    def _named(self, error: Exception) -> StoreError:
-        return named(error, self.path, self._busy_s)
+    def named(self, error: Exception) -> StoreError:
+        return named(error, self.path, self.waiting.lock_s)
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
-        return self._connection.execute(sql, parameters)
+        return self.connection.execute(sql, parameters)
 
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        self._connection.executemany(sql, rows)
+        self.connection.executemany(sql, rows)
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
-        number = self._connection.execute(sql, parameters).lastrowid
+        number = self.connection.execute(sql, parameters).lastrowid
         assert number is not None
         return number
 
@@ -129,34 +113,54 @@ class SQLite(Database):
         ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
         return range(last + 1, last + 1 + n)
 
-    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
-        row = self.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
-        self.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
-        given = 0 if row is None else row[0]
-        self.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, beyond) + n))
-
-    def watch(self) -> ChangeWatch:
-        return CommitCounter(self.path)
-
-    def tables(self) -> dict[str, tuple[str, ...]]:
-        found = self.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
-        columns = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
-        return {table: tuple(name for (name,) in self.rows(columns, (table,))) for (table,) in found}
-
-    def loosen(self) -> None:
-        self.execute("PRAGMA defer_foreign_keys = ON")
-
-    def renumber(self) -> None:
-        pass  # SQLite goes on by itself
-
-    def faults(self) -> list[str]:
-        return [" ".join(str(message).split()) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
-
     def any_text(self, text: str | bytes) -> str | bytes:
         if isinstance(text, bytes):  # as PostgreSQL has all text, or with lone surrogates
             with contextlib.suppress(UnicodeDecodeError):
                 return text.decode()
         return text
+
+
+class SQLiteUpkeep(Upkeep):
+    """See `Upkeep`."""
+
+    def __init__(self, driver: SQLite) -> None:
+        super().__init__(driver)
+        self._path, self._connection = driver.path, driver.connection
+
+    def is_made(self) -> bool:
+        return not schema.is_empty(self._connection)
+
+    def check(self) -> None:
+        _check(self._connection, self._path)
+
+    def create_tables(self) -> None:
+        schema.create_tables(self._connection)
+
+    def opened(self) -> None:
+        # Not before the check: it is written to the file, which may be another program's.
+        self._connection.execute("PRAGMA journal_mode = WAL")
+
+    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        row = self._driver.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
+        self._driver.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
+        highest = 0 if row is None else row[0]
+        self._driver.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(highest, beyond) + n))
+
+    def faults(self) -> list[str]:
+        messages = [str(message) for (message,) in self._driver.rows("PRAGMA quick_check") if message != "ok"]
+        return [" ".join(message.split()) for message in messages]
+
+    def watch(self) -> ChangeWatch:
+        return CommitCounter(self._path)
+
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        columns = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
+        rows = self._driver.rows
+        return {table: tuple(name for (name,) in rows(columns, (table,))) for (table,) in rows(names)}
+
+    def loosen(self) -> None:
+        self._driver.execute("PRAGMA defer_foreign_keys = ON")
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

@@ -24,7 +24,8 @@ from typing import Any
 
 from agentrl.errors import LeaseLost, StoreError, split_place
 from agentrl.records import StopReason
-from agentrl.store.databases.database import Database, Result, Several
+from agentrl.store.databases.calls_together import BatchedCall, Result
+from agentrl.store.databases.database import Database
 from agentrl.store.episodes.groups import close, scored
 from agentrl.store.episodes.leases import check_held
 
@@ -122,7 +123,7 @@ class Ending:
         return (self.outcome, self.success, json.dumps(dict(self.outcomes)), self.detail)
 
 
-class EndEntry(Several):
+class EndEntry(BatchedCall):
     """The end of an episode that is held under `fence`, see `Journal.finish`."""
 
     __slots__ = ("db", "ending", "episode_id", "fence")

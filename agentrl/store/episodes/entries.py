@@ -27,7 +27,8 @@ from agentrl.store.codec import (
     pack_tools,
     without_images,
 )
-from agentrl.store.databases.database import Database, Result, Several
+from agentrl.store.databases.calls_together import BatchedCall, Result
+from agentrl.store.databases.database import Database
 from agentrl.store.episodes.leases import check_held
 from agentrl.store.episodes.partial_turns import Partial, pack_part
 
@@ -166,7 +167,7 @@ class PackedTurn:
         )
 
 
-class EpisodeWrite(Several):
+class EpisodeWrite(BatchedCall):
     """A write of an episode that is held under `fence`."""
 
     __slots__ = ("db", "episode_id", "fence")

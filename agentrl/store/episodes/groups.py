@@ -25,7 +25,8 @@ from agentrl.errors import NotInStore, UsageError
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.buffer.admission import AdmissionBounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
-from agentrl.store.databases.database import Asked, Database, Row, StorePart, retried
+from agentrl.store.databases.database import Database, StorePart, retried
+from agentrl.store.databases.driver import Query, Row
 from agentrl.store.reads import WEIGHTS
 from agentrl.store.run_values import NEXT_TASK
 from agentrl.store.schema import SET_META
@@ -358,7 +359,7 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
         db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
 
 
-def _closing(group_id: int) -> tuple[Asked, ...]:
+def _closing(group_id: int) -> tuple[Query, ...]:
     """The queries that a closing needs of its group."""
     return (
         ("SELECT purpose, size FROM groups WHERE id = ?", (group_id,)),
@@ -395,7 +396,7 @@ def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> M
     return _record(episode_id, outcome, outcomes, turns, scores, weights)
 
 
-def _earned(where: str, id: int) -> tuple[Asked, Asked]:
+def _earned(where: str, id: int) -> tuple[Query, Query]:
     """Of the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and scores of turns.
     A run without sources looks at no turn for the latter."""
     turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_task
-from agentrl.store.databases.database import Database, Row, StorePart, retried
+from agentrl.store.databases.database import Database, StorePart, retried
+from agentrl.store.databases.driver import Row
 from agentrl.store.episodes.partial_turns import Partial, load_partials
 from agentrl.store.reads import Shown, turns_of
 from agentrl.store.versions import LATEST_CONFIRMED

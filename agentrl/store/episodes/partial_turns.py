@@ -17,7 +17,8 @@ from typing import Any
 from agentrl.errors import StoreError
 from agentrl.records import POLICY, VersionSpan, spans_of
 from agentrl.store.codec import pack_columns, pack_spans, unpack_columns, unpack_spans
-from agentrl.store.databases.database import Database, Row
+from agentrl.store.databases.database import Database
+from agentrl.store.databases.driver import Row
 from agentrl.tokens.columns import Columns, joined
 
 

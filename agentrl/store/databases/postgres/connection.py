@@ -21,7 +21,7 @@ from psycopg.generators import fetch_many, send
 from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGresult
 
-from agentrl.store.databases.database import PAUSE_S, Row
+from agentrl.store.databases.driver import PAUSE_S, Row
 from agentrl.store.databases.postgres.sql import ARRAYS, array, translated
 
 ANSWER_S = 70.0

@@ -9,86 +9,21 @@ forgotten group are still there.
 A dropped table is gone for whoever began to read before, too, so every read transaction begins with a share of the lock
 of `tokens`, which a drop takes alone: it waits for readers for `_MOMENT_MS`, else until retention is called again.
 
-Owns the parts and the table that lists them (first number, first number after, rows, rows forgotten), and reads the
-server's catalogue of columns and row numbers (`Tables`). Never knows which groups are kept.
+Owns the parts and the table that lists them (first number, first number after, rows, rows forgotten). Never knows which
+groups are kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from agentrl.errors import StoreBusy
-from agentrl.store.databases.database import Database
+from agentrl.store.databases.driver import Driver
+from agentrl.store.databases.transactions import Transactions
 from agentrl.store.schema import BYTES
-
-
-class Tables:
-    """The tables of a store in the schema `schema`. Every call is made inside a transaction."""
-
-    def __init__(self, db: Database, schema: str) -> None:
-        self._db, self._schema = db, schema
-        self._columns = dict[str, Mapping[str, int]]()
-        self._sequences = dict[str, str]()
-
-    def all(self) -> dict[str, tuple[str, ...]]:
-        """The columns of each table."""
-        found: dict[str, tuple[str, ...]] = {}
-        for table, column in self._db.rows(
-            "SELECT c.relname::text, a.attname::text FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid"
-            " WHERE c.relnamespace = to_regnamespace(current_schema()) AND c.relkind IN ('r', 'p')"
-            " AND NOT c.relispartition AND a.attnum > 0 AND NOT a.attisdropped"
-            " AND c.relname NOT IN ('schema_version', 'last_writes', 'parts') ORDER BY c.relname, a.attnum"
-        ):
-            found[table] = (*found.get(table, ()), column)
-        return found
-
-    def types(self, table: str) -> Mapping[str, int]:
-        """The types of a table's columns, by name and in their order."""
-        if table not in self._columns:
-            found = self._db.rows(
-                "SELECT attname::text, atttypid::bigint FROM pg_attribute"
-                " WHERE attrelid = to_regclass(?) AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-                (f"{self._schema}.{table}",),
-            )
-            self._columns[table] = dict(found)
-        return self._columns[table]
-
-    def numbers(self, table: str, n: int) -> Sequence[int]:
-        """See `Database.numbers`."""
-        found = self._db.rows(
-            "SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (self._sequence(table), n)
-        )
-        return [id for (id,) in found]
-
-    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
-        """See `Database.skip_numbers`."""
-        sequence = self._sequence(table)
-        self._db.execute(
-            f"SELECT setval('{sequence}', GREATEST(?::bigint, last_value) + ?::bigint + 1) FROM {sequence}", (beyond, n)
-        )
-
-    def renumber(self) -> None:
-        """See `Database.renumber`."""
-        for table, columns in self.all().items():
-            column = columns[0]
-            if column in ("id", "version") and (sequence := self._found(table, column)):
-                self._db.execute(f"SELECT setval('{sequence}', (SELECT MAX({column}) FROM {table}))")
-
-    def _sequence(self, table: str) -> str:
-        """The sequence that numbers a table's rows."""
-        if table not in self._sequences:
-            found = self._found(table, "version" if table == "versions" else "id")
-            assert found is not None
-            self._sequences[table] = found
-        return self._sequences[table]
-
-    def _found(self, table: str, column: str) -> str | None:
-        ((sequence,),) = self._db.rows("SELECT pg_get_serial_sequence(?, ?)", (table, column))
-        return sequence
-
 
 TURNS = 1 << 14
 """How many turns a part has room for, at least."""
@@ -117,8 +52,8 @@ class Partitions:
     """The parts of a store. `run` runs a statement that no later one resembles; `lock` is the number of the lock that
     whoever makes a part takes."""
 
-    def __init__(self, db: Database, run: Callable[[str], Any], lock: Callable[[], int]) -> None:
-        self._db, self._run, self._lock = db, run, lock
+    def __init__(self, driver: Driver, run: Callable[[str], Any], lock: Callable[[], int]) -> None:
+        self._driver, self._run, self._lock = driver, run, lock
         self._until = 0  # there is room for turns before it
 
     def room(self, turn: int) -> None:
@@ -126,46 +61,46 @@ class Partitions:
         write."""
         if turn + _AHEAD < self._until:
             return
-        ((self._until,),) = self._db.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
+        ((self._until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         if turn + _AHEAD < self._until:
             return
-        self._db.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
-        ((until,),) = self._db.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
+        self._driver.row("SELECT pg_advisory_xact_lock(?)", (self._lock(),))  # somebody else may be making it
+        ((until,),) = self._driver.rows("SELECT COALESCE(MAX(until), 0) FROM parts")
         while until <= turn + _AHEAD:
             end = until + max(TURNS, until // 32)
             for table in BYTES:
                 self._run(f"CREATE TABLE {table}_{until} (LIKE {table} INCLUDING ALL)")
                 self._attach(table, until, end)
-            self._db.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, end - until))
+            self._driver.execute("INSERT INTO parts VALUES (?, ?, ?, 0)", (until, end, end - until))
             until = end
 
     def forget(self, groups: Sequence[int]) -> None:
         """Count what retention no longer keeps. Inside a write."""
-        self._db.execute(_FORGET, (json.dumps(list(groups)),))
+        self._driver.execute(_FORGET, (json.dumps(list(groups)),))
 
-    def reclaim(self) -> None:
+    def reclaim(self, transactions: Transactions) -> None:
         """Give back the space of full parts of which half is forgotten; the next call does it if somebody reads now."""
         full = f"SELECT start FROM parts WHERE {_SHRINKS} AND until <= (SELECT MAX(id) FROM turns) ORDER BY start"
-        with self._db.read():
-            found = self._db.rows(full)
+        with transactions.read():
+            shrinking = self._driver.rows(full)
         with suppress(StoreBusy):
-            for (start,) in found:
-                with self._db.write():
+            for (start,) in shrinking:
+                with transactions.write():
                     self._shrink(start)
 
     def _shrink(self, start: int) -> None:
         """Leave of a part what is kept."""
         run = self._run
-        part = self._db.row(f"SELECT until FROM parts WHERE start = ? AND {_SHRINKS}", (start,))
+        part = self._driver.row(f"SELECT until FROM parts WHERE start = ? AND {_SHRINKS}", (start,))
         if part is None:
             return  # another process has done it
         (until,) = part
         run(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
         run(f"LOCK TABLE {', '.join(f'ONLY {table}' for table in BYTES)} IN ACCESS EXCLUSIVE MODE")
         run(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=until)}")
-        ((kept,),) = self._db.rows("SELECT COUNT(*) FROM kept")
+        ((kept,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
         fits = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
-        into, rows = self._db.row(fits, (start, kept, until - start)) or (start, 0)
+        into, rows = self._driver.row(fits, (start, kept, until - start)) or (start, 0)
         for table in BYTES:
             run(f"ALTER TABLE {table} DETACH PARTITION {table}_{start}")
             run(f"ALTER TABLE {table}_{start} RENAME TO {table}_old")

@@ -17,8 +17,8 @@ import psycopg
 
 from agentrl.errors import RunFailed, StoreAway, UsageError
 from agentrl.store import schema
+from agentrl.store.databases.postgres.address import Address
 from agentrl.store.databases.postgres.connection import DeadlineConnection
-from agentrl.store.databases.postgres.postgres import Address
 from agentrl.store.run_values import SUPERVISOR
 
 _LOCK = (schema.APPLICATION_ID ^ 1) << 32  # beside the locks of writers: this, and the schema's number

@@ -1,0 +1,114 @@
+"""Calls that are made together have one transaction, and each its own result: how most writes of a run are made.
+
+Calls of one kind that come one after the other may be made at once (`BatchedCall`), in fewer statements.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
+
+from agentrl.errors import StoreAway
+from agentrl.store.databases.transactions import Batch, Transactions
+
+
+class Result(NamedTuple):
+    """What came of a call: a value, or the error that it raised."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class BatchedCall(ABC):
+    """A call that is made at once with others of its kind: all that come one after the other."""
+
+    __slots__ = ()
+
+    first: ClassVar[bool] = False
+    """Whether calls of this kind go before all others."""
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """Make it alone."""
+
+    @classmethod
+    @abstractmethod
+    def all(cls, calls: Sequence[Any]) -> list[Result]:
+        """Make calls in their order; what came of each. An error that it raises undoes them all."""
+
+
+def make_each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
+    """What came of calls. Raises the error of one that is made alone."""
+    made = dict[int, Result]()
+    order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first))
+    for kind, group in groupby(order, key=lambda at: _kind(calls[at])):
+        places = list(group)
+        if kind is None:
+            made.update((at, Result(value=calls[at]())) for at in places)
+        else:
+            made.update(zip(places, kind(type(calls[places[0]]), [calls[at] for at in places]), strict=True))
+    return [made[at] for at in range(len(calls))]
+
+
+def _kind(call: Callable[[], Any]) -> Callable[[type, Sequence[Any]], list[Result]] | None:
+    """How calls of its kind are made at once; None if they are not."""
+    return call.all.__func__ if isinstance(call, BatchedCall) else None
+
+
+def make_together(transactions: Transactions, calls: Sequence[Callable[[], Any]], *, shared: bool) -> list[Result]:
+    """The results of calls, made in one transaction that is committed. Raises what undid them all."""
+    # Almost no call of a run fails. So all are first made without savepoints: two statements less for each. If one
+    # raises, or a block was left half done, all are undone and made again one by one, each in a savepoint, and the one
+    # that fails is undone alone. That is sound because a call depends on the store's rows alone: made again, it does
+    # the same. A call that waits for the disk, or that needs the store for itself, is refused: its promise would have
+    # to be that of all the others. `tests/store/test_atomic.py` stops a process at every statement of every write.
+    with transactions.lock:
+        try:
+            results = _without_savepoints(transactions, calls, shared)
+            if results is None:
+                batch = transactions.batch = Batch(shared=shared, savepoints=True)
+                results = [_alone(transactions, batch, call) for call in calls]
+                transactions.commit_batch()
+            return results
+        finally:
+            transactions.batch = None
+            transactions.driver.roll_back()
+
+
+def _without_savepoints(
+    transactions: Transactions, calls: Sequence[Callable[[], Any]], shared: bool
+) -> list[Result] | None:
+    """The results of calls, if none failed and their transaction is committed. None if one of several failed: nothing
+    is written, and the caller makes them one by one."""
+    batch = transactions.batch = Batch(shared=shared, savepoints=False)
+    try:
+        results = make_each(calls)
+        if not batch.half_done:
+            transactions.commit_batch()
+            return results
+    except StoreAway:
+        raise
+    except Exception as error:
+        _raise_if_undone(transactions, batch, error)
+        if len(calls) == 1:
+            return [Result(error=error)]
+    transactions.driver.roll_back()
+    return None
+
+
+def _alone(transactions: Transactions, batch: Batch, call: Callable[[], Any]) -> Result:
+    try:
+        return Result(value=call())
+    except StoreAway:
+        raise
+    except Exception as error:  # it belongs to whoever asked for this call
+        _raise_if_undone(transactions, batch, error)
+        return Result(error=error)
+
+
+def _raise_if_undone(transactions: Transactions, batch: Batch, error: Exception) -> None:
+    """Raise an error with which the database undid the whole transaction: what earlier calls wrote is gone as well."""
+    if batch.begun and not transactions.driver.in_transaction:
+        raise error
