@@ -76,7 +76,7 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
     judging_GT = returns_GT[judges_G]
     if kind == "mean":
         returns_G, total, size_T = returns_GT[:, 0], judging_GT[:, 0].sum(), judging_GT.abs().sum(0)
-        known = total > ROUNDING * n
+        has_spread = total > ROUNDING * n
         divisor = torch.maximum(total, size_T.amax() / SLACK) / n
         with_G = torch.maximum(total + returns_G, (size_T + returns_GT.abs()).amax(1) / SLACK) / (n + 1)
         with_G = torch.where(total + returns_G > ROUNDING * n, with_G, torch.inf)
@@ -85,12 +85,12 @@ def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor |
         away_GT = shifted_GT - shifted_GT[judges_G].mean(0)
         squares_T = away_GT[judges_G].square().sum(0)
         of_turns_T = (squares_T / (n - 1)).sqrt()
-        known = (of_turns_T > ROUNDING).any()
+        has_spread = (of_turns_T > ROUNDING).any()
         divisor = torch.maximum(of_turns_T[0], of_turns_T.amax() / SLACK) + STD_FLOOR
         with_GT = ((squares_T + away_GT.square() * n / (n + 1)) / n).sqrt()
         with_G = torch.maximum(with_GT[:, 0], with_GT.amax(1) / SLACK) + STD_FLOOR
     divisor_G = torch.where(judges_G, divisor, torch.maximum(divisor, with_G / SLACK))
-    return torch.where(known, divisor_G, torch.inf)
+    return torch.where(has_spread, divisor_G, torch.inf)
 
 
 def state_advantages(

@@ -130,8 +130,8 @@ def _scaled(
     for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
         members_G = judges_G.clone()
         members_G[member] = scale == "std"
-        own = _inverse_spread(values_GT, turns_G, members_G)
-        inverse_G[member] = own if judges_G[member] else min(of_all, own * SLACK)
+        inverse_of_member = _inverse_spread(values_GT, turns_G, members_G)
+        inverse_G[member] = inverse_of_member if judges_G[member] else min(of_all, inverse_of_member * SLACK)
     return centred(values_GT, scored_G, baseline, judges_G) * inverse_G[:, None]
 
 

@@ -56,10 +56,10 @@ def gauges(tokens: Mapping[str, Tensor], *, reference: bool, teacher: bool) -> d
     """Sums over tokens, by their share of the loss: `kl_reference` and `kl_teacher` of k1, and `untaught` of the tokens
     of which the teacher told nothing."""
     weight_T = tokens["weight"]
-    found = {}
+    sums = {}
     if reference:
-        found["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
+        sums["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
     if teacher:
-        found["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
-        found["untaught"] = (weight_T * ~_told(tokens["teacher"])).sum()
-    return found
+        sums["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
+        sums["untaught"] = (weight_T * ~_told(tokens["teacher"])).sum()
+    return sums

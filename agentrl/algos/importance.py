@@ -126,10 +126,10 @@ def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str
         "mixed_kv": origin_T == Origin.MIXED_KV,
         "undone": origin_T == Origin.UNDONE,
     }
-    found = {name: gap_T[of_T].abs() for name, of_T in kinds.items()}
+    gaps = {name: gap_T[of_T].abs() for name, of_T in kinds.items()}
     return {
         name: Mismatch(tokens=len(of), mean=float(of.mean()), max=float(of.max()))
-        for name, of in found.items()
+        for name, of in gaps.items()
         if len(of)
     }
 

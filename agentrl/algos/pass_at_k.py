@@ -33,10 +33,10 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 def pass_at(tasks: Collection[tuple[int, int]]) -> dict[str, Mapping[str, float]]:
     """By k = 1, 2, 4 and so on: `value`, and `low` and `high`, the ends of its interval, over the tasks with so many
     (episodes, successes) that have k episodes or more."""
-    found: dict[str, Mapping[str, float]] = {}
+    estimates: dict[str, Mapping[str, float]] = {}
     k = 1
-    while own := [pass_at_k(n, c, k) for n, c in tasks if n >= k]:
-        low, high = wilson(fmean(own), len(own))
-        found[str(k)] = {"value": fmean(own), "low": low, "high": high}
+    while rates := [pass_at_k(n, c, k) for n, c in tasks if n >= k]:
+        low, high = wilson(fmean(rates), len(rates))
+        estimates[str(k)] = {"value": fmean(rates), "low": low, "high": high}
         k *= 2
-    return found
+    return estimates

@@ -134,8 +134,8 @@ class PPO(Clipped):
         lambda_B = torch.full_like(length_B, self.gae_lambda, dtype=torch.float64)
         if self.gae_length_alpha is not None:
             lambda_B = lambda_of_length(length_B, self.gae_length_alpha)
-        whole, ratio_BU = self.importance in ("sequence", "geometric"), gap_BU.exp()
-        advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if whole else ratio_BU)
+        of_sequence, ratio_BU = self.importance in ("sequence", "geometric"), gap_BU.exp()
+        advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if of_sequence else ratio_BU)
         _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)
         log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
         floor, cap, mode = self.importance_floor, self.importance_cap, self.importance_mode

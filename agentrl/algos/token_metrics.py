@@ -83,12 +83,12 @@ def by_number(tokens: Mapping[str, Tensor], name: str) -> dict[str, Measures]:
     """The same by a column of whole numbers from 0, such as `lag` or `turn`, in ranges that double: `0`, `1`, `2_3`,
     `4_7` and so on, so that long episodes make few."""
     _, range_T = torch.frexp(tokens[name].double())  # 0 -> 0, 1 -> 1, 2 to 3 -> 2, 4 to 7 -> 3
-    found: dict[str, Measures] = {}
-    for at in torch.unique(range_T).tolist():
-        first, last = (2 ** (at - 1), 2**at - 1) if at else (0, 0)
+    measures: dict[str, Measures] = {}
+    for power in torch.unique(range_T).tolist():
+        first, last = (2 ** (power - 1), 2**power - 1) if power else (0, 0)
         label = str(first) if first == last else f"{first}_{last}"
-        found[label] = measured({key: column[range_T == at] for key, column in tokens.items()})
-    return found
+        measures[label] = measured({key: column[range_T == power] for key, column in tokens.items()})
+    return measures
 
 
 def ratios_by_level(tokens: Mapping[str, Tensor]) -> dict[str, Ratios]:
@@ -96,16 +96,16 @@ def ratios_by_level(tokens: Mapping[str, Tensor]) -> dict[str, Ratios]:
     columns `proximal`, `behaviour`, `episode` and `role`."""
     gap_T = (tokens["proximal"] - tokens["behaviour"]).double()
     sequence_T, length_S = sequences(tokens["episode"], tokens["role"])
-    found: dict[str, Ratios] = {}
+    levels: dict[str, Ratios] = {}
     for level in LEVELS:
         log = log_ratios(gap_T, tokens["episode"], tokens["role"], level)
         if level != "token":  # one of each sequence
             log = log.new_zeros(len(length_S)).index_put((sequence_T,), log)
         ratio = log.exp()
-        found[level] = Ratios(
+        levels[level] = Ratios(
             n=len(log), mean=_mean(ratio), min=float(ratio.min()), max=float(ratio.max()), ess=_ess(log)
         )
-    return found
+    return levels
 
 
 def _ess(log_T: Tensor) -> float:

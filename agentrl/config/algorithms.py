@@ -42,10 +42,10 @@ def check_registered(algorithms: Mapping[str, Algorithm]) -> None:
     kind and settings from a file, so a subclass of GRPO would train as plain GRPO without a word."""
     for field, algo in algorithms.items():
         try:
-            known: type | None = algorithm(str(algo.kind))
+            registered: type | None = algorithm(str(algo.kind))
         except UnknownIdError:
-            known = None
-        if type(algo) is not known:
+            registered = None
+        if type(algo) is not registered:
             hint = "offer the class by an entry point of agentrl.algorithms and give its kind, or use agentrl.blocks"
             raise ConfigError(field, type(algo).__name__, f"other processes cannot read an object: {hint}")
 
@@ -70,20 +70,20 @@ def read_tables(document: dict[str, Any]) -> dict[str, Any]:
             return cast("Any", table)
         return {**cast("dict[str, Any]", table), "algo": read(table["algo"], f"{field}.algo")}
 
-    found = {name: document[name] for name in ("tasks", "roles") if isinstance(document.get(name), list)}
+    tables_of = {name: document[name] for name in ("tasks", "roles") if isinstance(document.get(name), list)}
     return document | {
-        name: [read_one(table, f"{name}.{at}") for at, table in enumerate(cast("list[Any]", tables))]
-        for name, tables in found.items()
+        name: [read_one(table, f"{name}.{number}") for number, table in enumerate(cast("list[Any]", tables))]
+        for name, tables in tables_of.items()
     }
 
 
 def distinct(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
     """Those that differ, each under the first of its fields: entries that say the same are one algorithm."""
-    found: dict[str, Algorithm] = {}
+    by_field: dict[str, Algorithm] = {}
     for field, algo in algorithms.items():
-        if algo not in found.values():
-            found[field] = algo
-    return found
+        if algo not in by_field.values():
+            by_field[field] = algo
+    return by_field
 
 
 def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
@@ -116,16 +116,16 @@ def check(algorithms: Mapping[str, Algorithm], buffer: BufferSettings, *, group_
     """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
     slots(algorithms)
     if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):
-        named = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
-        hint = f"{named} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
+        names = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
+        hint = f"{names} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
         raise ConfigError("buffer.skip_without_signal", True, hint)
     for field, algo in algorithms.items():
-        named = f"{field}.kind = {algo.kind!r}"
+        names = f"{field}.kind = {algo.kind!r}"
         if not buffer.synchronous and not algo.corrects and algo.diverges:
             raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if group_size < (least := algo.least_members):
-            hint = f"{named} compares siblings: give at least {least}, or another algorithm"
+            hint = f"{names} compares siblings: give at least {least}, or another algorithm"
             raise ConfigError("rollout.group_size", group_size, hint)
         if quorum is not None and quorum < least:
-            hint = f"{named} learns nothing from fewer than {least} members: give buffer.close = {least}"
+            hint = f"{names} learns nothing from fewer than {least} members: give buffer.close = {least}"
             raise ConfigError("buffer.close", quorum, hint)

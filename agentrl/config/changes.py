@@ -79,18 +79,20 @@ def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ by their dotted keys, as they were and are. Raises ConfigError for one that a run
     keeps."""
     old, new = (values(config) for config in (before, after))
-    found = {key: (old.get(key), new.get(key)) for key in (*new, *(old.keys() - new)) if old.get(key) != new.get(key)}
-    for key, (was, now) in found.items():
+    changes = {key: (old.get(key), new.get(key)) for key in (*new, *(old.keys() - new)) if old.get(key) != new.get(key)}
+    for key, (was, now) in changes.items():
         if not at_a_resume(key):
             hint = f"a run that goes on keeps it ({was!r}): leave it out, or start another run with --out"
             raise ConfigError(key, now, hint)
     if before.quorum != after.quorum:
-        lags = [one["buffer.max_lag"] for one in (old, new)]
-        counts = ["all members" if one.quorum is None else f"{one.quorum} scored members" for one in (before, after)]
+        lags = [state["buffer.max_lag"] for state in (old, new)]
+        counts = [
+            "all members" if state.quorum is None else f"{state.quorum} scored members" for state in (before, after)
+        ]
         closes = [f"groups close with {n} at buffer.max_lag = {lag}" for n, lag in zip(counts, lags, strict=True)]
         hint = f"{closes[0]}, and {closes[1]} (buffer.close): give another, or start another run with --out"
         raise ConfigError("buffer.max_lag", lags[1], hint)
-    return found
+    return changes
 
 
 def values(config: RunConfig) -> dict[str, Any]:
@@ -103,10 +105,10 @@ def with_values(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     document = config.model_dump(mode="json")
     for key, value in settings.items():
         *sections, last = key.split(".")
-        at = document
+        table = document
         for section in sections:
-            at = at[section]
-        at[last] = value
+            table = table[section]
+        table[last] = value
     return parse(document)
 
 

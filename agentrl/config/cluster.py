@@ -169,11 +169,11 @@ def splits(cluster: Cluster, begins: Split) -> list[Split]:
     on_gpus = cluster.learner.gpus > 0
     engine, rank = (part.gpus if on_gpus else part.cpus for part in (cluster.engine, cluster.learner))
     places, (least, most) = begins.engines * engine + begins.ranks * rank, cluster.controller.engines
-    found = [
+    possible = [
         Split(int(min(most, (places - ranks * rank) // (engine or 1))), ranks)
         for ranks in sorted({*cluster.controller.ranks})
     ]
-    return [split for split in found if split.engines >= least]
+    return [split for split in possible if split.engines >= least]
 
 
 def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) -> None:
@@ -182,10 +182,10 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, several: bool) ->
     if cluster.controller is not None:
         _check_controller(cluster, cluster.controller, engine, train, several=several)
     if not cluster.on_ray:
-        for name, own in (("engine", "engine.gpus"), ("learner", "train.device")):
+        for name, field in (("engine", "engine.gpus"), ("learner", "train.device")):
             if gpus := getattr(cluster, name).gpus:
                 hint = (
-                    f"Ray gives them away: give cluster.launcher = 'ray', or leave it out ({own} names this machine's)"
+                    f"Ray gives them away: give cluster.launcher = 'ray', or leave it out; {field} is for this machine"
                 )
                 raise ConfigError(f"cluster.{name}.gpus", gpus, hint)
         return
@@ -215,8 +215,8 @@ def _check_controller(
     for ranks in controller.ranks:
         train.over(ranks)
     begins = Split(len(engine.places), train.parallel.ranks)
-    found = splits(cluster, begins)
-    if begins not in found or len(found) < 2:
-        may = ", ".join(map(str, found)) or "none"
+    possible = splits(cluster, begins)
+    if begins not in possible or len(possible) < 2:
+        may = ", ".join(map(str, possible)) or "none"
         hint = f"of the places of {begins} (engines + ranks) these come: {may}; give bounds with {begins} and another"
         raise ConfigError(f"{key}.ranks", controller.ranks, hint)

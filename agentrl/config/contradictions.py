@@ -51,8 +51,8 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     for source in config.rewards:
         yield from _of_source(source)
         if off and source.kind != "teacher":
-            what = f"leaves reward source {source.source!r} without effect"
-            yield f"{first}.process_weight = 0 {what}: {_typed(first, 'process_weight', 1)}"
+            problem = f"leaves reward source {source.source!r} without effect"
+            yield f"{first}.process_weight = 0 {problem}: {_typed(first, 'process_weight', 1)}"
     yield from _of_engines(config)
     yield from _of_training(config)
     for field, algo in config.algorithms.items():
@@ -68,14 +68,14 @@ def contradictions(config: RunConfig) -> Iterator[str]:
 
 
 def _of_engines(config: RunConfig) -> Iterator[str]:
-    engine, given = config.engine, config.engine.model_fields_set
+    engine, set_keys = config.engine, config.engine.model_fields_set
     if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
         yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
     if engine.weights_url is not None and config.sends_adapters:
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
-    if engine.kind == "sglang" and "kv_cache_mb" in given and not engine.urls:
+    if engine.kind == "sglang" and "kv_cache_mb" in set_keys and not engine.urls:
         yield "engine.kv_cache_mb has no effect on SGLang: --set engine.sglang.mem-fraction-static=0.8 bounds it"
-    if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
+    if engine.urls and (useless := sorted(set_keys & _OF_OWN_ENGINES)):
         yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
 
 
@@ -110,10 +110,10 @@ def _default(section: BaseModel, name: str) -> Any:
 
 
 def _of_training(config: RunConfig) -> Iterator[str]:
-    train, given = config.train, config.train.model_fields_set
-    if train.optimizer == "sgd" and "betas" in given:
+    train, set_keys = config.train, config.train.model_fields_set
+    if train.optimizer == "sgd" and "betas" in set_keys:
         yield "train.betas has no effect with train.optimizer = 'sgd': --set train.optimizer=adamw"
-    if train.warmup_steps >= train.steps and "warmup_steps" in given:
+    if train.warmup_steps >= train.steps and "warmup_steps" in set_keys:
         how = f"the rate never reaches train.lr within train.steps = {train.steps}"
         yield f"train.warmup_steps = {train.warmup_steps}: {how}: --set train.warmup_steps={train.steps // 10}"
 
@@ -144,5 +144,5 @@ def _of_source(source: RewardSource) -> Iterator[str]:
     if source.kind == "teacher" and source.weight != 1.0:
         useless.append("weight")
     if useless:
-        what = f"reward source {source.source!r} of kind {source.kind!r}"
-        yield f"{what} has no use for {', '.join(useless)}: leave it out"
+        subject = f"reward source {source.source!r} of kind {source.kind!r}"
+        yield f"{subject} has no use for {', '.join(useless)}: leave it out"

@@ -30,7 +30,7 @@ class _Engine(Protocol):
 
 def _taken(engine: _Engine) -> list[int]:
     """The GPUs of the engines that the run starts: the first one where `engine.gpus` says nothing."""
-    return [gpu for own in engine.places for gpu in own or [0]]
+    return [gpu for engine_gpus in engine.places for gpu in engine_gpus or [0]]
 
 
 def start_together(engine: _Engine, *, on_ray: bool) -> bool:

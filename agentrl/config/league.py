@@ -110,10 +110,10 @@ def draw(members: Sequence[Member], settings: LeagueSettings, *, seed: int, grou
 
     Each member's clock rings after a time of its own, at a rate of its share; the first wins. So one more member, or
     other shares, change few draws."""
-    found = shares(members, settings)
+    share_of = shares(members, settings)
     clocks = {
         version: -math.log(1 - random.Random(f"{seed}/{group_id}/{role}/{version}").random()) / share
-        for version, share in found.items()
+        for version, share in share_of.items()
         if share
     }
     return min(clocks, key=clocks.__getitem__)
@@ -126,5 +126,5 @@ def to_json(members: Sequence[Member]) -> str:
 
 def from_json(text: str | None) -> list[Member]:
     """What `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
-    told: list[dict[str, Any]] = json.loads(text) if text else []
-    return [Member(**fields) for fields in told] or [FIRST]
+    tables: list[dict[str, Any]] = json.loads(text) if text else []
+    return [Member(**fields) for fields in tables] or [FIRST]

@@ -95,12 +95,12 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
 def fitted(config: RunConfig, machine: Machine, parameters: int) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration for this machine, and the values chosen for it. Raises ConfigError if these contradict the run
     file."""
-    found = chosen(config, machine, parameters)
+    values = chosen(config, machine, parameters)
     document = config.model_dump(mode="json", exclude_unset=True)
-    for key, value in found.items():
+    for key, value in values.items():
         section, _, name = key.partition(".")
         document.setdefault(section, {})[name] = value
-    return (configuration.parse(document) if found else config), found
+    return (configuration.parse(document) if values else config), values
 
 
 def _is_set(config: RunConfig, key: str) -> bool:

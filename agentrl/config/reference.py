@@ -169,12 +169,12 @@ def _algorithms(prefix: str) -> Iterator[Key]:
     for key in _of(Algorithm, prefix):
         yield replace(key, kind=names, default='"grpo"') if key.name == f"{prefix}kind" else key
     kinds_of: dict[Key, list[str]] = {}
-    for kind, found in kinds.items():
-        bases = [base for base in reversed(found.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
-        apart = {f"{prefix}{name}" for name in {"kind", *found.unused}}
-        own = {key.name: key for base in bases for key in _of(base, prefix) if key.name not in apart}
-        for key in own.values():
-            default = _default(found.model_fields[key.name.removeprefix(prefix)])
+    for kind, algorithm in kinds.items():
+        bases = [base for base in reversed(algorithm.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
+        apart = {f"{prefix}{name}" for name in {"kind", *algorithm.unused}}
+        keys = {key.name: key for base in bases for key in _of(base, prefix) if key.name not in apart}
+        for key in keys.values():
+            default = _default(algorithm.model_fields[key.name.removeprefix(prefix)])
             kinds_of.setdefault(replace(key, default=default), []).append(kind)
     for key, having in kinds_of.items():
         others = [f"`{kind}`" for kind in kinds if kind not in having]

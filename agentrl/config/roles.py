@@ -83,10 +83,12 @@ class WithRoles:
     def algorithms_of(self, role: str | None) -> Mapping[str, Algorithm]:
         """Those that may train the model of a role with its own, or that of all others, by the field that names
         them."""
-        tables = {f"roles.{at}.algo": table for at, table in enumerate(self.roles)}
-        named = {field: tables[field] for field in self.algorithms if field in tables}
-        mine = [field for field, table in named.items() if table.name == role]
-        shared = [field for field in self.algorithms if field not in named or (not role and not named[field].model)]
+        tables = {f"roles.{number}.algo": table for number, table in enumerate(self.roles)}
+        tables_of = {field: tables[field] for field in self.algorithms if field in tables}
+        mine = [field for field, table in tables_of.items() if table.name == role]
+        shared = [
+            field for field in self.algorithms if field not in tables_of or (not role and not tables_of[field].model)
+        ]
         return {field: self.algorithms[field] for field in mine or shared}
 
     @property
@@ -116,18 +118,18 @@ def check(
 ) -> None:
     """`frozen` roles are not trained; past selves play in a `share` of the groups. Raises ConfigError."""
     seen: set[str] = set()
-    for at, table in enumerate(tables):
+    for number, table in enumerate(tables):
         if table.name in seen:
-            raise ConfigError(f"roles.{at}.name", table.name, "another [[roles]] table has this name: join the two")
+            raise ConfigError(f"roles.{number}.name", table.name, "another [[roles]] table has this name: join the two")
         seen.add(table.name)
         if table.algo is not None and table.name in frozen:
             hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
-            raise ConfigError(f"roles.{at}.algo", table.algo.kind, hint)
+            raise ConfigError(f"roles.{number}.algo", table.algo.kind, hint)
         if table.plays != "self":
-            _check_league(f"roles.{at}", table, frozen, train=train, engines=engines, never_learns=share == 1.0)
+            _check_league(f"roles.{number}", table, frozen, train=train, engines=engines, never_learns=share == 1.0)
         if table.adapter:
-            _check_adapter(f"roles.{at}", table, frozen, train=train, engines=engines)
-    either = [f"roles.{at}.plays" for at, table in enumerate(tables) if table.plays == "either"]
+            _check_adapter(f"roles.{number}", table, frozen, train=train, engines=engines)
+    either = [f"roles.{number}.plays" for number, table in enumerate(tables) if table.plays == "either"]
     if len(either) == 1:
         raise ConfigError(either[0], "either", "give it to two roles or more: each group draws one for the policy")
 
@@ -139,9 +141,9 @@ def _check_league(
         hint = f"rollout.roles gives {table.name} to another policy: leave one of the two out"
         raise ConfigError(f"{field}.plays", table.plays, hint)
     for name in ("algo", "adapter"):
-        if table.plays == "league" and never_learns and (given := getattr(table, name)):
+        if table.plays == "league" and never_learns and (value := getattr(table, name)):
             hint = f"{field}.plays = 'league' gives the role to past selves, so it learns nothing: leave it out"
-            raise ConfigError(f"{field}.{name}", given, hint)
+            raise ConfigError(f"{field}.{name}", value, hint)
     if not train.lora_rank:
         hint = "past selves are adapters beside each other: train one (train.lora_rank = 16, for instance)"
         raise ConfigError(f"{field}.plays", table.plays, hint)
@@ -175,11 +177,11 @@ def check_models(
     rewards: Sequence[RewardSource],
 ) -> None:
     """Raises ConfigError for what a run cannot have beside roles that train a model of their own."""
-    for at, table in enumerate(config.roles):
+    for number, table in enumerate(config.roles):
         if table.model is None:
             continue
-        field = f"roles.{at}.model"
-        _check_name(f"roles.{at}", table)
+        field = f"roles.{number}.model"
+        _check_name(f"roles.{number}", table)
         if table.name in frozen:
             hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
             raise ConfigError(field, table.model, hint)
@@ -191,22 +193,22 @@ def check_models(
             raise ConfigError("engine.urls", engines.urls, hint)
         if engines.on_ray:
             raise ConfigError("cluster.launcher", "ray", f"Ray places no engines for {field}: give 'local'")
-        for named, algo in config.algorithms_of(table.name).items():
+        for algo_field, algo in config.algorithms_of(table.name).items():
             if algo.slots.critic == "shared":
                 hint = f"it is on the trunk of the run's model, and {table.name} has another model: give 'own'"
-                raise ConfigError(f"{named}.critic", "shared", hint)
-        if any(one.kind == "teacher" and one.url == "policy" for one in rewards):
+                raise ConfigError(f"{algo_field}.critic", "shared", hint)
+        if any(source.kind == "teacher" and source.url == "policy" for source in rewards):
             hint = f"{field} makes two policies, of which none teaches both: give the URL of a server"
             raise ConfigError("rewards.url", "policy", hint)
 
 
 def _check_beside(field: str, config: WithRoles, *, train: Train) -> None:
     """`field` trains all weights, by one rank."""
-    for at, table in enumerate(config.roles):
+    for number, table in enumerate(config.roles):
         for name in ("adapter", "plays"):
-            if (given := getattr(table, name)) not in (False, "self"):
+            if (value := getattr(table, name)) not in (False, "self"):
                 hint = f"it is of adapters, and {field} trains all weights: leave one of the two out"
-                raise ConfigError(f"roles.{at}.{name}", given, hint)
+                raise ConfigError(f"roles.{number}.{name}", value, hint)
     if train.lora_rank:
         hint = f"{field} trains all weights of every model: leave it out, or give the role adapter = true for its model"
         raise ConfigError("train.lora_rank", train.lora_rank, hint)

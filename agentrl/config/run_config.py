@@ -465,8 +465,8 @@ class EngineSettings(_Section):
     def _of_gpus(self) -> Self:
         if self.vllm and (self.kind != "vllm" or self.urls):
             raise ConfigError("engine.vllm", self.vllm, "it is for replicas of vLLM that the run starts: leave it out")
-        for own in self.gpus or [[]] * bool(self.vllm):
-            vllm_arguments.split_over(self.vllm, max(1, len(own)))
+        for engine_gpus in self.gpus or [[]] * bool(self.vllm):
+            vllm_arguments.split_over(self.vllm, max(1, len(engine_gpus)))
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:
@@ -474,7 +474,7 @@ class EngineSettings(_Section):
             raise ConfigError("engine.gpus", self.gpus, hint)
         if self.replicas not in (1, len(self.gpus)):
             raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
-        if any(len(set(own)) != len(own) for own in self.gpus):
+        if any(len(set(engine_gpus)) != len(engine_gpus) for engine_gpus in self.gpus):
             raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
         return self
 
@@ -565,10 +565,14 @@ class RunConfig(WithRoles, _Section):
     @property
     def algorithms(self) -> dict[str, Algorithm]:
         """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`, `roles.0.algo`."""
-        named = {f"tasks.{at}.algo": table.algo for at, table in enumerate(self.tasks) if table.algo is not None}
-        default = {"algo": self.algo} if len(named) < max(1, len(self.tasks)) else {}
-        by_role = {f"roles.{at}.algo": table.algo for at, table in enumerate(self.roles) if table.algo is not None}
-        return default | named | by_role
+        by_task = {
+            f"tasks.{number}.algo": table.algo for number, table in enumerate(self.tasks) if table.algo is not None
+        }
+        default = {"algo": self.algo} if len(by_task) < max(1, len(self.tasks)) else {}
+        by_role = {
+            f"roles.{number}.algo": table.algo for number, table in enumerate(self.roles) if table.algo is not None
+        }
+        return default | by_task | by_role
 
     @property
     def environments(self) -> tuple[str, ...]:
@@ -579,8 +583,8 @@ class RunConfig(WithRoles, _Section):
         """What trains a role in the tasks of an environment."""
         if role in self.algo_by_role:
             return self.algo_by_role[role]
-        named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
-        return next(named, self.algo)
+        algos = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
+        return next(algos, self.algo)
 
     @property
     def learner(self) -> LearnerSettings:
@@ -617,9 +621,9 @@ class RunConfig(WithRoles, _Section):
         match document:
             case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
                 read = [cast("dict[str, Any]", one) for one in cast("list[Any]", tables) if isinstance(one, dict)]
-                named = [str(table.get("id") or id) for table in read]
-                if id not in named:
-                    hint = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
+                played = [str(table.get("id") or id) for table in read]
+                if id not in played:
+                    hint = f"no [[tasks]] table plays it (they name {', '.join(played)}): leave it out"
                     raise ConfigError("env.id", id, hint)
                 return document
             case {"env": {"id": _}} | {"env": BaseModel()}:
@@ -681,10 +685,10 @@ class RunConfig(WithRoles, _Section):
             raise ConfigError("engine.kind", "sglang", hint)
         gpu_placement.check_colocated(self.engine, self.train, form=transport.form, on_ray=on_ray, others=others)
         if self.curriculum is not None:
-            for at, table in enumerate(self.tasks):
+            for number, table in enumerate(self.tasks):
                 if table.epochs is not None:
                     hint = "a curriculum decides how often a task is played: leave it out"
-                    raise ConfigError(f"tasks.{at}.epochs", table.epochs, hint)
+                    raise ConfigError(f"tasks.{number}.epochs", table.epochs, hint)
         self._possible_engines_of_evaluation()
         names = [held_out.name for held_out in self.eval.sets]
         if len(set(names)) != len(names):
@@ -693,11 +697,11 @@ class RunConfig(WithRoles, _Section):
 
     def _possible_engines_of_evaluation(self) -> None:
         """Engines that measure one version, from a file of the learner's, while training goes on."""
-        engine, own = self.engine, self.eval
-        if own.gpus and (engine.kind != "vllm" or len(own.gpus) != own.engines):
-            hint = f"name the GPUs of each of eval.engines = {own.engines}, with vLLM alone: [[1], [2]]"
-            raise ConfigError("eval.gpus", own.gpus, hint)
-        if not own.engines:
+        engine, evaluation = self.engine, self.eval
+        if evaluation.gpus and (engine.kind != "vllm" or len(evaluation.gpus) != evaluation.engines):
+            hint = f"name the GPUs of each of eval.engines = {evaluation.engines}, with vLLM alone: [[1], [2]]"
+            raise ConfigError("eval.gpus", evaluation.gpus, hint)
+        if not evaluation.engines:
             return
         memory = f"engine.sync = {self.sync!r} sends weights to the engines of training alone: give 'full'"
         reasons = {
@@ -710,26 +714,26 @@ class RunConfig(WithRoles, _Section):
             "roles with a model of their own, or past selves, have other engines: give 0": bool(
                 self.role_models or self.league_roles
             ),
-            "name its GPUs: eval.gpus = [[1]]": engine.kind == "vllm" and not own.gpus,
+            "name its GPUs: eval.gpus = [[1]]": engine.kind == "vllm" and not evaluation.gpus,
         }
         for hint, holds in reasons.items():
             if holds:
-                raise ConfigError("eval.engines", own.engines, hint)
+                raise ConfigError("eval.engines", evaluation.engines, hint)
 
     def _possible_algorithms(self) -> None:
         """Tasks of one environment have one algorithm, by which the learner knows theirs."""
         first: dict[str, int] = {}
-        for at, table in enumerate(self.tasks):
+        for number, table in enumerate(self.tasks):
             env = table.id or self.env.id
-            if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
+            if (table.algo or self.algo) != (self.tasks[first.setdefault(env, number)].algo or self.algo):
                 hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
-                raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
+                raise ConfigError(f"tasks.{number}.algo", (table.algo or self.algo).kind, hint)
         frozen, share = self.rollout.frozen_roles(), self.league.share
-        there = role_settings.Engines(
+        engines = role_settings.Engines(
             sync=self.sync, transport=self.transport, urls=self.engine.urls, on_ray=self.cluster.on_ray
         )
-        role_settings.check(self.roles, frozen, train=self.train, engines=there, share=share)
-        role_settings.check_models(self, frozen, train=self.train, engines=there, rewards=self.rewards)
+        role_settings.check(self.roles, frozen, train=self.train, engines=engines, share=share)
+        role_settings.check_models(self, frozen, train=self.train, engines=engines, rewards=self.rewards)
         algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
 
 
@@ -762,15 +766,15 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     *sections, last = key.strip().split(".")
     if not sections and last == "engine" and isinstance(value, str):
         sections, last = ["engine"], "kind"
-    at: dict[str, Any] = document
+    table: dict[str, Any] = document
     for section in sections:
-        inner = at.setdefault(section, {})
+        inner = table.setdefault(section, {})
         if not isinstance(inner, dict):
             raise ConfigError(key, text, f"{section!r} is a value, not a section")
-        at = cast("dict[str, Any]", inner)
+        table = cast("dict[str, Any]", inner)
     if (sections, last) == (["algo"], "kind"):
-        algorithms.leave(at, str(value))
-    at[last] = value
+        algorithms.leave(table, str(value))
+    table[last] = value
 
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
@@ -780,7 +784,7 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise config_error(error, RunConfig) from None
-    beside = {name: [one.beside(folder) for one in getattr(config, name)] for name in ("tasks", "rewards")}
+    beside = {name: [entry.beside(folder) for entry in getattr(config, name)] for name in ("tasks", "rewards")}
     return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
 
 

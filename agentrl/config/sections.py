@@ -492,7 +492,11 @@ class Evaluation(Section):
     @property
     def sets_during(self) -> list[HeldOut]:
         """The sets that are measured during training."""
-        return self.sets[:1] if self.during is None else [one for one in self.sets if one.name in self.during]
+        return (
+            self.sets[:1]
+            if self.during is None
+            else [each_set for each_set in self.sets if each_set.name in self.during]
+        )
 
     def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
         """How to sample in an evaluation of a run whose training samples as given. A vLLM that tells kept sets takes no
@@ -515,16 +519,16 @@ def check_temperatures(engine: str, **temperatures: float | None) -> None:
 def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_deadline_s: float) -> None:
     """Raises ConfigError for sources of one name, one for which a run would wait until it ends as standing still, or
     one that punishes turns longer than the `max_tokens` that there can be."""
-    names = [one.source for one in sources]
+    names = [source.source for source in sources]
     if len(set(names)) != len(names):
         raise ConfigError("rewards.source", names, "each source has a name of its own")
-    for one in sources:
-        if one.most_tokens is not None and one.most_tokens > max_tokens:
+    for source in sources:
+        if source.most_tokens is not None and source.most_tokens > max_tokens:
             hint = f"must be at most rollout.max_tokens_per_turn = {max_tokens}, where a turn is cut"
-            raise ConfigError("rewards.most_tokens", one.most_tokens, hint)
-        if one.deadline_s >= stall_deadline_s:
+            raise ConfigError("rewards.most_tokens", source.most_tokens, hint)
+        if source.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
-            raise ConfigError("rewards.deadline_s", one.deadline_s, hint)
+            raise ConfigError("rewards.deadline_s", source.deadline_s, hint)
 
 
 URL_SCHEMES = ("http://", "https://", "unix://")
@@ -535,11 +539,11 @@ def check_url(field: str, url: str) -> str:
     """The URL of a server as it was given. Raises ConfigError for one that no server can have."""
     try:
         parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        whole = whole or url.startswith("unix:///")
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_complete = is_complete or url.startswith("unix:///")
     except ValueError:  # of the port
-        whole = False
-    if not whole:
+        is_complete = False
+    if not is_complete:
         raise ConfigError(field, url, "give the URL of a server, as http://HOST:8000 or unix:///run/engine.sock")
     return url
 
@@ -556,15 +560,19 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
     first = error.errors()[0]
     field = ".".join(str(part) for part in (*section, *first["loc"]))
     if first["type"] == "extra_forbidden":
-        known, last = _keys_of(model, first["loc"][:-1]), str(first["loc"][-1])
-        near = difflib.get_close_matches(last, known, n=1)
-        hint = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
+        known_keys, last = _keys_of(model, first["loc"][:-1]), str(first["loc"][-1])
+        near = difflib.get_close_matches(last, known_keys, n=1)
+        hint = (
+            f"no such key; did you mean {near[0]!r}?"
+            if near
+            else f"no such key; known: {', '.join(sorted(known_keys))}"
+        )
         return ConfigError(field, first["input"], hint)
     if first["type"] == "missing":
         return ConfigError(field, None, "required: give it a value")
     hint, value = first["msg"].removeprefix("Value error, "), first["input"]
     if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
-        value = {name: given for name, given in cast("dict[str, Any]", value).items() if name in hint}
+        value = {name: each_value for name, each_value in cast("dict[str, Any]", value).items() if name in hint}
     return ConfigError(field, value, hint)
 
 
@@ -658,5 +666,9 @@ class Sandboxes(Section):
 
     def arguments(self) -> dict[str, dict[str, Any]]:
         """What the constructor of a backend is given, by its registry id."""
-        own = {"bubblewrap": self.bubblewrap.model_dump(), "swe-rex": dict(self.swe_rex), "inspect": dict(self.inspect)}
-        return {"docker": self.docker.model_dump(exclude_none=True), **own}
+        by_backend = {
+            "bubblewrap": self.bubblewrap.model_dump(),
+            "swe-rex": dict(self.swe_rex),
+            "inspect": dict(self.inspect),
+        }
+        return {"docker": self.docker.model_dump(exclude_none=True), **by_backend}

@@ -22,10 +22,10 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequence[str]) -> None:
     """Raises ConfigError if so many ranks, a setting of `[train.parallel]`, cannot divide a number that the config.json
     of a model has, or if it has none of them."""
-    found = {name: count for name in counts if isinstance(count := model.get(name), int) and count}
-    if ranks > 1 and not found:
+    parts = {name: count for name in counts if isinstance(count := model.get(name), int) and count}
+    if ranks > 1 and not parts:
         raise ConfigError(f"train.parallel.{key}", ranks, f"the model's config.json has no {counts[0]}: give 1")
-    for name, count in found.items():
+    for name, count in parts.items():
         if count % ranks:
             may = " or ".join(str(divisor) for divisor in range(1, ranks) if count % divisor == 0)
             hint = f"the model's {name} = {count} cannot be divided by it: give {may}"

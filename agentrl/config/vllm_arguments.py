@@ -65,42 +65,42 @@ def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str], *, example: str) -> dict[str, Any]:
     """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with what
     is said of it, and for what is no name of an argument."""
-    found = {name.replace("_", "-"): value for name, value in arguments.items()}
-    for name, value in found.items():
+    by_flag = {name.replace("_", "-"): value for name, value in arguments.items()}
+    for name, value in by_flag.items():
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
             raise ConfigError(f"{table}.{name}", value, f"write its long name, as {example}")
         if name in reserved:
             raise ConfigError(f"{table}.{name}", value, reserved[name])
-    return found
+    return by_flag
 
 
 def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """How a server is split over so many GPUs: its layers, as far as the splits that are given leave some over. Raises
     ConfigError if these need another number."""
-    given = {name: arguments[name] for name in _SPLITS if name in arguments}
-    if any(type(size) is not int or size < 1 for size in given.values()):
+    sizes = {name: arguments[name] for name in _SPLITS if name in arguments}
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
         return {}  # vLLM says what is wrong with it
-    product = math.prod(cast("dict[str, int]", given).values())
-    layers = 1 if _LAYERS in given else max(1, gpus // product)
+    product = math.prod(cast("dict[str, int]", sizes).values())
+    layers = 1 if _LAYERS in sizes else max(1, gpus // product)
     if layers * product != gpus:
         needed = ", ".join(str(gpu) for gpu in range(product))
         hint = f"they need {product} GPUs for each replica, and it has {gpus}: give engine.gpus = [[{needed}]]"
-        raise ConfigError("engine.vllm", given, hint)
+        raise ConfigError("engine.vllm", sizes, hint)
     return {_LAYERS: layers} if layers > 1 else {}
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
     """As they stand on the command line: a flag for true, the flag that switches it off for false, JSON for a table,
     one word for each item of a list."""
-    found: list[str] = []
+    words_: list[str] = []
     for name, value in arguments.items():
         if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
+            words_.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list | tuple):
-            found += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
+            words_ += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
         else:
-            found += [f"--{name}", _word(value)]
-    return found
+            words_ += [f"--{name}", _word(value)]
+    return words_
 
 
 def _word(value: Any) -> str:

@@ -50,22 +50,22 @@ class EnginePlan:
     @classmethod
     def of(cls, config: RunConfig, described: Mapping[str, Any], width: int) -> Self:
         """That of a run whose model's config.json says `described`, of weights of `width` bytes."""
-        given = config.engine.vllm
+        options = config.engine.vllm
         layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
         size = described.get("head_dim") or described["hidden_size"] // heads
         kv_heads = described.get("num_key_value_heads") or heads
         gpus = gpus_of(config)
-        copies = _count(given, "data-parallel-size") * _count(given, "prefill-context-parallel-size")
-        stages = _count(given, "pipeline-parallel-size")
+        copies = _count(options, "data-parallel-size") * _count(options, "prefill-context-parallel-size")
+        stages = _count(options, "pipeline-parallel-size")
         tensor = max(1, gpus // (copies * stages))
-        cell = 1 if str(given.get("kv-cache-dtype")).startswith(_EIGHT_BITS) else 2
+        cell = 1 if str(options.get("kv-cache-dtype")).startswith(_EIGHT_BITS) else 2
         return cls(
             gpus=gpus,
             copies=copies,
             parts=tensor * stages,
-            apart=gpus if given.get("enable-expert-parallel") else tensor * stages,
+            apart=gpus if options.get("enable-expert-parallel") else tensor * stages,
             cached=min(tensor, kv_heads) * stages,
-            width=1 if str(given.get("quantization")).startswith(_EIGHT_BITS) else width,
+            width=1 if str(options.get("quantization")).startswith(_EIGHT_BITS) else width,
             kv=2 * layers * kv_heads * size * cell,
             cache=config.engine.kv_cache_mb << 20,
         )
@@ -98,7 +98,7 @@ class Rates:
 
 def gpus_of(config: RunConfig) -> int:
     """GPUs of each engine, the most of them if they differ."""
-    return max((len(own) for own in config.engine.gpus), default=max(1, config.cluster.engine.gpus))
+    return max((len(engine_gpus) for engine_gpus in config.engine.gpus), default=max(1, config.cluster.engine.gpus))
 
 
 def _count(given: Mapping[str, Any], name: str) -> int:
@@ -227,7 +227,7 @@ class Plan:
     @property
     def best(self) -> GpuSplit | None:
         """The quickest one that fits."""
-        return min((one for one in self.splits if one.fits), key=lambda one: one.step_s, default=None)
+        return min((split for split in self.splits if split.fits), key=lambda one: one.step_s, default=None)
 
 
 def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
@@ -300,7 +300,7 @@ def _split(
     turns = config.engine.colocated
     staged = config.transport.form == "file" and not turns
     second = weights if staged else 0  # of new ones
-    left = room - weights - second - (0 if engines or turns else learner)
+    cache_room = room - weights - second - (0 if engines or turns else learner)
     at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
     batch = max(1, at_once // copies)
     token_s = each.token_s(
@@ -323,9 +323,9 @@ def _split(
         learners=learners,
         learner_bytes=learner,
         engine_bytes=weights + second + each.cache,
-        cache_room=left,
+        cache_room=cache_room,
         at_once=at_once,
-        fits=learner <= room and each.cache <= left and at_once >= size,
+        fits=learner <= room and each.cache <= cache_room and at_once >= size,
         learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
         engine_s=groups * size * work.answer * token_s / (copies * batch),
         episode_s=work.answer * token_s,
@@ -386,8 +386,8 @@ def _no_way(config: RunConfig, n: int) -> UsageError:
 def _together(config: RunConfig) -> dict[str, int]:
     """The settings by which GPUs compute layers together."""
     plan = config.train.parallel
-    named = (("tensor", plan.tensor), ("context", plan.context), ("expert", plan.expert))
-    return {name: width for name, width in named if width > 1}
+    widths = (("tensor", plan.tensor), ("context", plan.context), ("expert", plan.expert))
+    return {name: width for name, width in widths if width > 1}
 
 
 def _team(config: RunConfig) -> int:
@@ -402,9 +402,9 @@ def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
     Raises ConfigError if they cannot divide the heads."""
     rows, passes = rows_of(config, work), _passes(config, work)
     tensor, context = config.train.parallel.tensor, config.train.parallel.context
-    whole = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
+    budget = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
     if tensor == 1:
-        return whole
+        return budget
     described = _described(folder)
     check_divides("tensor", tensor, described, HEADS)
     width = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
@@ -412,15 +412,15 @@ def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
         part = held(config.learner, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
-    return replace(whole, activations=part.activations, temporary=part.temporary)
+    return replace(budget, activations=part.activations, temporary=part.temporary)
 
 
 def of_rank(bytes_: MemoryBudget, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
     """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass. Each of `tensor`
     ranks has its part of these layers, and each of `expert` ranks its experts."""
     apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
-    whole = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
-    return bytes_.static / ranks + whole + bytes_.activations + bytes_.temporary
+    gathered = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
+    return bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
 
 
 def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
@@ -430,10 +430,10 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     def lacking(changed: RunConfig) -> list[str] | None:
         """What else has to be set for a run to fit: nothing, or less room for keys and values; None if it cannot."""
         bytes_, ways = _held(changed, folder, work), _ways(changed, n)
-        found = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
-        if not found or any(one.fits for one in found):
-            return [] if found else None
-        cache_mb = max(int(one.cache_room) >> 20 for one in found)
+        splits = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
+        if not splits or any(split.fits for split in splits):
+            return [] if splits else None
+        cache_mb = max(int(split.cache_room) >> 20 for split in splits)
         if not 0 < cache_mb < changed.engine.kv_cache_mb:
             return None
         engine = changed.engine.model_copy(update={"kv_cache_mb": cache_mb})
@@ -442,12 +442,12 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
         return [f"--set engine.kv_cache_mb={cache_mb}"] if fits else None
 
     turns = _by_turns(config) if n == 1 else None
-    found: list[tuple[list[str], RunConfig]] = [([], config)]
-    found += [] if turns is None else [(["--set engine.colocated=true"], turns)]
+    tried: list[tuple[list[str], RunConfig]] = [([], config)]
+    tried += [] if turns is None else [(["--set engine.colocated=true"], turns)]
     for change in _CHANGES:
-        named = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
-        found.append((named, config.model_copy(update={"train": config.train.model_copy(update=change)})))
-    for settings, changed in found:
+        options = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
+        tried.append((options, config.model_copy(update={"train": config.train.model_copy(update=change)})))
+    for settings, changed in tried:
         more = lacking(changed)
         if more is not None:
             yield " ".join([*settings, *more])

@@ -73,8 +73,8 @@ class BoxTests:
             )
         tests = {**self._files, **(self._files_of(seen.task) if self._files_of else {})}
         key = _digest(work, tests, str(seen.task.seed))
-        if (known := self._found.get(key)) is not None:
-            return known
+        if (cached := self._found.get(key)) is not None:
+            return cached
         try:
             value = await self._run({**work, **tests}, seen.task)
         except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
@@ -165,8 +165,8 @@ def _lines(output: bytes) -> list[str]:
 
 def _number(lines: list[str]) -> float:
     try:
-        said: Any = json.loads(lines[0])
-        number = float(said["score"] if isinstance(said, dict) else said)  # pyright: ignore[reportUnknownArgumentType]
+        document: Any = json.loads(lines[0])
+        number = float(document["score"] if isinstance(document, dict) else document)  # pyright: ignore[reportUnknownArgumentType]
     except (IndexError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
         return 0.0
     return min(max(number, 0.0), 1.0) if math.isfinite(number) else 0.0
@@ -189,11 +189,11 @@ def _summaries(stdout: list[str], stderr: list[str]) -> list[_Summary]:
         if counts or _NONE_RAN.search(line):
             passed = sum(n for n, how in counts if how == "passed")
             summaries.append(_Summary(line, passed, sum(n for n, how in counts if how in _RAN_ENDS)))
-    for at, line in enumerate(stderr):
-        if found := _RAN.match(line):
-            verdict = stderr[at - 1] if at else ""
-            ran = max(int(found[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
-            bad = sum(int(n) for n in _BAD.findall(verdict)) if at else ran  # without a verdict below it: none
+    for number, line in enumerate(stderr):
+        if match := _RAN.match(line):
+            verdict = stderr[number - 1] if number else ""
+            ran = max(int(match[1]) - sum(int(n) for n in _SKIPPED.findall(verdict)), 0)
+            bad = sum(int(n) for n in _BAD.findall(verdict)) if number else ran  # without a verdict below it: none
             summaries.append(_Summary(f"{line} {verdict}", max(ran - bad, 0), ran))
     return summaries
 

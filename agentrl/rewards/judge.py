@@ -118,15 +118,15 @@ class Judge:
         return (await self.score(messages_of(trajectory))).score
 
     async def _ask(self, messages: Sequence[Message], most: int | None, deadline: float) -> Judgement:
-        boundary, said = secrets.token_hex(8), _ASK
+        boundary, question = secrets.token_hex(8), _ASK
         if most is not None:
-            messages, said = shortened(messages, most, f"{boundary} "), _IN_PART.format(boundary=boundary) + _ASK
+            messages, question = shortened(messages, most, f"{boundary} "), _IN_PART.format(boundary=boundary) + _ASK
         low, high = self._scale
         system = _SYSTEM.format(boundary=boundary, rubric=self._rubric, low=low, high=high)
         answer = await self._client.chat(
             [
                 {"role": "system", "content": system},
-                {"role": "user", "content": f"{fenced(messages, boundary)}\n\n{said}"},
+                {"role": "user", "content": f"{fenced(messages, boundary)}\n\n{question}"},
             ],
             schema=self._schema(boundary) if self._guided else None,
             deadline_s=max(deadline - trio.current_time(), 0.0),

@@ -82,14 +82,14 @@ class Rubric(Generic[T]):
 
     async def score(self, given: T) -> Scores:
         """Ask the parts. Raises a part's own error, and ScoreError naming the part that gave no finite number."""
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         for name, part in self._parts.items():
             if part.gate is not None:
-                found[name] = await self._ask(name, given)
-                if found[name] < part.gate:
-                    return Scores(0.0, found)
-        found |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], given)
-        parts = {name: found[name] for name in self._parts}
+                scores[name] = await self._ask(name, given)
+                if scores[name] < part.gate:
+                    return Scores(0.0, scores)
+        scores |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], given)
+        parts = {name: scores[name] for name in self._parts}
         if self._combine == "product":
             return Scores(math.prod(parts.values()), parts)
         return Scores(math.fsum(self._parts[name].weight * value for name, value in parts.items()), parts)
@@ -99,12 +99,12 @@ class Rubric(Generic[T]):
         return (await self.score(given)).total
 
     async def _ask_all(self, names: list[str], given: T) -> dict[str, float]:
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         broken: list[Exception] = []
 
         async def ask(name: str) -> None:
             try:
-                found[name] = await self._ask(name, given)
+                scores[name] = await self._ask(name, given)
             except Exception as error:
                 broken.append(error)
                 nursery.cancel_scope.cancel()
@@ -114,7 +114,7 @@ class Rubric(Generic[T]):
                 nursery.start_soon(ask, name)
         if broken:
             raise broken[0]
-        return found
+        return scores
 
     async def _ask(self, name: str, given: T) -> float:
         answer = self._parts[name].reward(given)

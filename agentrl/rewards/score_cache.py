@@ -36,5 +36,5 @@ class ScoreCache:
 
 def _content(seen: Trajectory) -> bytes:
     task = seen.task
-    said = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+    content = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()

@@ -89,9 +89,9 @@ class FailureCount:
         """So many calls were made for a turn, and none gave a score."""
         self._add(calls, calls, reason, turns_failed=1)
         digest = _digest(text)
-        known = self._texts.get(digest)
-        if known is not None or len(self._texts) < _MOST_TEXTS:
-            turns = 1 if known is None else known.turns + 1
+        previous = self._texts.get(digest)
+        if previous is not None or len(self._texts) < _MOST_TEXTS:
+            turns = 1 if previous is None else previous.turns + 1
             self._texts[digest] = UnscoredText(text=text[:_SHOWN_CHARACTERS], turns=turns, reason=reason)
 
     def row(self) -> dict[str, Json] | None:
@@ -131,7 +131,7 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
     """The counts of each source over the lives of its processes, by name. `rows` in the order in which they were made:
     the last one of a life has its counts."""
     last = {(row["source"], row["life"]): row for row in rows}
-    found: list[ScoreFailures] = []
+    failures: list[ScoreFailures] = []
     for source in sorted({source for source, _ in last}):
         lives = [row for (name, _), row in last.items() if name == source]
         texts: dict[str, UnscoredText] = {}
@@ -140,7 +140,7 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
             turns = text["turns"] + (0 if before is None else before.turns)
             texts[text["digest"]] = UnscoredText(text=text["text"], turns=turns, reason=text["reason"])
         counts = ("calls", "calls_failed", "turns", "turns_failed", "texts_failed")
-        found.append(
+        failures.append(
             ScoreFailures(
                 source=source,
                 reason=lives[-1]["reason"],
@@ -148,7 +148,7 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> list[ScoreFailures]:
                 **{name: sum(row[name] for row in lives) for name in counts},
             )
         )
-    return found
+    return failures
 
 
 def _digest(text: str) -> str:

@@ -64,18 +64,18 @@ def rewarder_of(
         return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
     if settings.measure in ("callable", "tests"):
         if settings.measure == "tests":
-            own: TurnRewarder = BoxTests(settings, artifacts_of or _none)
+            rewarder: TurnRewarder = BoxTests(settings, artifacts_of or _none)
         else:
-            own = _own_callable(settings)
+            rewarder = _own_callable(settings)
         if settings.kind != "shaping":
-            return own
+            return rewarder
         threads = trio.CapacityLimiter(settings.concurrency)
-        known = ScoreCache(apart=settings.measure == "tests")
+        cache = ScoreCache(apart=settings.measure == "tests")
 
         async def potential(state: Trajectory) -> float:
-            return (await _called(own, state, threads)).value
+            return (await _called(rewarder, state, threads)).value
 
-        return Shaping(potential, settings.gamma, known)
+        return Shaping(potential, settings.gamma, cache)
     client = ScoringClient(
         settings.url or "",
         model=settings.model,
@@ -101,11 +101,13 @@ async def _none(_: str) -> None:
 def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajectory:
     """The episode as it was after a turn. If it is `settled` whether the turn's role acts again, and it does not, the
     episode has a stop reason. Raises LookupError for a turn that is not in it."""
-    for at, one in enumerate(trajectory.turns):
-        if one.id == turn:
-            over = settled and all(later.role != one.role for later in trajectory.turns[at + 1 :])
+    for index, each_turn in enumerate(trajectory.turns):
+        if each_turn.id == turn:
+            over = settled and all(later.role != each_turn.role for later in trajectory.turns[index + 1 :])
             reason = StopReason.DONE if over else None
-            return replace(trajectory, turns=trajectory.turns[: at + 1], stop_reason=reason, outcome=None, success=None)
+            return replace(
+                trajectory, turns=trajectory.turns[: index + 1], stop_reason=reason, outcome=None, success=None
+            )
     raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
 
 
@@ -212,14 +214,14 @@ class Scorer:
 def _own_callable(settings: RewardSource) -> TurnRewarder:
     """The callable of a run file. An async one has a trio loop of its own, in a thread: if it blocks, or never ends,
     its own source is late, and the worker goes on."""
-    own: TurnRewarder = load_reference(settings.call or "")
-    if not _is_async(own):
-        return own
+    function: TurnRewarder = load_reference(settings.call or "")
+    if not _is_async(function):
+        return function
     loop = LoopThread()
 
     async def within_deadline(seen: Trajectory) -> float | Verdict:
         with trio.fail_after(settings.call_deadline_s):
-            return await cast("Awaitable[float | Verdict]", own(seen))
+            return await cast("Awaitable[float | Verdict]", function(seen))
 
     return partial(loop.run, within_deadline)
 
@@ -234,5 +236,5 @@ async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLim
         answer = ask(seen)
     else:
         answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
-    said = await answer if inspect.isawaitable(answer) else answer
-    return said if isinstance(said, Verdict) else Verdict(float(said))
+    value = await answer if inspect.isawaitable(answer) else answer
+    return value if isinstance(value, Verdict) else Verdict(float(value))

@@ -40,8 +40,8 @@ class Shaping:
 
     async def __call__(self, seen: Trajectory) -> float:
         turns, role = seen.turns, seen.turns[-1].role
-        own = [at for at, turn in enumerate(turns) if turn.role == role]
-        before = await self._phi(seen, own[-2] + 1) if len(own) > 1 else 0.0
+        turns_of_role = [index for index, turn in enumerate(turns) if turn.role == role]
+        before = await self._phi(seen, turns_of_role[-2] + 1) if len(turns_of_role) > 1 else 0.0
         after = await self._phi(seen, len(turns)) if seen.stop_reason is None else 0.0
         return self.gamma * after - before
 

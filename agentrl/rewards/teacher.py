@@ -41,11 +41,11 @@ class Teacher:
         if not clients:
             raise ScoreError("no engine of the policy is known yet")
         tokens = (*self.prefix, *context_ids(seen.turns, turn.index), *turn.token_ids)
-        told = (await clients[seen.episode_id % len(clients)].logprobs(tokens))[-len(turn.token_ids) :]
-        if not all(math.isfinite(logprob) and logprob > _LEAST for logprob in told):
+        teacher_logprobs = (await clients[seen.episode_id % len(clients)].logprobs(tokens))[-len(turn.token_ids) :]
+        if not all(math.isfinite(logprob) and logprob > _LEAST for logprob in teacher_logprobs):
             raise ScoreError("the teacher gave a log-prob that is none")
-        gaps = [logprob - own for logprob, own in zip(told, turn.logprobs, strict=True)]
-        columns: Columns = {TEACHER.name: told}
+        gaps = [logprob - sampled for logprob, sampled in zip(teacher_logprobs, turn.logprobs, strict=True)]
+        columns: Columns = {TEACHER.name: teacher_logprobs}
         return Verdict(fmean(gaps), columns)
 
 
@@ -54,8 +54,8 @@ def prefix_of(renderer: Renderer, prompt: str | None) -> tuple[int, ...]:
     conversation otherwise after one."""
     if prompt is None:
         return ()
-    asked: Message = {"role": "user", "content": "."}
-    alone, after = renderer.start([asked]), renderer.start([{"role": "system", "content": prompt}, asked])
+    question: Message = {"role": "user", "content": "."}
+    alone, after = renderer.start([question]), renderer.start([{"role": "system", "content": prompt}, question])
     if len(after) <= len(alone) or after[-len(alone) :] != alone:
         raise ModelError("the chat template does not put a system message before a conversation that is without one")
     return after[: -len(alone)]

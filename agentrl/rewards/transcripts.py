@@ -52,11 +52,11 @@ def defused_messages(messages: Sequence[Message]) -> list[Message]:
 def shortened(messages: Sequence[Message], most: int, mark: str = "") -> list[Message]:
     """Messages whose contents have about `most` characters together: the longest ones lose their middle, and a line in
     its place, which begins with `mark`, says how much. Short ones stay whole: none pushes another out."""
-    sizes, level, left = sorted(map(_chars, messages)), 0, most
-    for at, size in enumerate(sizes):
-        if size > (level := left // (len(sizes) - at)):
+    sizes, level, remaining = sorted(map(_chars, messages)), 0, most
+    for place, size in enumerate(sizes):
+        if size > (level := remaining // (len(sizes) - place)):
             break
-        left -= size
+        remaining -= size
     return [message if _chars(message) <= level else _cut(message, level, mark) for message in messages]
 
 

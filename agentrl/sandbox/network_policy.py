@@ -388,10 +388,10 @@ class _Connection:
                 raise _Refused(f"its Host header names another host than {request.host}")
         try:
             with trio.fail_after(_CONNECT_S):
-                found = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+                infos = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, trio.TooSlowError):
             raise _Refused(f"{request.host} has no address") from None
-        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in infos))
         if not literal and (private := [each for each in addresses if not _is_public(each)]):
             raise _Refused(f"{request.host} has the address {private[0]}, which is not public")
         for address in addresses:
@@ -409,7 +409,9 @@ class _Connection:
         data, self._buffer = bytes(self._buffer), bytearray()
         return data
 
-    async def _both(self, stream: trio.SocketStream, request: NetworkRequest, first: bytes, left: int | None) -> None:
+    async def _both(
+        self, stream: trio.SocketStream, request: NetworkRequest, first: bytes, remaining: int | None
+    ) -> None:
         """Carry bytes both ways until one side ends; `left` bounds the bytes of the client's body."""
 
         async def down() -> None:
@@ -427,12 +429,12 @@ class _Connection:
                     await stream.send_all(data)
                     request.sent += len(data)
                     watch.deadline = trio.current_time() + _IDLE_S
-                    if left == 0 or (not self._buffer and not await self._more()):
+                    if remaining == 0 or (not self._buffer and not await self._more()):
                         break
-                    data = bytes(self._buffer[:left])
+                    data = bytes(self._buffer[:remaining])
                     self._buffer = bytearray()
-                    left = None if left is None else left - len(data)
-                if left is None:
+                    remaining = None if remaining is None else remaining - len(data)
+                if remaining is None:
                     with suppress(trio.BrokenResourceError):
                         await stream.send_eof()
 
@@ -477,13 +479,13 @@ def _allowed(policy: NetworkPolicy, host: str, port: int) -> bool:
 
 
 def _is_public(address: str) -> bool:
-    given = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(given, ipaddress.IPv6Address):
-        if given.ipv4_mapped is not None:
-            return _is_public(str(given.ipv4_mapped))
-        if any(given in net for net in _TRANSLATED):
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return _is_public(str(parsed.ipv4_mapped))
+        if any(parsed in net for net in _TRANSLATED):
             return False
-    return given.is_global and not given.is_multicast
+    return parsed.is_global and not parsed.is_multicast
 
 
 def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]]) -> tuple[bytes, int]:
@@ -497,8 +499,8 @@ def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]]) -> 
         raise ValueError("a length that is none")
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     dropped = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
-    kept = [f"{name}: {value}" for name, value in headers if name not in dropped]
-    lines = [f"{method} {path} HTTP/1.1", f"host: {url.netloc}", *kept, "connection: close", "", ""]
+    kept_headers = [f"{name}: {value}" for name, value in headers if name not in dropped]
+    lines = [f"{method} {path} HTTP/1.1", f"host: {url.netloc}", *kept_headers, "connection: close", "", ""]
     return "\r\n".join(lines).encode("latin-1"), int(length)
 
 
@@ -506,17 +508,17 @@ def _server_name(data: bytes) -> str | None:
     """The name that a TLS ClientHello asks for: None as long as it is not whole, empty where it names none. Raises
     _Refused for what is no ClientHello, or hides its name."""
     message = bytearray()
-    at = 0
+    position = 0
     while True:
-        if len(data) < at + 5:
+        if len(data) < position + 5:
             if data[:1] and data[0] != _HELLO:
                 raise _Refused("a tunnel without TLS")
             return None
-        kind, length = data[at], int.from_bytes(data[at + 3 : at + 5], "big")
-        if kind != _HELLO or data[at + 1] != 3 or not 0 < length <= 1 << 14:
+        kind, length = data[position], int.from_bytes(data[position + 3 : position + 5], "big")
+        if kind != _HELLO or data[position + 1] != 3 or not 0 < length <= 1 << 14:
             raise _Refused("a tunnel without TLS")
-        message += data[at + 5 : at + 5 + length]
-        at += 5 + length
+        message += data[position + 5 : position + 5 + length]
+        position += 5 + length
         if len(message) >= 4:
             if message[0] != 1:
                 raise _Refused("a tunnel without TLS")
@@ -527,16 +529,19 @@ def _server_name(data: bytes) -> str | None:
 
 def _name_of(hello: bytes) -> str:
     try:
-        at = 34 + 1 + hello[34]  # version and random, then the session
-        at += 2 + int.from_bytes(hello[at : at + 2], "big")  # ciphers
-        at += 1 + hello[at]  # compressions
-        end = at + 2 + int.from_bytes(hello[at : at + 2], "big")
-        at += 2
+        position = 34 + 1 + hello[34]  # version and random, then the session
+        position += 2 + int.from_bytes(hello[position : position + 2], "big")  # ciphers
+        position += 1 + hello[position]  # compressions
+        end = position + 2 + int.from_bytes(hello[position : position + 2], "big")
+        position += 2
         names: list[str] = []
-        while at < end:
-            kind, size = int.from_bytes(hello[at : at + 2], "big"), int.from_bytes(hello[at + 2 : at + 4], "big")
-            body = hello[at + 4 : at + 4 + size]
-            at += 4 + size
+        while position < end:
+            kind, size = (
+                int.from_bytes(hello[position : position + 2], "big"),
+                int.from_bytes(hello[position + 2 : position + 4], "big"),
+            )
+            body = hello[position + 4 : position + 4 + size]
+            position += 4 + size
             if kind == _ENCRYPTED_HELLO:
                 raise _Refused("TLS that hides whom it asks for")
             if kind == 0:

@@ -249,11 +249,11 @@ class _Unpacker:
                 _finish(fd, mode, time_ns, self._owner)
 
     def _fill(self, fd: int, size: int) -> None:
-        left = size
-        while left:
+        remaining = size
+        while remaining:
             self._still()
-            chunk = self._exactly(min(_CHUNK, left))
-            left -= len(chunk)
+            chunk = self._exactly(min(_CHUNK, remaining))
+            remaining -= len(chunk)
             if chunk == _ZEROS[: len(chunk)]:
                 os.lseek(fd, len(chunk), os.SEEK_CUR)
                 continue
@@ -266,10 +266,10 @@ class _Unpacker:
             raise SandboxError(f"the packed box is damaged: a name of file {number}, which did not come before it")
         root, (*folders, original) = self._files[number]
         with ExitStack() as walked:
-            at = walked.enter_context(_opened(os.fsencode(self._roots[root]), DIRECTORY, None))
+            folder = walked.enter_context(_opened(os.fsencode(self._roots[root]), DIRECTORY, None))
             for each in folders:
-                at = walked.enter_context(_opened(each, DIRECTORY, at))
-            os.link(original, name, src_dir_fd=at, dst_dir_fd=parent, follow_symlinks=False)
+                folder = walked.enter_context(_opened(each, DIRECTORY, folder))
+            os.link(original, name, src_dir_fd=folder, dst_dir_fd=parent, follow_symlinks=False)
 
 
 def _checked(name: bytes) -> bytes:

@@ -63,8 +63,8 @@ class Tape:
     def end(self) -> None:
         """From now on the box itself answers. Raises EnvError if calls of the record were not made again."""
         self.plays = False
-        if left := sum(map(len, self._waiting.values())):
-            raise EnvError(f"the environment did not ask its box {left} of the things that it had asked before")
+        if unasked := sum(map(len, self._waiting.values())):
+            raise EnvError(f"the environment did not ask its box {unasked} of the things that it had asked before")
 
     def _keep(self, key: str, answer: Json) -> None:
         self._size += len(key) + len(repr(answer))

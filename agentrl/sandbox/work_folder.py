@@ -377,9 +377,9 @@ def _copy_file(
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if merge else os.O_EXCL)
         target = os.open(name, flags, 0o600, dir_fd=into)
         try:
-            left = status.st_size  # a file that grows meanwhile is copied as it was counted
-            while left > 0 and (chunk := os.read(source, min(_CHUNK, left))):
-                left -= len(chunk)
+            remaining = status.st_size  # a file that grows meanwhile is copied as it was counted
+            while remaining > 0 and (chunk := os.read(source, min(_CHUNK, remaining))):
+                remaining -= len(chunk)
                 while chunk:
                     chunk = chunk[os.write(target, chunk) :]
             _finish(target, mode, status, owner)

@@ -136,9 +136,9 @@ class ProcessBox(WorkBox):
     def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> HostProcess:
         self._must_be_open()
         command = checked_argv(argv)
-        kept = {key: os.environ[key] for key in _KEPT if key in os.environ}
+        inherited = {key: os.environ[key] for key in _KEPT if key in os.environ}
         home = {"HOME": str(self._path), "TMPDIR": str(self._path)}
-        variables = checked_env({**kept, **home, **self.spec.env, **(env or {}), **self._home.mark})
+        variables = checked_env({**inherited, **home, **self.spec.env, **(env or {}), **self._home.mark})
         folder = self._path
         if cwd not in (None, "", "."):
             if not self._work.is_directory(cwd):

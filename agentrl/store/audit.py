@@ -187,13 +187,13 @@ def _check_turns(db: Database, report: AuditReport) -> None:
         " LEFT JOIN episodes e ON e.id = t.episode_id LEFT JOIN groups g ON g.id = e.group_id"
         " ORDER BY t.episode_id, t.trial, t.idx"
     )
-    at: tuple[int, int] | None = None
+    trial_under_check: tuple[int, int] | None = None
     expected, answered = 0, True
     for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, learns, blob, *rest in rows:
         has_step, last_trial, dropped = rest
         where = f"episode {episode}, trial {trial}, turn {index}"
-        if (episode, trial) != at:
-            at, expected, answered = (episode, trial), 0, True
+        if (episode, trial) != trial_under_check:
+            trial_under_check, expected, answered = (episode, trial), 0, True
         if index != expected:
             report.breach("turns_lost", f"{where}: turn {expected} is missing")
         if not answered:
@@ -270,10 +270,10 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
-    for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
+    for table, leftover in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
         ids = f"SELECT DISTINCT episode_id FROM {table}"
         for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({ids})"):
-            report.breach("bookkeeping", f"episode {episode} ended with {what}")
+            report.breach("bookkeeping", f"episode {episode} ended with {leftover}")
     for (episode,) in db.rows(
         "SELECT h.episode_id FROM endings h JOIN episodes e ON e.id = h.episode_id"
         " WHERE e.state IN ('finished', 'expired')"
@@ -386,7 +386,7 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
     roles = config.get("rollout", {}).get("roles", {})
-    named = {
+    algo_of_env = {
         table.get("id") or config["env"]["id"]: table["algo"] for table in config.get("tasks", []) if table.get("algo")
     }
     of_role = {table["name"]: table["algo"] for table in config.get("roles", []) if table.get("algo")}
@@ -394,7 +394,7 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
         "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
         where = f"group {group} left as without signal"
-        algo = named.get(json.loads(task)["env"], config.get("algo", {}))
+        algo = algo_of_env.get(json.loads(task)["env"], config.get("algo", {}))
         if any(judge.get("distil_weight") or judge.get("observation_weight") for judge in (algo, *of_role.values())):
             report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
         if (state, reason) != ("expired", "no_signal"):
@@ -408,12 +408,14 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
             rewards = [member["rewards"].get(role, []) for member in members]
             for turn in range(max(map(len, rewards))):
                 returns = [
-                    discount ** max(len(own) - 1 - turn, 0) * of_episode
-                    + weight * math.fsum(discount**after * reward for after, reward in enumerate(own[turn:]))
-                    for of_episode, own in zip(outcome, rewards, strict=True)
+                    discount ** max(len(turn_rewards) - 1 - turn, 0) * of_episode
+                    + weight * math.fsum(discount**after * reward for after, reward in enumerate(turn_rewards[turn:]))
+                    for of_episode, turn_rewards in zip(outcome, rewards, strict=True)
                 ]
                 mean = math.fsum(returns) / len(returns)
-                alive = [value for value, own in zip(returns, rewards, strict=True) if turn < len(own)]
+                alive = [
+                    value for value, turn_rewards in zip(returns, rewards, strict=True) if turn < len(turn_rewards)
+                ]
                 if any(abs(value - mean) > 1e-6 for value in alive):
                     report.breach("skipped_with_signal", f"{where}: turn {turn} of {role!r} returned {returns}")
                     break

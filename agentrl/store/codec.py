@@ -65,8 +65,8 @@ def pack_tokens(turn: Turn) -> bytes:
     except (OverflowError, TypeError) as error:
         raise StoreError(f"turn {turn.index}: a token id is not an unsigned 32-bit integer: {error}") from error
     header = _HEADER.pack(logprobs.itemsize, len(turn.prompt_ids), len(turn.token_ids))
-    named = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
-    return _compressed(header + _little(ids) + _little(logprobs) + named)
+    columns = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
+    return _compressed(header + _little(ids) + _little(logprobs) + columns)
 
 
 def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], columns.Columns]:
@@ -77,20 +77,20 @@ def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
     end = _HEADER.size + ids.itemsize * (n_prompt + n_tokens)
     ids.frombytes(data[_HEADER.size : end])
     logprobs = array("f" if width == 4 else "d")
-    named = end + width * n_tokens
-    logprobs.frombytes(data[end:named])
+    columns_start = end + width * n_tokens
+    logprobs.frombytes(data[end:columns_start])
     if sys.byteorder == "big":
         ids.byteswap()
         logprobs.byteswap()
-    return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs), unpack_columns(data[named:])
+    return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs), unpack_columns(data[columns_start:])
 
 
 def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
     """A blob of tokens with more columns; those that it has stay. Raises StoreError as `pack_columns`."""
     data = _decompressed(blob)
     _, _, n_tokens = _HEADER.unpack_from(data)
-    known = unpack_tokens(blob)[3]
-    more = {name: values for name, values in named.items() if name not in known}
+    present = unpack_tokens(blob)[3]
+    more = {name: values for name, values in named.items() if name not in present}
     return _compressed(data + pack_columns(more, n_tokens, what))
 
 
@@ -111,9 +111,9 @@ def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
 
 def unpack_columns(data: bytes) -> columns.Columns:
     """Read what `pack_columns` wrote, whether the columns are registered here or not."""
-    named, at = dict[str, tuple[float, ...]](), 0
-    while at < len(data):
-        end = at + 1 + data[at]
+    by_name, position = dict[str, tuple[float, ...]](), 0
+    while position < len(data):
+        end = position + 1 + data[position]
         code, size = _COLUMN.unpack_from(data, end)
         start = end + _COLUMN.size
         if start + size > len(data):
@@ -122,9 +122,9 @@ def unpack_columns(data: bytes) -> columns.Columns:
         values.frombytes(data[start : start + size])
         if sys.byteorder == "big":
             values.byteswap()
-        named[data[at + 1 : end].decode()] = tuple(values)
-        at = start + size
-    return named
+        by_name[data[position + 1 : end].decode()] = tuple(values)
+        position = start + size
+    return by_name
 
 
 def pack_experts(experts: RoutedExperts) -> bytes:
@@ -305,8 +305,8 @@ def pack_answer(step: Step, what: str) -> str:
     Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
     if taken := sorted(_ANSWER.keys() & step.info):
         raise StoreError(f"{what}: info[{taken[0]!r}] is a field of the step: set that")
-    said = {name: value for name, default in _ANSWER.items() if (value := getattr(step, name)) != default}
-    return to_json({**step.info, **said}, f"{what}: info") if said or step.info else "{}"
+    fields = {name: value for name, default in _ANSWER.items() if (value := getattr(step, name)) != default}
+    return to_json({**step.info, **fields}, f"{what}: info") if fields or step.info else "{}"
 
 
 def unpack_answer(text: str) -> dict[str, Any]:
@@ -343,7 +343,10 @@ _RECORD: Final = tuple(field.name for field in fields(MemberRecord))
 def pack_record(record: Mapping[int, MemberRecord]) -> str:
     """The record that a group's members are judged against, by member, as JSON."""
     return json.dumps(
-        {str(at): {name: getattr(member_record, name) for name in _RECORD} for at, member_record in record.items()}
+        {
+            str(member): {name: getattr(member_record, name) for name in _RECORD}
+            for member, member_record in record.items()
+        }
     )
 
 
@@ -355,8 +358,8 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
             outcomes=packed["outcomes"],
             rewards={role: tuple(rewards) for role, rewards in packed["rewards"].items()},
             streams={
-                role: {source: tuple(values) for source, values in own.items()}
-                for role, own in packed["streams"].items()
+                role: {source: tuple(values) for source, values in sources.items()}
+                for role, sources in packed["streams"].items()
             },
             weights=packed["weights"],
             states={role: tuple(states) for role, states in packed["states"].items()},
@@ -374,9 +377,9 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Read what `pack_files` wrote."""
     data = _decompressed(blob)
-    at = 4 + struct.unpack_from("<I", data)[0]
+    position = 4 + struct.unpack_from("<I", data)[0]
     files: dict[str, bytes] = {}
-    for path, length in json.loads(data[4:at]):
-        files[path] = data[at : at + length]
-        at += length
+    for path, length in json.loads(data[4:position]):
+        files[path] = data[position : position + length]
+        position += length
     return files

@@ -25,14 +25,14 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
     name the copy from now on. Returns the path of what named the old store, which stays as it is, and the rows copied.
 
     The caller holds the run's lock. Raises UsageError if the run has its store there already."""
-    here, there = (STORE, ADDRESS) if url is not None else (ADDRESS, STORE)
+    here, target_name = (STORE, ADDRESS) if url is not None else (ADDRESS, STORE)
     if not (run / here).exists():
         where = "in PostgreSQL" if url else "a file"
         raise UsageError(f"{run} has no {here}: its store is {where} already")
-    kept = run / f"{here}.old"
-    if kept.exists():
-        raise UsageError(f"{kept} is there from an earlier copy: remove it or put it elsewhere")
-    new = run / f"copy.{there}" if there == STORE else run / there
+    old_place = run / f"{here}.old"
+    if old_place.exists():
+        raise UsageError(f"{old_place} is there from an earlier copy: remove it or put it elsewhere")
+    new = run / f"copy.{target_name}" if target_name == STORE else run / target_name
     with closing(look(run / here, clock=clock)) as source:
         target = connect(new, clock=clock, create=True, url=url)
         try:
@@ -44,10 +44,10 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
             new.unlink(missing_ok=True)
             raise
         target.close()
-    (run / here).rename(kept)
-    if there == STORE:
+    (run / here).rename(old_place)
+    if target_name == STORE:
         new.rename(run / STORE)
-    return kept, rows
+    return old_place, rows
 
 
 def copy(source: Database, target: Database) -> int:
@@ -69,8 +69,8 @@ def _copy_table(source: Database, target: Database, table: str, columns: tuple[s
     sql = f"INSERT INTO {table} ({names}) VALUES ({places})"
     copied, batch = 0, list[tuple[object, ...]]()
     free = columns.index("text") if table == "turns" else None  # the column of type ANY
-    kept = _KEPT if table in BYTES else ""
-    for row in source.execute(f"SELECT {names} FROM {table}{kept}"):
+    condition = _KEPT if table in BYTES else ""
+    for row in source.execute(f"SELECT {names} FROM {table}{condition}"):
         if free is not None:
             row = (*row[:free], target.any_text(row[free]), *row[free + 1 :])
         batch.append(row)

@@ -128,13 +128,13 @@ class EpisodeSearch(StorePart):
         limit: int = 100,
     ) -> list[EpisodeRow]:
         """At most `limit` episodes that a filter lets through, in an order; those without a value come last."""
-        found, parameters = _found(wanted)
+        condition, parameters = _found(wanted)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
         # the newest are found without a look at all others, unless an expression hides that ids are in order
         last = "" if by in _ALWAYS else f"{column} IS NULL, "
         with self._db.read():
             ids = self._db.rows(
-                f"SELECT e.id{found} ORDER BY {last}{column} {way}, e.id {way} LIMIT ? OFFSET ?",
+                f"SELECT e.id{condition} ORDER BY {last}{column} {way}, e.id {way} LIMIT ? OFFSET ?",
                 (*parameters, limit, offset),
             )
             rows = {row.id: row for row in episode_rows(self._db, *_among([id for (id,) in ids]))}
@@ -143,9 +143,9 @@ class EpisodeSearch(StorePart):
     @retried
     def outcomes(self, wanted: EpisodeFilter) -> dict[float | None, int]:
         """How many of the episodes that a filter lets through have which outcome reward; None: none yet."""
-        found, parameters = _found(wanted)
+        condition, parameters = _found(wanted)
         with self._db.read():
-            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){found} GROUP BY e.outcome", parameters)
+            rows = self._db.rows(f"SELECT e.outcome, COUNT(*){condition} GROUP BY e.outcome", parameters)
         return dict(rows)
 
     @retried
@@ -160,7 +160,7 @@ class EpisodeSearch(StorePart):
     ) -> Searched:
         """At most `limit` episodes with a text in their last trial, and with ids below `before`, after about `budget_s`
         seconds at most. Letters of ASCII are found in either case; on PostgreSQL not in what the model wrote."""
-        until, found = time.monotonic() + budget_s, list[int]()
+        until, matches = time.monotonic() + budget_s, list[int]()
         with self._db.read():
             row = self._db.row("SELECT MAX(id) FROM episodes")
         newest = row[0] or 0 if row else 0
@@ -168,10 +168,10 @@ class EpisodeSearch(StorePart):
         for high in range(newest, 0, -_CHUNK):
             low = max(0, high - _CHUNK)
             with self._db.read():
-                found += self._with_text(text, purpose, low, high)
-            if low and (len(found) >= limit or time.monotonic() > until):
-                return Searched(ids=tuple(found[:limit]), back_to=low + 1)
-        return Searched(ids=tuple(found[:limit]), back_to=None)
+                matches += self._with_text(text, purpose, low, high)
+            if low and (len(matches) >= limit or time.monotonic() > until):
+                return Searched(ids=tuple(matches[:limit]), back_to=low + 1)
+        return Searched(ids=tuple(matches[:limit]), back_to=None)
 
     @retried
     def turn_sizes(self, episode_id: int) -> list[TurnSize]:
@@ -223,9 +223,9 @@ class EpisodeSearch(StorePart):
                 root = row[0]
             if self._db.row("SELECT 1 FROM groups WHERE fork_of IS NOT NULL LIMIT 1") is None:
                 return []
-            found: list[Fork] = []
+            forks: list[Fork] = []
             parents = [root]
-            while parents and len(found) < most:
+            while parents and len(forks) < most:
                 among = ", ".join("?" * len(parents))
                 rows = self._db.rows(
                     "SELECT g.id, g.fork_of, g.fork_trial, g.fork_turn, e.id FROM groups g"
@@ -234,9 +234,9 @@ class EpisodeSearch(StorePart):
                 )
                 for (group, of, trial, turn), members in groupby(rows, key=lambda row: row[:4]):
                     ids = tuple(id for *_, id in members)
-                    found.append(Fork(group_id=group, of=of, trial=trial, turn=turn, members=ids))
+                    forks.append(Fork(group_id=group, of=of, trial=trial, turn=turn, members=ids))
                 parents = [id for *_, id in rows]
-        return found[:most]
+        return forks[:most]
 
     def _with_text(self, text: str, purpose: str | None, low: int, high: int) -> Iterator[int]:
         written = self._db.any_text(f"%{_escaped(text)}%")

@@ -100,8 +100,8 @@ class Lineage(StorePart):
         # anew under their old name, and so the old ones are renamed.
         with self._db.write(durable=True):
             check_lead(self._db)
-            known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
-            if step != 0 and known is None:
+            checkpoint = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
+            if step != 0 and checkpoint is None:
                 raise StoreError(f"cannot roll back to step {step}: it has no checkpoint")
             attempt = _attempt(self._db) + 1
             self._db.execute("UPDATE meta SET value = ? WHERE key = 'attempt'", (str(attempt),))
@@ -193,8 +193,8 @@ class Lineage(StorePart):
                 (oldest,),
             )
             dropped = [id for (id,) in rows if _share(id) >= keep_sample and not self._late_after(id, oldest)]
-        for at in range(0, len(dropped), _RETAIN_BATCH):
-            batch = dropped[at : at + _RETAIN_BATCH]
+        for first in range(0, len(dropped), _RETAIN_BATCH):
+            batch = dropped[first : first + _RETAIN_BATCH]
             with self._db.write():
                 self._db.upkeep.forget(batch)
                 self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", [(id,) for id in batch])

@@ -151,18 +151,18 @@ class Metrics(StorePart):
         the newest half, the first quarter, and others evenly spread between these. Also those of steps that are `reach`
         or less away from a step in `near`."""
         with self._db.read():
-            known = self._db.rows(
+            step_rows = self._db.rows(
                 "SELECT id, step FROM metrics WHERE kind = ? AND undone_attempt IS NULL ORDER BY step, id", (kind,)
             )
-            if len(known) > most:
-                first, last = most // 4, len(known) - most // 2
+            if len(step_rows) > most:
+                first, last = most // 4, len(step_rows) - most // 2
                 spread = range(first, last, max(1, (last - first) // max(1, most // 4)))
-                chosen = {*range(first), *spread, *range(last, len(known))}
+                chosen = {*range(first), *spread, *range(last, len(step_rows))}
                 wanted = {step + away for step in near for away in range(-reach, reach + 1)}
-                known = [row for at, row in enumerate(known) if at in chosen or row[1] in wanted]
+                step_rows = [row for place, row in enumerate(step_rows) if place in chosen or row[1] in wanted]
             rows: list[Row] = []
-            for at in range(0, len(known), _AT_ONCE):
-                ids = [number for number, _ in known[at : at + _AT_ONCE]]
+            for place in range(0, len(step_rows), _AT_ONCE):
+                ids = [number for number, _ in step_rows[place : place + _AT_ONCE]]
                 marks = ", ".join("?" * len(ids))
                 rows += self._db.rows(
                     f"SELECT step, attempt, time_s, data FROM metrics WHERE id IN ({marks}) ORDER BY step, id", ids
@@ -318,7 +318,7 @@ class Metrics(StorePart):
         """The spans of time in which somebody worked, of the newest `turns` turns. Constant time."""
         newest = "SELECT episode_id, started_s, ended_s, n_tokens FROM turns ORDER BY id DESC LIMIT ?"
         with self._db.read():
-            found = self._db.rows(newest, (turns,))
+            turn_rows = self._db.rows(newest, (turns,))
             episodes = self._db.rows(
                 f"SELECT id, started_s, ended_s FROM episodes WHERE id IN (SELECT episode_id FROM ({newest}) t)"
                 " AND started_s IS NOT NULL UNION SELECT id, started_s, ended_s FROM episodes"
@@ -326,7 +326,7 @@ class Metrics(StorePart):
                 (turns,),
             )
         return Activity(
-            turns=[(began, ended, n) for _, began, ended, n in found], episodes=[(a, b) for _, a, b in episodes]
+            turns=[(began, ended, n) for _, began, ended, n in turn_rows], episodes=[(a, b) for _, a, b in episodes]
         )
 
     @retried
@@ -342,12 +342,12 @@ class Metrics(StorePart):
                 " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
                 (TRAIN, limit),
             )
-        found: list[EpisodeTimes] = []
+        times: list[EpisodeTimes] = []
         for (_, group_id, began, ended, reason, outcome), turns in groupby(rows, key=lambda row: row[:6]):
             played = tuple((start, end, n) for *_, start, end, n in turns if n is not None)
             scores = scored(StopReason(reason), outcome)
-            found.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
-        return found
+            times.append(EpisodeTimes(group_id=group_id, started_s=began, ended_s=ended, scored=scores, turns=played))
+        return times
 
     @retried
     def silent_groups(self, limit: int, returns: Returns) -> frozenset[int]:
@@ -392,39 +392,39 @@ class Metrics(StorePart):
                 episodes.append(_Episode(*row, seconds=seconds or 0.0, trained=bool(trained)))
                 if is_late and judged:
                     late[row[1]][row[2]] = record_of(self._db, row[0], outcome, outcomes)
-            advantage = self._advantages({one.group_id for one in episodes}, late, returns)
-        cuts = _quantiles([float(one.tokens) for one in episodes])
+            advantage = self._advantages({episode.group_id for episode in episodes}, late, returns)
+        cuts = _quantiles([float(episode.tokens) for episode in episodes])
         borders = [cuts["p25"], cuts["p50"], cuts["p75"]]
         return TrainingBias(
             admitted=_side(episodes, advantage, borders),
-            trained=_side([one for one in episodes if one.trained], advantage, borders),
+            trained=_side([episode for episode in episodes if episode.trained], advantage, borders),
         )
 
     def _advantages(
         self, groups: set[int], late: Mapping[int, Mapping[int, MemberRecord]], returns: Returns
     ) -> dict[tuple[int, int], tuple[float, float]]:
         """The mean advantage and mean |advantage| of each judged member, by group and member."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
+        means: dict[tuple[int, int], tuple[float, float]] = {}
         for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
             if id in groups:
                 of_env = returns.for_env(unpack_task(task).env)
-                for member, own in advantages(unpack_record(packed), of_env, late.get(id)).items():
-                    if own:
-                        found[id, member] = fmean(own), fmean(map(abs, own))
-        return found
+                for member, of_turns in advantages(unpack_record(packed), of_env, late.get(id)).items():
+                    if of_turns:
+                        means[id, member] = fmean(of_turns), fmean(map(abs, of_turns))
+        return means
 
 
 def _failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
     """The failures with those of one task, purpose and reason in one row, in the order in which these come."""
-    found: dict[tuple[str, ...], FailedTask] = {}
+    failed: dict[tuple[str, ...], FailedTask] = {}
     for row in rows:
         key = pack_identity(row.task), row.purpose, row.reason, row.detail
-        known = found.get(key)
-        if known is not None:
-            last = max(known, row, key=lambda one: (one.last_s, one.episode))
-            row = replace(last, times=known.times + row.times)
-        found[key] = row
-    return list(found.values())
+        previous = failed.get(key)
+        if previous is not None:
+            last = max(previous, row, key=lambda one: (one.last_s, one.episode))
+            row = replace(last, times=previous.times + row.times)
+        failed[key] = row
+    return list(failed.values())
 
 
 @dataclass(slots=True)
@@ -519,17 +519,21 @@ class _Episode(NamedTuple):
 def _side(
     episodes: Sequence[_Episode], advantage: Mapping[tuple[int, int], tuple[float, float]], borders: Sequence[float]
 ) -> Side:
-    judged = [(one.tokens, *advantage[key]) for one in episodes if (key := (one.group_id, one.member)) in advantage]
+    judged = [
+        (episode.tokens, *advantage[key])
+        for episode in episodes
+        if (key := (episode.group_id, episode.member)) in advantage
+    ]
     total = math.fsum(size for _, _, size in judged)
     quarters: list[list[float]] = [[], [], [], []]
     for tokens, mean, _ in judged:
         quarters[sum(tokens > border for border in borders)].append(mean)
-    first, second, third, fourth = (fmean(own) if own else math.nan for own in quarters)
+    first, second, third, fourth = (fmean(of_quarter) if of_quarter else math.nan for of_quarter in quarters)
     return Side(
         episodes=len(episodes),
-        turns=_quantiles([float(one.turns) for one in episodes]),
-        tokens=_quantiles([float(one.tokens) for one in episodes]),
-        seconds=_quantiles([one.seconds for one in episodes]),
+        turns=_quantiles([float(episode.turns) for episode in episodes]),
+        tokens=_quantiles([float(episode.tokens) for episode in episodes]),
+        seconds=_quantiles([episode.seconds for episode in episodes]),
         weighted_tokens=math.fsum(tokens * size for tokens, _, size in judged) / total if total else math.nan,
         advantage_by_quartile=(first, second, third, fourth),
     )

@@ -61,8 +61,8 @@ class PlayedGroups(StorePart):
 
     def _write(self, episode_id: int, member: PlayedMember) -> None:
         if member.start is not None:
-            images, what = dict[str, bytes](), "the start of a member"
-            start = pack_messages(without_images(member.start, images, what), what)
+            images, place = dict[str, bytes](), "the start of a member"
+            start = pack_messages(without_images(member.start, images, place), place)
             write_images(self._db, images)
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))
             write_tools(self._db, episode_id, member.tools)

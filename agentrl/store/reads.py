@@ -120,10 +120,10 @@ class Readers(StorePart):
     def trajectory(self, episode_id: int) -> Trajectory:
         """One episode as far as it went. Raises StoreError for an unknown id."""
         with self._db.read():
-            found = load_trajectories(self._db, "e.id = ?", (episode_id,))
-        if not found:
+            trajectories = load_trajectories(self._db, "e.id = ?", (episode_id,))
+        if not trajectories:
             raise NotInStore(f"no episode {episode_id} in {self._db.path}")
-        return found[0]
+        return trajectories[0]
 
     def trajectories(self, purpose: str) -> Iterator[Trajectory]:
         """Every episode of a purpose, group by group. Groups that end meanwhile are seen as they stand when reached."""
@@ -241,14 +241,14 @@ def load_group(db: Database, group_id: int, only: Collection[int] | None = None)
     """A group with its members, or only those with ids in `only`, inside a transaction. Raises StoreError for an
     unknown id."""
     chosen = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
-    found, episodes, weights = db.all_rows(
+    group_rows, episodes, weights = db.all_rows(
         ("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,)),
         (_episodes(f"e.group_id = ? AND {chosen}"), (group_id, *(only or ()))),
         (WEIGHTS, ()),
     )
-    if not found:
+    if not group_rows:
         raise NotInStore(f"no group {group_id} in {db.path}")
-    ((task, state, size, started_step, taken_step, record),) = found
+    ((task, state, size, started_step, taken_step, record),) = group_rows
     return Group(
         id=group_id,
         task=unpack_task(task),
@@ -305,9 +305,9 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
 def turns_of(db: Database, episodes: Sequence[int], shown: Shown | None = None) -> dict[int, tuple[Turn, ...]]:
     """The turns of each episode's last trial, inside a transaction; `shown` has images that were read before."""
     shown = shown or Shown(db)
-    asked = [asked for id in episodes for asked in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
-    found = db.all_rows(*asked)
-    pairs = zip(found[::2], found[1::2], strict=True)
+    query = [query for id in episodes for query in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
+    tables = db.all_rows(*query)
+    pairs = zip(tables[::2], tables[1::2], strict=True)
     return {id: tuple(_turns(shown, scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
 
 
@@ -376,13 +376,13 @@ def _turns(shown: Shown, scored: Iterable[Row], rows: Iterable[Row]) -> Iterator
 
 def _step(row: Sequence[str | float | int], shown: Shown) -> Step:
     observation, reward, terminated, truncated, info = row
-    said = unpack_answer(str(info))
-    if "history" in said:
-        said["history"] = shown.whole(said["history"])
+    fields = unpack_answer(str(info))
+    if "history" in fields:
+        fields["history"] = shown.whole(fields["history"])
     return Step(
         observation=shown.messages(str(observation)),
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        **said,
+        **fields,
     )

@@ -52,7 +52,7 @@ class Value(Generic[_T]):
 
     def swap(self, store: _Swaps, before: _T, value: _T) -> bool:
         """Set it if it still is `before`; returns whether it was."""
-        texts = ("" if one == self.unset else self.text(one) for one in (before, value))
+        texts = ("" if each_value == self.unset else self.text(each_value) for each_value in (before, value))
         return store.swap_meta(self.key, *texts)
 
     def text(self, value: _T) -> str:

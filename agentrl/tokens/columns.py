@@ -71,10 +71,10 @@ class Column:
         """How many of `values` belong to the first `count` tokens. They may be fewer than it says."""
         if not self.ragged:
             return count * self.width
-        at = 0
+        position = 0
         for _ in range(count):
-            at += 1 + abs(int(values[at])) if at < len(values) else 1
-        return at
+            position += 1 + abs(int(values[position])) if position < len(values) else 1
+        return position
 
 
 _KEPT: Final = Column(name=KEPT, dtype="int32", default=0, ragged=True)
@@ -98,8 +98,8 @@ def column(name: str) -> Column:
     """A registered column. Raises UnknownIdError."""
     if name == KEPT:
         return _KEPT
-    found = cast(Any, registry.resolve("columns", name))
-    return found if isinstance(found, Column) else found()
+    kind = cast(Any, registry.resolve("columns", name))
+    return kind if isinstance(kind, Column) else kind()
 
 
 def check(columns: Columns, n: int) -> None:

@@ -80,11 +80,11 @@ def _header(data: bytes) -> tuple[str, int, int]:
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
         return "image/png", *struct.unpack_from(">II", data, 16)
     if data.startswith(b"\xff\xd8\xff"):
-        at = 2
-        while data[at] == 0xFF and data[at + 1] not in _SIZES_OF_JPEG:
-            at += 2 + struct.unpack_from(">H", data, at + 2)[0]
-        height, width = struct.unpack_from(">HH", data, at + 5)
-        return "image/jpeg", width if data[at] == 0xFF else 0, height
+        position = 2
+        while data[position] == 0xFF and data[position + 1] not in _SIZES_OF_JPEG:
+            position += 2 + struct.unpack_from(">H", data, position + 2)[0]
+        height, width = struct.unpack_from(">HH", data, position + 5)
+        return "image/jpeg", width if data[position] == 0xFF else 0, height
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP" and len(data) >= 30:
         return "image/webp", *_webp(data)
     return "", 0, 0
@@ -128,8 +128,8 @@ def of_messages(messages: Iterable[Message]) -> list[Image]:
 
 def of_steps(start: Sequence[Message], steps: Iterable[Step | None]) -> dict[int, Image]:
     """The images that an episode has shown, by their token. Raises ValueError for two that differ and have the same."""
-    said = (start, *(messages for step in steps if step for messages in (step.observation, step.history)))
-    return joined({image.token: image} for messages in said for image in of_messages(messages or ()))
+    shown = (start, *(messages for step in steps if step for messages in (step.observation, step.history)))
+    return joined({image.token: image} for messages in shown for image in of_messages(messages or ()))
 
 
 def runs(token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -150,12 +150,12 @@ def placed(token_ids: Sequence[int], placeholder: int) -> list[int]:
 
 def joined(parts: Iterable[Mapping[int, Image]]) -> dict[int, Image]:
     """All images of several, by their token. Raises ValueError for two that differ and have the same."""
-    found = dict[int, Image]()
+    images = dict[int, Image]()
     for part in parts:
         for token, image in part.items():
-            if found.setdefault(token, image).digest != image.digest:
+            if images.setdefault(token, image).digest != image.digest:
                 raise ValueError(f"two images have the token {token}: change a pixel of one")
-    return found
+    return images
 
 
 def shown(token_ids: Sequence[int], known: Mapping[int, Image]) -> tuple[Image, ...]:

@@ -40,11 +40,11 @@ def _encoded(ids: Sequence[int]) -> list[int]:
 
 def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
     """The head and the numbers of each token of a column."""
-    at = 0
-    while at < len(values):
-        head = int(values[at])
-        at += 1 + abs(head)
-        yield head, values[at - abs(head) : at]
+    position = 0
+    while position < len(values):
+        head = int(values[position])
+        position += 1 + abs(head)
+        yield head, values[position - abs(head) : position]
 
 
 def decode(values: Sequence[float]) -> list[tuple[int, ...]]:
@@ -56,5 +56,5 @@ def _decoded(head: int, numbers: Sequence[float]) -> tuple[int, ...]:
     if head >= 0:
         return tuple(map(int, numbers))
     return tuple(
-        at * _BITS + bit for at, word in enumerate(map(int, numbers)) for bit in range(_BITS) if word >> bit & 1
+        place * _BITS + bit for place, word in enumerate(map(int, numbers)) for bit in range(_BITS) if word >> bit & 1
     )

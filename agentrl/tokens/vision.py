@@ -63,10 +63,10 @@ class Vision:
     def positions(self, context: Sequence[int], known: Mapping[int, Image]) -> list[tuple[int, int, int]]:
         """Time, row and column of each token of a context. Raises ValueError if an image is not `known`, or is not
         there with all its tokens, once in a row."""
-        found, at, next_ = list[tuple[int, int, int]](), 0, 0
+        positions, reached, next_ = list[tuple[int, int, int]](), 0, 0
         for token, start, stop in (*images.runs(context), (0, len(context), 0)):
-            found += ((place, place, place) for place in range(next_, next_ + start - at))
-            next_, at = next_ + start - at, stop
+            positions += ((place, place, place) for place in range(next_, next_ + start - reached))
+            next_, reached = next_ + start - reached, stop
             if not token:
                 break
             if token not in known:
@@ -74,9 +74,9 @@ class Vision:
             rows, columns = self.grid(known[token])
             if stop - start != rows * columns:
                 raise ValueError(f"the image at token {start} has {stop - start} tokens, not {rows} x {columns}")
-            found += ((next_, next_ + row, next_ + column) for row in range(rows) for column in range(columns))
+            positions += ((next_, next_ + row, next_ + column) for row in range(rows) for column in range(columns))
             next_ += max(rows, columns)
-        return found
+        return positions
 
 
 def read_vision(folder: Path) -> Vision | None:
@@ -85,26 +85,28 @@ def read_vision(folder: Path) -> Vision | None:
     config = _read(folder / "config.json")
     if "vision_config" not in config or config.get("model_type") not in FAMILIES:
         return None
-    own: dict[str, Any] = config["vision_config"]
-    given = _read(folder / "preprocessor_config.json") or _read(folder / "processor_config.json").get("image_processor")
-    if not given:
+    vision_config: dict[str, Any] = config["vision_config"]
+    processor = _read(folder / "preprocessor_config.json") or _read(folder / "processor_config.json").get(
+        "image_processor"
+    )
+    if not processor:
         hint = "save its processor there with save_pretrained"
         raise ModelError(f"model folder {str(folder)!r} has no preprocessor_config.json: {hint}")
-    size: dict[str, Any] = given.get("size") or {}
-    found = Vision(
+    size: dict[str, Any] = processor.get("size") or {}
+    vision = Vision(
         placeholder=int(config["image_token_id"]),
-        patch=int(given.get("patch_size", 14)),
-        merge=int(given.get("merge_size", 2)),
-        least=int(given.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
-        most=int(given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
+        patch=int(processor.get("patch_size", 14)),
+        merge=int(processor.get("merge_size", 2)),
+        least=int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+        most=int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
     )
-    computed = int(own.get("patch_size", 14)), int(own.get("spatial_merge_size", 2))
-    if computed != (found.patch, found.merge):
+    computed = int(vision_config.get("patch_size", 14)), int(vision_config.get("spatial_merge_size", 2))
+    if computed != (vision.patch, vision.merge):
         raise ModelError(
-            f"{str(folder)!r}: the image processor has patch_size and merge_size {found.patch}, {found.merge}, and "
+            f"{str(folder)!r}: the image processor has patch_size and merge_size {vision.patch}, {vision.merge}, and "
             f"config.json {computed[0]}, {computed[1]}: they must be the same"
         )
-    return found
+    return vision
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
                     EpisodeFilter(purpose=purpose), by="ended", descending=True, limit=most
                 )
             ]
-        details = {one.id: episode_answers.detail(opened, one.id, {}) for one in rows}
+        details = {each_row.id: episode_answers.detail(opened, each_row.id, {}) for each_row in rows}
         with opened.store() as store:
             pictures = {digest: store.reads.image(digest) for digest in _digests(details)}
         answers: dict[str, Any] = {
@@ -45,10 +45,14 @@ def write_bundle(run: Path, out: Path, *, most: int) -> int:
             "metrics": run_answers.metrics(opened, run_answers.metric_names(opened)),
             "lanes": lanes(opened),
             "health": run_answers.health(opened),
-            "episodes": [episode_answers.row_of(one) for one in rows],
+            "episodes": [episode_answers.row_of(each_row) for each_row in rows],
             **{f"episodes/{id}": detail for id, detail in details.items()},
-            **{f"groups/{id}": episode_answers.group(opened, id, {}) for id in {one.group_id for one in rows}},
-            **{f"steps/{one.step}": episode_answers.step(opened, one.step, {}) for one in opened.steps()},
+            **{
+                f"groups/{id}": episode_answers.group(opened, id, {}) for id in {each_row.group_id for each_row in rows}
+            },
+            **{
+                f"steps/{each_row.step}": episode_answers.step(opened, each_row.step, {}) for each_row in opened.steps()
+            },
         }
     finally:
         runs.close()

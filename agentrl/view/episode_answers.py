@@ -72,29 +72,33 @@ def listed(opened: OpenedRun, query: Mapping[str, str]) -> Json:
 
 def histogram(outcomes: Mapping[float | None, int]) -> Json:
     """Counts of outcome rewards: by value if there are few, else in equal bins. A bin includes both of its bounds."""
-    known = {value: n for value, n in outcomes.items() if value is not None}
-    values = sorted(known)
+    counts = {value: n for value, n in outcomes.items() if value is not None}
+    values = sorted(counts)
     if len(values) <= _BINS:
-        bins = [{"low": value, "high": value, "n": known[value]} for value in values]
+        bins = [{"low": value, "high": value, "n": counts[value]} for value in values]
     else:
         width = (values[-1] - values[0]) / _BINS
-        held: list[list[float]] = [[] for _ in range(_BINS)]
+        values_of_bins: list[list[float]] = [[] for _ in range(_BINS)]
         for value in values:
-            held[min(_BINS - 1, int((value - values[0]) / width))].append(value)
-        bins = [{"low": own[0], "high": own[-1], "n": sum(known[value] for value in own)} for own in held if own]
+            values_of_bins[min(_BINS - 1, int((value - values[0]) / width))].append(value)
+        bins = [
+            {"low": bin_values[0], "high": bin_values[-1], "n": sum(counts[value] for value in bin_values)}
+            for bin_values in values_of_bins
+            if bin_values
+        ]
     return {"bins": bins, "without": outcomes.get(None, 0)}
 
 
 def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """One episode turn by turn, with the members of its group. Raises StoreError for an unknown id."""
     with opened.store() as store:
-        found = store.reads.trajectory(id)
-        rows = store.reads.episodes(group_id=found.group_id)
-        group = store.reads.group(found.group_id)
+        trajectory = store.reads.trajectory(id)
+        rows = store.reads.episodes(group_id=trajectory.group_id)
+        group = store.reads.group(trajectory.group_id)
         restarts = store.reads.restarts(id)
         sizes = {size.index: size for size in store.search.turn_sizes(id)}
         family = store.search.family(id)
-        learned = {version for turn in found.turns if turn.learns for version in sizes[turn.index].versions}
+        learned = {version for turn in trajectory.turns if turn.learns for version in sizes[turn.index].versions}
         made_at = {
             version: store.versions.step_of(version)
             for version in sorted(learned)
@@ -105,34 +109,35 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     judged = _advantages(opened, group)
     cut = None if query.get("whole") == "yes" else _CUT
     frozen = opened.config.rollout.frozen_roles()
-    roles = {turn.role for turn in found.turns} - {*frozen}
-    of_turns = iter(judged.get(found.member, ()) if len(roles) == 1 else ())  # those of several come role by role
+    roles = {turn.role for turn in trajectory.turns} - {*frozen}
+    of_turns = iter(judged.get(trajectory.member, ()) if len(roles) == 1 else ())  # those of several come role by role
     return {
         **row_of(row),
         "detail": row.detail[:_CUT],
         "group_state": _group_state(row),
-        "start": _messages(found.start, cut),
+        "start": _messages(trajectory.start, cut),
         "turns": [
             _turn(opened.tokenizer, turn, sizes[turn.index], cut)
             | {"advantage": next(of_turns, None) if turn.role in roles else None}
             | {"columns": _columns(turn, dumped.get(turn.index, {}), cut)}
-            for turn in found.turns
+            for turn in trajectory.turns
         ],
         "weight_steps": made_at,
-        "task": {"kwargs": dict(found.task.kwargs), "options": dict(found.task.options)},
+        "task": {"kwargs": dict(trajectory.task.kwargs), "options": dict(trajectory.task.options)},
         "siblings": _members(group, judged, rows),
-        "outcomes": dict(found.outcomes),
-        "weights": dict(found.weights),
+        "outcomes": dict(trajectory.outcomes),
+        "weights": dict(trajectory.weights),
         "restarts": [
             {
-                "trial": one.trial,
-                "reason": one.reason[:_CUT],
-                "turns": [{"index": turn.index, "text": _text(turn.text, _CUT // 10)} for turn in one.turns],
+                "trial": entry.trial,
+                "reason": entry.reason[:_CUT],
+                "turns": [{"index": turn.index, "text": _text(turn.text, _CUT // 10)} for turn in entry.turns],
             }
-            for one in restarts
+            for entry in restarts
         ],
         "family": [
-            {"group": one.group_id, "of": one.of, "turn": one.turn, "members": list(one.members)} for one in family
+            {"group": entry.group_id, "of": entry.of, "turn": entry.turn, "members": list(entry.members)}
+            for entry in family
         ],
     }
 
@@ -140,22 +145,22 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
 def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """The members of a group with their conversations, side by side. Raises StoreError for an unknown id."""
     with opened.store() as store:
-        found = store.reads.group(id)
+        group_ = store.reads.group(id)
         rows = store.reads.episodes(group_id=id)
     cut = None if query.get("whole") == "yes" else _CUT // 5
-    members = _members(found, _advantages(opened, found), rows)
-    for member, trajectory in zip(members, found.trajectories, strict=True):
+    members = _members(group_, _advantages(opened, group_), rows)
+    for member, trajectory in zip(members, group_.trajectories, strict=True):
         member["turns"] = [
             {"text": _text(turn.text, cut), "role": turn.role, "reward": turn.reward} for turn in trajectory.turns
         ]
     return {
         "id": id,
-        "state": found.state.value,
-        "size": found.size,
-        "task": {"env": found.task.env, "seed": found.task.seed, "index": found.task.index},
-        "started_step": found.started_step,
-        "taken_step": found.taken_step,
-        "start": _messages(found.trajectories[0].start if found.trajectories else (), cut),
+        "state": group_.state.value,
+        "size": group_.size,
+        "task": {"env": group_.task.env, "seed": group_.task.seed, "index": group_.task.index},
+        "started_step": group_.started_step,
+        "taken_step": group_.taken_step,
+        "start": _messages(group_.trajectories[0].start if group_.trajectories else (), cut),
         "members": members,
     }
 
@@ -176,7 +181,7 @@ def step(opened: OpenedRun, number: int, _query: Mapping[str, str]) -> Json:
         "attempt": row.attempt,
         "values": opened.values()[opened.steps().index(row)],
         "alarms": [str(alarm) for alarm in cast("list[object]", row.values.get("alarms") or [])],
-        "episodes": [row_of(one) for one in episodes],
+        "episodes": [row_of(episode) for episode in episodes],
     }
 
 
@@ -210,9 +215,11 @@ def row_of(row: EpisodeRow) -> Json:
 def _group_state(row: EpisodeRow) -> str:
     """The state of an episode's group; of one that left the buffer untrained the reason, which the state hides: a group
     whose members earned the same has not expired."""
-    left = row.group_state in (GroupState.EXPIRED, GroupState.FAILED)
+    is_left_out = row.group_state in (GroupState.EXPIRED, GroupState.FAILED)
     return (
-        f"left out: {(row.group_reason or row.group_state.value).replace('_', ' ')}" if left else row.group_state.value
+        f"left out: {(row.group_reason or row.group_state.value).replace('_', ' ')}"
+        if is_left_out
+        else row.group_state.value
     )
 
 
@@ -260,8 +267,8 @@ def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -
     """By name, a number of each token that is shown: what the engine said of it, and what the step did to it."""
     n = len(turn.token_ids)
     shown = n if cut is None else min(n, _MOST_TOKENS)
-    said = {name: values for name, values in turn.columns.items() if len(values) == n}
-    return {name: [_number(value) for value in values[:shown]] for name, values in {**said, **dumped}.items()}
+    columns = {name: values for name, values in turn.columns.items() if len(values) == n}
+    return {name: [_number(value) for value in values[:shown]] for name, values in {**columns, **dumped}.items()}
 
 
 def _number(value: Any) -> float | None:
@@ -270,7 +277,7 @@ def _number(value: Any) -> float | None:
 
 def _dumped(opened: OpenedRun, step: int, episode: int) -> dict[int, dict[str, list[Any]]]:
     """What `agentrl retrain RUN --step N --dump RUN/tokens/N.jsonl` has written about an episode, by turn."""
-    path, found = opened.run.token_dump(step), dict[int, dict[str, list[Any]]]()
+    path, by_turn = opened.run.token_dump(step), dict[int, dict[str, list[Any]]]()
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -278,16 +285,16 @@ def _dumped(opened: OpenedRun, step: int, episode: int) -> dict[int, dict[str, l
                 if head is None or int(head[1]) != 0 or int(head[2]) != episode:  # of the first pass
                     continue
                 row: Json = json.loads(line)
-                known = {name: row[name] for name in _DUMPED_COLUMNS if name in row}
+                dumped = {name: row[name] for name in _DUMPED_COLUMNS if name in row}
                 if "logprob" in row and "behaviour" in row:
-                    known["ratio"] = [
+                    dumped["ratio"] = [
                         None if a is None or b is None else math.exp(min(50.0, a - b))
                         for a, b in zip(row["logprob"], row["behaviour"], strict=True)
                     ]
-                found[int(head[3])] = known
+                by_turn[int(head[3])] = dumped
     except (OSError, ValueError):
         return {}
-    return found
+    return by_turn
 
 
 def _pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str | None]:
@@ -307,8 +314,8 @@ def _messages(messages: Messages, cut: int | None) -> list[Json]:
             "role": str(message["role"]),
             "content": _text(str(message["content"]), cut),
             "images": [
-                {"digest": one.digest, "type": one.media_type, "width": one.width, "height": one.height}
-                for one in images.of_messages([message])
+                {"digest": image.digest, "type": image.media_type, "width": image.width, "height": image.height}
+                for image in images.of_messages([message])
             ],
             "calls": [
                 {"name": str(call["function"].get("name", "")), "arguments": str(call["function"].get("arguments", ""))}
@@ -329,13 +336,20 @@ def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
     ended after the group closed are judged by its record. Nothing for a group that is still open."""
     if group.record is None:
         return {}
-    late = {one.member: one.record for one in group.trajectories if one.member not in group.record and one.scored}
+    late = {
+        trajectory.member: trajectory.record
+        for trajectory in group.trajectories
+        if trajectory.member not in group.record and trajectory.scored
+    }
     return advantages(group.record, returns_of(opened.config).for_env(group.task.env), late)
 
 
 def _members(group: Group, judged: Mapping[int, Sequence[float]], rows: Sequence[EpisodeRow]) -> list[Json]:
     tokens = {row.id: row.tokens for row in rows}
-    return [_member(one, judged.get(one.member, ()), tokens[one.episode_id]) for one in group.trajectories]
+    return [
+        _member(trajectory, judged.get(trajectory.member, ()), tokens[trajectory.episode_id])
+        for trajectory in group.trajectories
+    ]
 
 
 def _member(one: Trajectory, judged: Sequence[float], tokens: int) -> Json:

@@ -30,8 +30,8 @@ _MOST = 50  # edits of a turn
 def edits_of(text: str) -> list[dict[str, str | None]]:
     """The edits that the calls in a turn's text ask for, in their order: the tool's `name`, the `path` and the `place`
     if it names them, and either `old` (None: not said) and `new`, or a `patch`."""
-    found = [edit for call in _calls(text) for edit in _of(call.name, call.arguments, "")]
-    return found[:_MOST]
+    edits = [edit for call in _calls(text) for edit in _of(call.name, call.arguments, "")]
+    return edits[:_MOST]
 
 
 def _calls(text: str) -> Sequence[ToolCall]:
@@ -54,9 +54,9 @@ def _of(name: str, arguments: Mapping[str, Any], outer: str) -> Iterator[dict[st
     place = next((str(arguments[key]) for key in _PLACES if isinstance(arguments.get(key), int | str)), None)
     edit: dict[str, str | None] = {"name": name, "path": path or None, "place": place, "old": None, "new": None}
     if isinstance(several := arguments.get("edits"), list):
-        for one in cast("list[Any]", several)[:_MOST]:
-            if isinstance(one, dict):
-                yield from _of(name, cast("Mapping[str, Any]", one), path)
+        for part in cast("list[Any]", several)[:_MOST]:
+            if isinstance(part, dict):
+                yield from _of(name, cast("Mapping[str, Any]", part), path)
         return
     for old, new in _PAIRS:
         if old in texts and new in texts:

@@ -74,9 +74,9 @@ def lanes(opened: OpenedRun, now: Callable[[], float] = time.time) -> Json | Non
         },
         "marks": [
             *(
-                {"kind": "weights", "time_s": one.confirmed_s, "step": one.step}
-                for one in served
-                if one.confirmed_s >= since
+                {"kind": "weights", "time_s": version.confirmed_s, "step": version.step}
+                for version in served
+                if version.confirmed_s >= since
             ),
             *(
                 {"kind": "checkpoint", "time_s": row.time_s, "step": row.step}
@@ -130,8 +130,8 @@ def _spread(spans: Iterable[tuple[float, float, float]], since: float, width: fl
             bins[first] += value * (ended - began)
             continue
         bins[first] += value * (since + (first + 1) * width - began)
-        for at in range(first + 1, last):
-            bins[at] += value * width
+        for place in range(first + 1, last):
+            bins[place] += value * width
         bins[last] += value * (ended - since - last * width)
     return [round(value / width, 3) for value in bins]
 

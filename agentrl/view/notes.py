@@ -49,11 +49,11 @@ def _checked(said: Any) -> Json:
         raise UsageError('notes are {"tags": [text, …], "note": text}')
     if len(note) > _NOTE_CHARS:
         raise UsageError(f"note has {len(note)} characters: write {_NOTE_CHARS} at most")
-    found: list[str] = []
+    tags_: list[str] = []
     for tag in cast("list[Any]", tags):
         if not isinstance(tag, str) or not 0 < len(tag.strip()) <= _TAG_CHARS or not tag.isprintable():
             raise UsageError(f"tag {str(tag)[:50]!r}: give 1 to {_TAG_CHARS} letters, digits, signs")
-        found.append(tag.strip())
-    if len(found) > _MOST_TAGS:
-        raise UsageError(f"tags are {len(found)}: give {_MOST_TAGS} at most")
-    return {"tags": list(dict.fromkeys(found)), "note": note}
+        tags_.append(tag.strip())
+    if len(tags_) > _MOST_TAGS:
+        raise UsageError(f"tags are {len(tags_)}: give {_MOST_TAGS} at most")
+    return {"tags": list(dict.fromkeys(tags_)), "note": note}

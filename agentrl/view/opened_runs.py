@@ -89,8 +89,8 @@ class OpenedRun:
         """The run's configuration as it is now: settings change while it goes on."""
         mark = None
         with suppress(FileNotFoundError):
-            found = (self.run.path / "config.json").stat()
-            mark = found.st_ino, found.st_mtime_ns
+            facts = (self.run.path / "config.json").stat()
+            mark = facts.st_ino, facts.st_mtime_ns
         with self._lock:
             if self._config is None or self._config[0] != mark:
                 self._config = mark, self.run.config()
@@ -99,8 +99,8 @@ class OpenedRun:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model, to show single tokens; None if its files are not here."""
-        if (own := self.run.path / "tokenizer.json").is_file():  # a recorded run brings it
-            return Tokenizer.from_file(str(own))
+        if (brought := self.run.path / "tokenizer.json").is_file():  # a recorded run brings it
+            return Tokenizer.from_file(str(brought))
         for name in (str(self.run.path), self.config.model):
             with suppress(AgentRLError, OSError):
                 return Tokenizer.from_file(str(model_dir(name) / "tokenizer.json"))
@@ -110,12 +110,12 @@ class OpenedRun:
         """What `agentrl status --json` says."""
         with self._lock:
             if self._status is not None:
-                at, known = self._status
-                if self._clock() - at < (_LIVE_S if is_live(known) else _OVER_S):
-                    return known
-            found = status.status(self.run, rows=self.steps())
-            self._status = self._clock(), found
-            return found
+                read_s, cached = self._status
+                if self._clock() - read_s < (_LIVE_S if is_live(cached) else _OVER_S):
+                    return cached
+            state = status.status(self.run, rows=self.steps())
+            self._status = self._clock(), state
+            return state
 
     def steps(self) -> list[Metric]:
         """The rows of the optimizer steps that count, by step. Only new ones are read, unless the run went back."""
@@ -137,29 +137,29 @@ class OpenedRun:
         """What `read` finds in every episode of a large run; for as long as fifty times what that took, it is taken as
         known under its `name`, so that a page that looks on costs the run little."""
         with self._lock:
-            until, known = self._seldom.get(name, (0.0, None))
+            until, value = self._seldom.get(name, (0.0, None))
             if name not in self._seldom or self._clock() >= until:
                 began = self._clock()
                 with self.store() as store:
-                    known = read(store)
-                self._seldom[name] = self._clock() + 50 * (self._clock() - began), known
-            return cast("_T", known)
+                    value = read(store)
+                self._seldom[name] = self._clock() + 50 * (self._clock() - began), value
+            return cast("_T", value)
 
     def step_at(self, time_s: float) -> int:
         """The last step that was made by a time, in seconds since the epoch; 0 before the first."""
         rows = self.steps()
-        at = bisect_right([row.time_s for row in rows], time_s)
-        return rows[at - 1].step if at else 0
+        place = bisect_right([row.time_s for row in rows], time_s)
+        return rows[place - 1].step if place else 0
 
     def evaluation(self, name: str, purpose: str) -> held_out.EvalResult | None:
         """The result of one evaluation; None as long as it goes on."""
         with self._lock:
             if purpose not in self._evaluations:
                 with self.store() as store:
-                    found = held_out.result(store, name, purpose) if held_out.finished(store, purpose) else None
-                if found is None:
+                    result = held_out.result(store, name, purpose) if held_out.finished(store, purpose) else None
+                if result is None:
                     return None
-                self._evaluations[purpose] = found
+                self._evaluations[purpose] = result
             return self._evaluations[purpose]
 
 
@@ -180,12 +180,12 @@ class OpenedRuns:
     def all(self) -> list[OpenedRun]:
         """Every run that is there now, those that were begun last first."""
         with self._lock:
-            there = [path for place in self._places for path in _runs_in(place)]
-            for path in there:
+            paths = [path for place in self._places for path in _runs_in(place)]
+            for path in paths:
                 if path not in self._known:
                     self._known[path] = OpenedRun(self._free_id(path.name), RunDir(path))
-            found = [self._known[path] for path in dict.fromkeys(there)]
-        return sorted(found, key=lambda one: _begun(one.run), reverse=True)
+            opened = [self._known[path] for path in dict.fromkeys(paths)]
+        return sorted(opened, key=lambda one: _begun(one.run), reverse=True)
 
     def __getitem__(self, id: str) -> OpenedRun:
         """Raises KeyError for an id of no run that is there."""
@@ -195,15 +195,15 @@ class OpenedRuns:
         raise KeyError(id)
 
     def _free_id(self, name: str) -> str:
-        taken = {one.id for one in self._known.values()}
+        taken = {opened.id for opened in self._known.values()}
         ids = (name if n == 1 else f"{name}~{n}" for n in range(1, len(taken) + 2))
         return next(id for id in ids if id not in taken)
 
     def close(self) -> None:
         """Close every handle."""
         self.closing.set()
-        for one in self._known.values():
-            one.close()
+        for opened in self._known.values():
+            opened.close()
 
 
 def _runs_in(place: Path) -> list[Path]:

@@ -40,24 +40,24 @@ def change(run: RunDir, said: Any) -> Json:
     settings = _document(said, "settings").get("settings")
     if not isinstance(settings, list) or not 0 < len(cast("list[Any]", settings)) <= _MOST:
         raise UsageError(f"settings are a list of 1 to {_MOST} texts: train.lr=1e-6")
-    for one in cast("list[Any]", settings):
-        if not isinstance(one, str) or len(one) > _CHARS:
-            raise UsageError(f"settings has {str(one)[:50]!r}: give a text of {_CHARS} characters at most")
+    for setting in cast("list[Any]", settings):
+        if not isinstance(setting, str) or len(setting) > _CHARS:
+            raise UsageError(f"settings has {str(setting)[:50]!r}: give a text of {_CHARS} characters at most")
     return {"told": steering.change_under_way(run, cast("list[str]", settings))}
 
 
 def requeue(run: RunDir, said: Any) -> Json:
     """Play again what failed through no doing of the policy, and what was given up, in all groups or in one `group`.
     Raises UsageError as `steering.requeue`, and for a run that is not under way."""
-    one = isinstance(said, dict) and "group" in said
-    document, groups, what = _document(said, *["group"] * one), None, "--failed"
-    if one:
+    is_one_group = isinstance(said, dict) and "group" in said
+    document, groups, option = _document(said, *["group"] * is_one_group), None, "--failed"
+    if is_one_group:
         group = document["group"]
         if not isinstance(group, int) or isinstance(group, bool) or not 0 < group < 1 << 63:
             raise UsageError(f"group = {str(group)[:50]!r}: give the number of a group")
-        groups, what = [group], f"--group {group}"
+        groups, option = [group], f"--group {group}"
     if not steering.under_way(run):
-        raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} {what}, before it goes on")
+        raise UsageError(f"{run.path} is not under way: agentrl requeue {run.path} {option}, before it goes on")
     return {"told": "; ".join(steering.requeued_lines(run, steering.requeue(run, groups)))}
 
 
@@ -66,11 +66,11 @@ def steered(opened: OpenedRun) -> Json:
     values that they have now."""
     with opened.store() as store:
         paused, wanted = PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
-    held = changes.values(opened.config)
+    current = changes.values(opened.config)
     return {
         "paused": paused or None,
         "wanted": {key: value for wish in wanted for key, value in wish["settings"].items()},
-        "settings": {key: value for key, value in held.items() if changes.in_flight(key)},
+        "settings": {key: value for key, value in current.items() if changes.in_flight(key)},
     }
 
 

@@ -43,8 +43,8 @@ def pack(run: RunDir, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, config = Path(folder) / "store.sqlite", Path(folder) / "config.json"
         config.write_text(to_json(run.config(), defaults=False))
-        with closing(sqlite3.connect(run.store_path)) as whole, closing(sqlite3.connect(store)) as copy:
-            whole.backup(copy)
+        with closing(sqlite3.connect(run.store_path)) as recorded, closing(sqlite3.connect(store)) as copy:
+            recorded.backup(copy)
             copy.execute("UPDATE versions SET path = NULL")
             copy.execute("UPDATE checkpoints SET path = ''")
             copy.execute("DELETE FROM leases")

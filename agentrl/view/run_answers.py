@@ -72,7 +72,7 @@ def summary(opened: OpenedRun) -> Json:
     state, config, rows = opened.state(), opened.config, opened.steps()
     with opened.store() as store:
         purposes, failures, roles = store.groups.purposes(), store.metrics.failures(), store.search.roles()
-        told: Json = {
+        facts: Json = {
             "purposes": purposes,
             "sources": [{"name": source.name, "weight": source.weight} for source in store.scores.sources()],
             "endings": {reason.value: n for reason, n in store.metrics.endings().items()},
@@ -88,7 +88,7 @@ def summary(opened: OpenedRun) -> Json:
         }
     return (
         line(opened)
-        | told
+        | facts
         | {
             "status": state,
             "alarms": state["alarms"],
@@ -110,8 +110,10 @@ def health(opened: OpenedRun) -> list[Json]:
     path = opened.run.path
     live = under_way(opened.run)
     rows = opened.steps()
-    found = opened.seldom("health", lambda store: examine(read_facts(store, opened.config, path, live=live, rows=rows)))
-    return [advice.document(path) for advice in found]
+    findings = opened.seldom(
+        "health", lambda store: examine(read_facts(store, opened.config, path, live=live, rows=rows))
+    )
+    return [advice.document(path) for advice in findings]
 
 
 def metrics(opened: OpenedRun, names: Sequence[str]) -> Json:
@@ -133,28 +135,28 @@ def metric_names(opened: OpenedRun) -> list[str]:
 
 def evaluations(opened: OpenedRun, purposes: Sequence[str]) -> Json:
     """Results by held-out set, each with the step after which it was measured."""
-    found: dict[str, list[Json]] = {}
+    by_set: dict[str, list[Json]] = {}
     last = opened.state()["step"]
     for purpose in purposes:
         read = held_out.read_label(purpose, now=last)
         if read is not None and (result := opened.evaluation(read.name, purpose)) is not None:
             point = {"purpose": purpose, "when": read.when, "step": read.step, **result.figures()}
-            found.setdefault(read.name, []).append(point)
-    return {name: sorted(points, key=lambda point: point["step"]) for name, points in sorted(found.items())}
+            by_set.setdefault(read.name, []).append(point)
+    return {name: sorted(points, key=lambda point: point["step"]) for name, points in sorted(by_set.items())}
 
 
 def fingerprint(opened: OpenedRun) -> list[Any]:
     """Changes whenever a page of the run has something new to show. Reads no more than what is new."""
     steps = [row.step for row in opened.steps()[-1:]]
     with opened.store() as store:
-        asked = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
+        wishes = [value.of(store.meta) for value in (PAUSED, WANTED_SETTINGS, RESTARTED)]
         return [
             *store.metrics.progress(),
             store.lineage.attempt,
             sorted(store.groups.counts().items()),
             PHASE.of(store.meta),
             steps,
-            *asked,
+            *wishes,
         ]
 
 
@@ -179,8 +181,8 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
         text = f"{death['why']}; it was started again"[:300]
         events.append({"kind": "fault", "step": opened.step_at(death["time_s"]), "text": text})
     for change in settings:
-        told = (f"{key} = {value!r} (was {change['was'].get(key)!r})" for key, value in change["settings"].items())
-        events.append({"kind": "setting", "step": change["step"], "text": ", ".join(told)[:300]})
+        changed = (f"{key} = {value!r} (was {change['was'].get(key)!r})" for key, value in change["settings"].items())
+        events.append({"kind": "setting", "step": change["step"], "text": ", ".join(changed)[:300]})
     for row in rows:
         for alarm in cast("list[object]", row.values.get("alarms") or [])[:3]:
             events.append({"kind": "alarm", "step": row.step, "text": str(alarm)[:300]})
@@ -204,8 +206,8 @@ def _number(value: Any) -> float | None:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found = [float(row[key]) for row in rows if row.get(key) is not None]
-    return fmean(found) if found else None
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return fmean(values) if values else None
 
 
 def _thinned(values: Sequence[float | None]) -> list[float | None]:

@@ -54,24 +54,24 @@ class RunsCollector:
     def collect(self) -> Iterator[Any]:
         """All families, with the samples of all runs that are there."""
         samples: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
-        own: dict[str, Any] = {}
+        engine_families: dict[str, Any] = {}
         for opened in self._runs.all():
             with suppress(AgentRLError, OSError):
-                found = list(_samples(opened, self._now()))
-                for name, labels, value in found:
+                gauges = list(_samples(opened, self._now()))
+                for name, labels, value in gauges:
                     samples[name].append(({"run": opened.id, **labels}, value))
-                for told in figures(opened.run.engine_figures):
-                    labels = {"run": opened.id, "engine": told.engine}
-                    samples["agentrl_engine_scrapes"].append((labels, told.asked))
-                    samples["agentrl_engine_scrapes_failed"].append((labels, told.failed))
-                    if self._now() - told.time_s < _FRESH_S:
-                        _add_own(own, self._client, labels, told.text)
+                for engine_figures in figures(opened.run.engine_figures):
+                    labels = {"run": opened.id, "engine": engine_figures.engine}
+                    samples["agentrl_engine_scrapes"].append((labels, engine_figures.asked))
+                    samples["agentrl_engine_scrapes_failed"].append((labels, engine_figures.failed))
+                    if self._now() - engine_figures.time_s < _FRESH_S:
+                        _add_own(engine_families, self._client, labels, engine_figures.text)
         for name, (kind, meaning) in FAMILIES.items():
             family = self._client.Metric(name, meaning, kind)
             for labels, value in samples[name]:
                 family.add_sample(name + "_total" * (kind == "counter"), labels, value)
             yield family
-        yield from own.values()
+        yield from engine_families.values()
 
 
 def _add_own(families: dict[str, Any], client: Any, labels: dict[str, str], text: str) -> None:
@@ -79,13 +79,15 @@ def _add_own(families: dict[str, Any], client: Any, labels: dict[str, str], text
     Prometheus does. An answer that cannot be read is left out."""
     parser: Any = import_module("prometheus_client.parser")
     try:
-        found = list(parser.text_string_to_metric_families(text))
+        parsed = list(parser.text_string_to_metric_families(text))
     except ValueError:
         return
-    for one in found:
-        if one.name not in FAMILIES:
-            family = families.setdefault(one.name, client.Metric(one.name, one.documentation, one.type))
-            for sample in one.samples:
+    for each_family in parsed:
+        if each_family.name not in FAMILIES:
+            family = families.setdefault(
+                each_family.name, client.Metric(each_family.name, each_family.documentation, each_family.type)
+            )
+            for sample in each_family.samples:
                 its = {f"exported_{name}" if name in labels else name: value for name, value in sample.labels.items()}
                 family.add_sample(sample.name, {**its, **labels}, sample.value)
 
@@ -105,10 +107,10 @@ def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, s
     if held_out:
         yield "agentrl_held_out_success", {}, list(held_out.values())[-1]
     for name, measured in state["pass_at"].items():
-        for k, one in measured.items():
+        for k, estimate in measured.items():
             if k != "step":
                 for bound in ("value", "low", "high"):
-                    yield "agentrl_held_out_pass_at", {"set": name, "k": k, "bound": bound}, one[bound]
+                    yield "agentrl_held_out_pass_at", {"set": name, "k": k, "bound": bound}, estimate[bound]
     for name, count in state["groups"].items():
         yield "agentrl_groups", {"state": name}, float(count)
     for reason, count in state["dropped"].items():
@@ -123,8 +125,8 @@ def _samples(opened: OpenedRun, now_s: float) -> Iterator[tuple[str, dict[str, s
             yield "agentrl_parts", {"part": part}, float(count)
     if fleet:
         yield from _engines(fleet[-1].values)
-    for one in served:
-        yield "agentrl_weights_lag_seconds", {}, one.confirmed_s - one.minted_s
+    for estimate in served:
+        yield "agentrl_weights_lag_seconds", {}, estimate.confirmed_s - estimate.minted_s
 
 
 def _engines(gauges: Any) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -114,8 +114,8 @@ class _Shared:
         lock = self._locks.setdefault(key, anyio.Lock())
         try:
             async with lock:
-                if (known := self.known(key)) is not None:
-                    return known[0]
+                if (shared_answer := self.known(key)) is not None:
+                    return shared_answer[0]
                 began = self._clock()
                 answer = await to_thread.run_sync(lambda: _encoded(make()))
                 took = self._clock() - began
@@ -199,17 +199,17 @@ class _Guard:
             await send(message)
 
         refusal = self._refusal(scope)
-        known = self._shared.known(_asked(scope)) if refusal is None and scope["method"] == "GET" else None
-        if known is None:
+        shared_answer = self._shared.known(_asked(scope)) if refusal is None and scope["method"] == "GET" else None
+        if shared_answer is None:
             await (refusal or self._app)(scope, receive, with_headers)
             return
-        answer, left_s = known
-        told = [
+        answer, left_s = shared_answer
+        headers = [
             (b"content-length", b"%d" % len(answer)),
             (b"content-type", b"application/json"),
             (_KNOWN.encode(), f"{left_s:.3f}".encode()),
         ]
-        await with_headers({"type": "http.response.start", "status": 200, "headers": told})
+        await with_headers({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -259,11 +259,11 @@ async def _answered(
     runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
 ) -> Response:
     """What a call answers, made in a thread; its errors as an answer of one line."""
-    asked = _asked(request.scope)
+    key = _asked(request.scope)
     try:
-        response = _sent(await shared(asked, lambda: answer(runs, request)))
-        if (known := shared.known(asked)) is not None:
-            response.headers[_KNOWN] = f"{known[1]:.3f}"
+        response = _sent(await shared(key, lambda: answer(runs, request)))
+        if (shared_answer := shared.known(key)) is not None:
+            response.headers[_KNOWN] = f"{shared_answer[1]:.3f}"
         return response
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
@@ -297,13 +297,13 @@ def _numbered(answer: Callable[[OpenedRun, int, Query], Any]) -> Callable[[Opene
 
 def _lines(runs: OpenedRuns) -> list[Any]:
     """A line for each run; of one that cannot be read, why."""
-    found: list[Any] = []
+    lines: list[Any] = []
     for opened in runs.all():
         try:
-            found.append(run_answers.line(opened))
+            lines.append(run_answers.line(opened))
         except AgentRLError as error:
-            found.append({"id": opened.id, "path": str(opened.run.path), "error": str(error)})
-    return found
+            lines.append({"id": opened.id, "path": str(opened.run.path), "error": str(error)})
+    return lines
 
 
 def _metrics(run: OpenedRun, query: Query) -> Any:
@@ -341,7 +341,7 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
             return _problem(413, f"{name}: the request has more than {_SENT_BYTES} bytes")
 
     try:
-        said = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         return _problem(400, f"{name}: the request is no JSON")
     try:
@@ -349,7 +349,7 @@ async def _written(runs: OpenedRuns, shared: _Shared, name: str, request: Reques
     except KeyError as error:
         return _problem(404, f"no run {error.args[0]!r} is here")
     try:
-        done = await to_thread.run_sync(_WRITES[name], opened.run, said)
+        done = await to_thread.run_sync(_WRITES[name], opened.run, document)
     except UsageError as error:
         return _problem(400, str(error))
     except AgentRLError as error:

@@ -57,17 +57,17 @@ def measure(
     groups = _groups(store.metrics.episode_times(newest), store.metrics.silent_groups(newest, returns))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:
         steps = f"{len(rows)} steps between the first {start_up} and the last {end - last}"
-        found = f"{len(groups)} finished groups and {steps}"
+        counted = f"{len(groups)} finished groups and {steps}"
         run, more = store.path.parent, 2 * _FEWEST + end - last + (rows[-1].step if rows else start_up)
         go_on = f"agentrl train --resume {run} --set train.steps={more}"
-        raise UsageError(f"{run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
+        raise UsageError(f"{run}: {counted}; a simulation needs {_FEWEST} of each: go on with {go_on}")
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
     taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
     took = [idle_s + other for idle_s, other in zip(idle[1:], busy[1:], strict=True)]
-    between = statistics.median(gap - known for gap, known in zip(gaps, took, strict=False)) if gaps else 0.0
+    between = statistics.median(gap - step_s for gap, step_s in zip(gaps, took, strict=False)) if gaps else 0.0
     return MeasuredRun(
         episodes=Measured(groups),
         steps=MeasuredSteps.fit(list(zip(tokens, busy, strict=True))),
@@ -89,8 +89,10 @@ def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[l
     groups: defaultdict[int, list[EpisodeTimes]] = defaultdict(list)
     for episode in episodes:
         groups[episode.group_id].append(episode)
-    whole = [group for group in groups.values() if min(episode.started_s for episode in group) <= last]
-    return [[_play(episode, episode.group_id in silent) for episode in group] for group in whole if len(group) > 1]
+    begun_in_time = [group for group in groups.values() if min(episode.started_s for episode in group) <= last]
+    return [
+        [_play(episode, episode.group_id in silent) for episode in group] for group in begun_in_time if len(group) > 1
+    ]
 
 
 def _play(episode: EpisodeTimes, silent: bool) -> Play:

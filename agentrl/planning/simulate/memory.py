@@ -196,13 +196,13 @@ class MemoryBuffer:
 
     def _overdue(self, before: float) -> list[SimulatedGroup]:
         self._oldest_open()
-        found: list[SimulatedGroup] = []
+        overdue: list[SimulatedGroup] = []
         for group in self._started:
             if group.started_s >= before:
                 break
             if group.running:
-                found.append(group)
-        return found
+                overdue.append(group)
+        return overdue
 
     def at_bound(
         self, step: int, *, max_lag: int, quorum: int | None, acts: Callable[[SimulatedMember], int | None]

@@ -31,16 +31,16 @@ def parse_close(text: str, group_size: int) -> tuple[str, ClosePolicy]:
     waited for the others. Raises UsageError."""
     if text == "full":
         return text, FULL
-    found = re.fullmatch(r"(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d*)?))?", text)
-    if found is None or found[2] == "0":
+    match = re.fullmatch(r"(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d*)?))?", text)
+    if match is None or match[2] == "0":
         raise UsageError(f"--close {text!r} is not known: give full, 7/8, or 7/8@10 to wait 10 s more")
-    share = found[2] is not None
-    k = math.ceil(int(found[1]) * group_size / int(found[2])) if share else int(found[1])
-    if share and k == group_size and int(found[1]) < int(found[2]):
+    share = match[2] is not None
+    k = math.ceil(int(match[1]) * group_size / int(match[2])) if share else int(match[1])
+    if share and k == group_size and int(match[1]) < int(match[2]):
         k -= 1  # a small group's quorum leaves one out as well
     if not 2 <= k <= group_size:
         raise UsageError(f"--close {text!r} makes a quorum of {k}: it must be from 2 to the group's {group_size}")
-    after_s = float(found[3] or 0.0)
+    after_s = float(match[3] or 0.0)
     return f"{k} of {group_size}" + (f" + {after_s:g} s" if after_s else ""), Quorum(k, after_s)
 
 

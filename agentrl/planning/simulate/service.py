@@ -126,9 +126,9 @@ class Measured:
     groups: Sequence[Sequence[Play]]
 
     def group(self, size: int, chance: Random) -> list[Play]:
-        found = list(chance.choice(self.groups))
-        chance.shuffle(found)
-        return found[:size] + chance.choices(found, k=max(0, size - len(found)))
+        members = list(chance.choice(self.groups))
+        chance.shuffle(members)
+        return members[:size] + chance.choices(members, k=max(0, size - len(members)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,12 +162,12 @@ class Simulation:
         while self._step < self._steps or self._busy:
             if not self._events:  # nothing runs, and nothing may start
                 raise RuntimeError("a simulated run stands still")
-            self._now, _, what = heapq.heappop(self._events)
-            if isinstance(what, SimulatedMember):
-                self._end(what)
-            elif what == "step":
+            self._now, _, event = heapq.heappop(self._events)
+            if isinstance(event, SimulatedMember):
+                self._end(event)
+            elif event == "step":
                 self._end_step()
-            elif what == "served":
+            elif event == "served":
                 self._buffer.step = len(self._served)
                 self._served.append(self._now)
             else:
@@ -222,7 +222,7 @@ class Simulation:
         newest, oldest = (spans[-1][0], spans[0][0]) if spans else (None, None)
         self._buffer.finish(member, self._now, newest=newest, oldest=oldest, scored=play.scored)
         if group.id in self._cohort:
-            fresh = sum(n for made, n in spans if self._step - made <= self._policy.max_lag)
+            fresh = sum(n for sampled_step, n in spans if self._step - sampled_step <= self._policy.max_lag)
             self._too_old[member.id] = play.tokens - fresh
             self._sums.unavoidable += play.tokens - fresh
             if play.scored:
@@ -252,10 +252,10 @@ class Simulation:
                 spans.append((first, n))
                 continue
             done = 0
-            for made in range(first + 1, last + 1):
-                cut = min(n, math.ceil((served[made] - start) / (end - start) * n))
+            for version in range(first + 1, last + 1):
+                cut = min(n, math.ceil((served[version] - start) / (end - start) * n))
                 if cut > done:
-                    spans.append((made - 1, cut - done))
+                    spans.append((version - 1, cut - done))
                 done = cut
             if n > done:
                 spans.append((last, n - done))
@@ -294,9 +294,9 @@ class Simulation:
             return None
         buffer, waits = self._buffer, False
         if buffer.counts[GroupState.SCORED] + buffer.quorate_groups >= self._world.groups_per_step:
-            found = buffer.at_bound(step, max_lag=policy.max_lag, quorum=policy.quorum, acts=self._newest_of_waiting)
-            ready = buffer.counts[GroupState.SCORED] + found.closable >= self._world.groups_per_step
-            waits = ready and found.episodes > 0
+            bound = buffer.at_bound(step, max_lag=policy.max_lag, quorum=policy.quorum, acts=self._newest_of_waiting)
+            ready = buffer.counts[GroupState.SCORED] + bound.closable >= self._world.groups_per_step
+            waits = ready and bound.episodes > 0
         waited = patience.ends_s
         if patience.holds(waits, self._now):
             if waited == math.inf > patience.ends_s:
@@ -329,7 +329,9 @@ class Simulation:
     def _note_skipped(self) -> None:
         """Leave out of the sums what a step has just skipped. Late members are still trained, as in a run."""
         sums = self._sums
-        for member in (one for group in self._buffer.skipped for one in group.members if not one.late):
+        for member in (
+            groups_member for group in self._buffer.skipped for groups_member in group.members if not groups_member.late
+        ):
             play = self._play.pop(member.id)
             if member.group.id in self._cohort:
                 sums.skipped += 1
@@ -348,8 +350,8 @@ class Simulation:
             episodes += len(trained)
             for member in trained:
                 fresh = 0
-                for made, n in self._spans[member.id]:
-                    if (age := self._step - 1 - made) <= self._policy.max_lag:
+                for sampled_step, n in self._spans[member.id]:
+                    if (age := self._step - 1 - sampled_step) <= self._policy.max_lag:
                         fresh += n
                         if counts:
                             self._sums.ages[age] += n
@@ -369,12 +371,12 @@ class Simulation:
     def _run_out(self, step_s: float) -> None:
         """Play what was admitted to its end, at one step each `step_s`: also the slowest episode is counted."""
         while self._events:
-            self._now, _, what = heapq.heappop(self._events)
+            self._now, _, event = heapq.heappop(self._events)
             while self._served[-1] + step_s < self._now:
                 self._served.append(self._served[-1] + step_s)
             self._step = max(self._step, len(self._served))
-            if isinstance(what, SimulatedMember):
-                self._end(what)
+            if isinstance(event, SimulatedMember):
+                self._end(event)
             else:
                 self._expire()
             self._claim()
@@ -420,9 +422,9 @@ def _share(members: Sequence[_Length]) -> Share:
     if not members:
         return Share(math.nan, math.nan, math.nan)
     return Share(
-        episodes=sum(one.trained > 0 for one in members) / len(members),
-        tokens=sum(one.trained for one in members) / max(1, sum(one.tokens for one in members)),
-        least=sum(not one.fresh for one in members) / len(members),
+        episodes=sum(member.trained > 0 for member in members) / len(members),
+        tokens=sum(member.trained for member in members) / max(1, sum(member.tokens for member in members)),
+        least=sum(not member.fresh for member in members) / len(members),
     )
 
 

@@ -47,8 +47,8 @@ def best_of_bound(world: SimulatedWorld, max_lag: int, *, steps: int, start_up: 
             step_s = world.learner.seconds(tokens, learner_chance) + world.between_s
             taken, ended, learner_free, idle = taken + 1, ended - batch, now + step_s, False
             busy_s += step_s if taken > start_up else 0.0
-        kept = max(0, ended - (max_lag + idle) * batch)  # slots of episodes without a place
-        while len(ends) + kept < world.slots:
+        kept_slots = max(0, ended - (max_lag + idle) * batch)  # slots of episodes without a place
+        while len(ends) + kept_slots < world.slots:
             if began == len(plays):
                 plays += world.episodes.group(world.group_size, plays_chance)
             heapq.heappush(ends, now + plays[began].duration_s)
@@ -141,24 +141,24 @@ def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lam
     """Run every case, in order; a large sweep on all cores."""
     rows: list[SweepRow] = []
     if sum(case.size for case in cases) < _IN_PARALLEL or (os.cpu_count() or 1) == 1:
-        found = map(SweepCase.run, cases)
-        for case, one in zip(cases, found, strict=True):
-            rows.append(SweepRow(case, one))
+        results = map(SweepCase.run, cases)
+        for case, result in zip(cases, results, strict=True):
+            rows.append(SweepRow(case, result))
             on_row(rows[-1])
         return rows
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
-        for case, one in zip(cases, pool.map(SweepCase.run, cases), strict=True):
-            rows.append(SweepRow(case, one))
+        for case, result in zip(cases, pool.map(SweepCase.run, cases), strict=True):
+            rows.append(SweepRow(case, result))
             on_row(rows[-1])
     return rows
 
 
 def table(rows: Sequence[SweepRow]) -> Table:
     """What the cases gave, for a reader."""
-    found = Table(title_justify="left")
+    table_ = Table(title_justify="left")
     split = any(row.case.split for row in rows)
     for name in (*(["GPUs"] if split else []), "slots", "max_lag", "groups close"):
-        found.add_column(name)
+        table_.add_column(name)
     for name in (
         "episodes/s",
         "of bound",
@@ -169,24 +169,24 @@ def table(rows: Sequence[SweepRow]) -> Table:
         "outcomes dropped",
         "s played → trained",
     ):
-        found.add_column(name, justify="right")
+        table_.add_column(name, justify="right")
     for row in rows:
-        one, policy = row.found, row.case.policy
-        found.add_row(
+        result, policy = row.found, row.case.policy
+        table_.add_row(
             *([row.case.split] if split else []),
             str(row.case.world.slots),
             str(policy.max_lag),
             policy.name + (" *" if row.case.present else ""),
-            f"{one.episodes_s:.3g}",
-            f"{one.of_bound:.0%}",
-            f"{one.idle:.0%}",
-            f"{one.age_mean:.1f}, {one.age_p99}",
-            f"{one.tokens_discarded:.1%} ({one.tokens_unavoidable:.1%})",
-            f"{one.episodes_discarded:.1%}",
-            f"{one.outcomes_discarded:.1%}",
-            f"{one.played_s:.3g} → {one.trained_s:.3g}",
+            f"{result.episodes_s:.3g}",
+            f"{result.of_bound:.0%}",
+            f"{result.idle:.0%}",
+            f"{result.age_mean:.1f}, {result.age_p99}",
+            f"{result.tokens_discarded:.1%} ({result.tokens_unavoidable:.1%})",
+            f"{result.episodes_discarded:.1%}",
+            f"{result.outcomes_discarded:.1%}",
+            f"{result.played_s:.3g} → {result.trained_s:.3g}",
         )
-    return found
+    return table_
 
 
 _REPRODUCED = 0.1  # of the time: a simulation that is further from the run's own idle share gives no advice
@@ -195,12 +195,12 @@ _REPRODUCED = 0.1  # of the time: a simulation that is further from the run's ow
 def not_reproduced(rows: Sequence[SweepRow], idle: float) -> str:
     """Why these simulations of a run say nothing of it: under the run's own settings the learner is idle for another
     share of the time than it was (`idle`). "" if they do."""
-    own = next((row.found.idle for row in rows if row.case.present), None)
-    if own is None or abs(own - idle) <= _REPRODUCED:
+    simulated_idle = next((row.found.idle for row in rows if row.case.present), None)
+    if simulated_idle is None or abs(simulated_idle - idle) <= _REPRODUCED:
         return ""
     return (
-        f"This simulation does not reproduce its run: under the same settings its learner is idle {own:.0%} of the "
-        f"time, and the run's was {idle:.0%}. No advice is given: the run would not do as the rows say."
+        f"This simulation does not reproduce its run: under the same settings its learner is idle {simulated_idle:.0%} "
+        f"of the time, and the run's was {idle:.0%}. No advice is given: the run would not do as the rows say."
     )
 
 
@@ -248,18 +248,18 @@ class Wishes:
 def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> list[SweepCase]:
     """The cases in the order of their rows: by slots or split, lag and policy. That of the run file is among them.
     Raises UsageError."""
-    own, found = _world(config, wishes, measured), list[SweepCase]()
+    present_world, cases = _world(config, wishes, measured), list[SweepCase]()
     size, lag, steps = config.rollout.group_size, config.buffer.max_lag, wishes.steps
     lags = _numbers("--max-lag", wishes.max_lag, least=0) or [lag]
     closes = [parse_close(text.strip(), size) for text in wishes.close.split(",")]
     present = parse_close(_closes(config), size)
-    for split, world, is_own in _worlds(config, wishes, own):
-        for one in sorted({*lags, lag} if is_own else lags):
-            is_present = is_own and one == lag
-            mine = closes if one in lags else []
+    for split, world, is_own in _worlds(config, wishes, present_world):
+        for each_lag in sorted({*lags, lag} if is_own else lags):
+            is_present = is_own and each_lag == lag
+            mine = closes if each_lag in lags else []
             if is_present and present not in mine:
                 mine = [*mine, present]
-            found += [
+            cases += [
                 SweepCase(
                     world=world,
                     policy=policy,
@@ -268,9 +268,9 @@ def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> lis
                     split=split,
                     present=is_present and close == present,
                 )
-                for close, policy in zip(mine, policies(one, mine, wait=config.buffer.patience), strict=True)
+                for close, policy in zip(mine, policies(each_lag, mine, wait=config.buffer.patience), strict=True)
             ]
-    return found
+    return cases
 
 
 def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
@@ -335,12 +335,12 @@ def _worlds(config: RunConfig, wishes: Wishes, own: SimulatedWorld) -> Iterator[
 
 def _numbers(option: str, text: str, *, least: int) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")}) if text else []
+        numbers = sorted({int(part) for part in text.split(",")}) if text else []
     except ValueError:
         raise UsageError(f"{option} {text!r}: write whole numbers as {least},{least + 1}") from None
-    if found and found[0] < least:
+    if numbers and numbers[0] < least:
         raise UsageError(f"{option} {text!r}: no number may be below {least}")
-    return found
+    return numbers
 
 
 def _closes(config: RunConfig) -> str:

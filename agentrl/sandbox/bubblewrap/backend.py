@@ -216,8 +216,8 @@ class BubblewrapBox(WorkBox):
         """Why a command must be killed: the work folder, which no file system bounds, grew too large. A command that
         finds it too large already may run, and delete, but not add."""
         limit = self.spec.limits.disk_bytes
-        found = await trio.to_thread.run_sync(self._place.usage)
-        allowed = max(limit, found) if found < math.inf else limit
+        used = await trio.to_thread.run_sync(self._place.usage)
+        allowed = max(limit, used) if used < math.inf else limit
         while True:
             if await trio.to_thread.run_sync(self._place.usage) > allowed:
                 return f"the work folder exceeds {limit} bytes"

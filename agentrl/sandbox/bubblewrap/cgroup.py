@@ -25,16 +25,16 @@ class ControlGroups:
         self.version = 2 if (_ROOT / "cgroup.controllers").exists() else 1
         places = [_ROOT] if self.version == 2 else [_ROOT / controller for controller in _V1]
         self._roots = [place / name for place in places]
-        made: list[Path] = []
+        groups: list[Path] = []
         try:
             for root in self._roots:
                 root.mkdir()
-                made.append(root)
+                groups.append(root)
             if self.version == 2:
                 (self._roots[0] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
             self.group("probe", Limits()).close()
         except OSError:
-            for root in made:
+            for root in groups:
                 with contextlib.suppress(OSError):
                     root.rmdir()
             raise

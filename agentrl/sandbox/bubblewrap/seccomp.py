@@ -148,7 +148,11 @@ def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> No
         add(pyseccomp.ALLOW, " ".join(name for name in names.split() if name not in ruled))
     for error, conditions in _socket_options():
         action = pyseccomp.ALLOW if error is None else pyseccomp.ERRNO(error)
-        add(action, "setsockopt", *(pyseccomp.Arg(at, masked, mask, value) for at, mask, value in conditions))
+        add(
+            action,
+            "setsockopt",
+            *(pyseccomp.Arg(position, masked, mask, value) for position, mask, value in conditions),
+        )
     if not counted:
         for name, end in _SMALL_IPC.items():
             add(pyseccomp.ALLOW, name, pyseccomp.Arg(1, masked, 2**64 - end, 0))
@@ -195,8 +199,8 @@ def docker_profile() -> str:
 
     def rule(names: str, action: str, *conditions: tuple[int, str, int, int], error: int | None = None) -> object:
         arguments = [{"index": i, "op": op, "value": a, "valueTwo": b} for i, op, a, b in conditions]
-        said = {"names": names.split(), "action": action, "args": arguments}
-        return said if error is None else {**said, "errnoRet": error}
+        fields = {"names": names.split(), "action": action, "args": arguments}
+        return fields if error is None else {**fields, "errnoRet": error}
 
     allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
     lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
@@ -207,8 +211,8 @@ def docker_profile() -> str:
         rules += [rule(names, allow, (index, masked, mask, value)) for mask, value in all_but((stop,))]
         rules.append(rule(names, "SCMP_ACT_ERRNO", (index, masked, 0xFFFFFFFF, stop), error=errno.EPERM))
     for error, conditions in _socket_options():
-        said = [(at, masked, mask, value) for at, mask, value in conditions]
-        rules.append(rule("setsockopt", allow if error is None else "SCMP_ACT_ERRNO", *said, error=error))
+        filters = [(position, masked, mask, value) for position, mask, value in conditions]
+        rules.append(rule("setsockopt", allow if error is None else "SCMP_ACT_ERRNO", *filters, error=error))
     rules += [
         rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
         rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),

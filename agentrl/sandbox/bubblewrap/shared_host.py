@@ -102,17 +102,19 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 
 def hidden(usr: Path = USR, packages: Iterable[Path] | None = None) -> list[Path]:
     """The paths below `usr` that no box sees."""
-    found = [usr / "src"]
-    local, kept = usr / "local", _interpreter(usr)
-    if not kept:
-        found.append(local)
+    candidates = [usr / "src"]
+    local, interpreter = usr / "local", _interpreter(usr)
+    if not interpreter:
+        candidates.append(local)
     else:
-        folders = {folder for path in kept for folder in path.parents if folder.is_relative_to(local)}
-        found += [each for folder in folders for each in folder.iterdir() if each not in kept and each not in folders]
-        found += [path / name for path in kept for name in ("site-packages", "dist-packages")]
-    found += [path for path in (_packages() if packages is None else packages) if path.is_relative_to(usr)]
-    there = sorted(path for path in found if path.exists())
-    return [path for path in there if not any(other in there for other in path.parents)]
+        folders = {folder for path in interpreter for folder in path.parents if folder.is_relative_to(local)}
+        candidates += [
+            each for folder in folders for each in folder.iterdir() if each not in interpreter and each not in folders
+        ]
+        candidates += [path / name for path in interpreter for name in ("site-packages", "dist-packages")]
+    candidates += [path for path in (_packages() if packages is None else packages) if path.is_relative_to(usr)]
+    present = sorted(path for path in candidates if path.exists())
+    return [path for path in present if not any(other in present for other in path.parents)]
 
 
 def _interpreter(usr: Path) -> set[Path]:
@@ -133,15 +135,15 @@ def _packages() -> list[Path]:
         names |= {
             each.value.partition(":")[0].partition(".")[0] for each in importlib.metadata.entry_points(group=group)
         }
-    found: list[Path] = []
+    folders: list[Path] = []
     for name in names:
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
             continue
         if spec is not None:
-            found += map(Path, spec.submodule_search_locations or [spec.origin or "/nonexistent"])
-    return found
+            folders += map(Path, spec.submodule_search_locations or [spec.origin or "/nonexistent"])
+    return folders
 
 
 class Overlay:
@@ -238,10 +240,10 @@ class Host:
 
     def __init__(self, readonly: Mapping[str, str], want_groups: bool | None) -> None:
         """Raises SandboxUnavailable with what to install, SandboxError if the host fails."""
-        found = shutil.which("bwrap")
-        if sys.platform != "linux" or found is None:
+        program = shutil.which("bwrap")
+        if sys.platform != "linux" or program is None:
             raise SandboxUnavailable("bubblewrap is not installed: apt-get install bubblewrap (or dnf, pacman, apk)")
-        self._bwrap = found
+        self._bwrap = program
         self._setpriv = shutil.which("setpriv")
         self._readonly = dict(readonly)
         self.drops_user = os.geteuid() == 0 and _all_ids_mapped() and self._setpriv is not None

@@ -33,15 +33,15 @@ async def hijack(
         with trio.fail_after(_ANSWER_S):
             stream = await address.connect()
             try:
-                said = await _upgrade(stream, path, json.dumps(body).encode())
+                rest = await _upgrade(stream, path, json.dumps(body).encode())
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await stream.aclose()
                 raise
     except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
-        what = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, trio.TooSlowError) else str(error)
-        raise SandboxLost(address.lost(what)) from error
-    return AttachedStreams(stream, said, output_bytes=output_bytes)
+        reason = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, trio.TooSlowError) else str(error)
+        raise SandboxLost(address.lost(reason)) from error
+    return AttachedStreams(stream, rest, output_bytes=output_bytes)
 
 
 async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes) -> bytes:
@@ -93,17 +93,17 @@ class AttachedStreams:
     async def drain(self) -> None:
         """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
         waiting, self._said = bytearray(self._said), b""
-        left, output = 0, self.stdout
+        missing_bytes, output = 0, self.stdout
         with self._until_broken():
             while True:
-                while len(waiting) >= (1 if left else _HEADER):
-                    if left == 0:
+                while len(waiting) >= (1 if missing_bytes else _HEADER):
+                    if missing_bytes == 0:
                         output = self.stderr if waiting[0] == 2 else self.stdout
-                        left = int.from_bytes(waiting[4:_HEADER])
+                        missing_bytes = int.from_bytes(waiting[4:_HEADER])
                         del waiting[:_HEADER]
-                    part = waiting[:left]
+                    part = waiting[:missing_bytes]
                     output.add(part)
-                    left -= len(part)
+                    missing_bytes -= len(part)
                     del waiting[: len(part)]
                 self._tell()
                 if output.truncated:

@@ -107,10 +107,10 @@ class Docker:
         return await Container.open(engine, dataclasses.replace(spec, image=image), self._boxes)
 
     async def _open(self) -> DockerEngine:
-        asked = time.monotonic()
+        began_s = time.monotonic()
         async with self._opening:
             if self._engine is None:
-                if asked <= self._failed_at:  # they waited for the same, and would wait as long again
+                if began_s <= self._failed_at:  # they waited for the same, and would wait as long again
                     raise SandboxUnavailable(self._failure)
                 try:
                     self._engine = await DockerEngine.open(self._base_url, self._cert_path)
@@ -164,8 +164,8 @@ class DockerEngine:
             address = EngineAddress.find(base_url, cert_path)
             options: dict[str, Any] = {"version": address.api_version(), "timeout": _CALL_S, "max_pool_size": _IDLE}
             if folder := address.certificates:
-                own = (str(folder / CERTIFICATE), str(folder / KEY))
-                options["tls"] = sdk.tls.TLSConfig(client_cert=own, ca_cert=str(folder / CA), verify=True)
+                client_cert = (str(folder / CERTIFICATE), str(folder / KEY))
+                options["tls"] = sdk.tls.TLSConfig(client_cert=client_cert, ca_cert=str(folder / CA), verify=True)
             with boundary(SandboxUnavailable, f"no docker engine answers at {address.url}:"):
                 client = sdk.DockerClient(base_url=address.url, **options)
                 client.api.trust_env = False  # or REQUESTS_CA_BUNDLE would take the place of our CA
@@ -181,8 +181,8 @@ class DockerEngine:
         return engine
 
     def _reap(self) -> None:
-        found = self._client.containers.list(all=True, filters={"label": f"{_HOST_LABEL}={self.host}"})
-        for container in found:
+        containers = self._client.containers.list(all=True, filters={"label": f"{_HOST_LABEL}={self.host}"})
+        for container in containers:
             if is_dead(container.labels.get(_LABEL, "")):
                 with contextlib.suppress(Exception):
                     container.remove(force=True)
@@ -199,10 +199,10 @@ class DockerEngine:
         """Run one SDK call in a thread. Raises SandboxError; SandboxLost if the engine does not answer. If it does not
         even say that it is there, calls that waited for a thread meanwhile are not made: each would take its whole
         deadline as well. A call about a container that hangs stops no other box's."""
-        asked = time.monotonic()
+        began_s = time.monotonic()
 
         def run() -> T:
-            if asked <= self._lost_at:
+            if began_s <= self._lost_at:
                 raise SandboxLost(self._address.lost("it did not answer another call"))
             try:
                 with boundary(SandboxError, "docker:"):
@@ -233,19 +233,19 @@ class DockerEngine:
     async def start_container(self, spec: SandboxSpec, uid: int) -> tuple[str, AttachedStreams]:
         """Create and start a container whose process 1 lives while the returned connection is open."""
         api = self._client.api
-        made = await self.call(self._create, spec, uid)
+        container = await self.call(self._create, spec, uid)
         try:
-            keeper = await self._hijack(f"/containers/{made}/attach?stdin=1&stream=1", {})
+            keeper = await self._hijack(f"/containers/{container}/attach?stdin=1&stream=1", {})
             try:
-                await self.call(api.start, made)
-                self._counters[made] = await self.call(self._find_counter, made)
+                await self.call(api.start, container)
+                self._counters[container] = await self.call(self._find_counter, container)
             except BaseException:
                 await keeper.close()
                 raise
         except BaseException:
-            await self.remove(made)
+            await self.remove(container)
             raise
-        return made, keeper
+        return container, keeper
 
     def _create(self, spec: SandboxSpec, uid: int) -> str:
         limits = spec.limits
@@ -274,7 +274,7 @@ class DockerEngine:
             auto_remove=True,
             log_config={"Type": "none"},
         )
-        made = api.create_container(
+        container = api.create_container(
             spec.image,
             ["cat"],
             user=f"{_KEEPER_UID}:{_KEEPER_UID}",
@@ -285,7 +285,7 @@ class DockerEngine:
             host_config=host_config,
             environment=ENV,
         )
-        return made["Id"]
+        return container["Id"]
 
     async def _hijack(self, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
         version = self._client.api.api_version
@@ -297,16 +297,16 @@ class DockerEngine:
     ) -> tuple[str, AttachedStreams]:
         """Start a command in a container: its id at the engine, and its streams."""
         options = {"stdin": True, "environment": dict(env), "user": f"{uid}:{uid}", "workdir": "/"}
-        made = await self.call(self._client.api.exec_create, container, list(argv), **options)
+        execution = await self.call(self._client.api.exec_create, container, list(argv), **options)
         body = {"Detach": False, "Tty": False}
-        return made["Id"], await self._hijack(f"/exec/{made['Id']}/start", body, output_bytes=output_bytes)
+        return execution["Id"], await self._hijack(f"/exec/{execution['Id']}/start", body, output_bytes=output_bytes)
 
     async def state(self, execution: str) -> tuple[bool, int | None]:
         """Whether a command still runs, or is yet to start, and its exit code."""
 
         def look() -> tuple[bool, int | None]:
-            said = self._client.api.exec_inspect(execution)
-            return bool(said["Running"]) or said["ExitCode"] is None, said["ExitCode"]
+            report = self._client.api.exec_inspect(execution)
+            return bool(report["Running"]) or report["ExitCode"] is None, report["ExitCode"]
 
         return await self.call(look)
 

@@ -119,17 +119,17 @@ class Container:
             with trio.CancelScope(shield=True):  # a container that was started must be known
                 box.name, box._keeper = await engine.start_container(spec, box._uid)
             code, _, words = await box._own(CHECK)
-            said = " ".join(words.decode(errors="replace").split())[:200]
+            output = " ".join(words.decode(errors="replace").split())[:200]
             if code == 2:
-                raise SandboxUnavailable(f"image {spec.image!r}: {said} (docs/how-to/images.md)")
-            if code == 1 and not set(said.split()) - set(PROGRAMS.split()):
+                raise SandboxUnavailable(f"image {spec.image!r}: {output} (docs/how-to/images.md)")
+            if code == 1 and not set(output.split()) - set(PROGRAMS.split()):
                 needed = ", ".join(["sh", *PROGRAMS.split()])
                 raise SandboxUnavailable(
-                    f"image {spec.image!r} lacks {', '.join(said.split())}: a box needs {needed}, see "
+                    f"image {spec.image!r} lacks {', '.join(output.split())}: a box needs {needed}, see "
                     "docs/how-to/images.md"
                 )
             if code != 0:
-                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {said}")
+                raise SandboxUnavailable(f"image {spec.image!r} cannot run sh: {output}")
             for path, data in spec.files.items():
                 await box.write(path, data)
         except BaseException:
@@ -457,10 +457,12 @@ class Container:
         """All that commands have written, for `unpack` of another box; in memory, tars of up to eight times as much."""
         bound = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
         parts, full = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
-        for at, folder in enumerate(_WRITABLE):
+        for place, folder in enumerate(_WRITABLE):
             if folder in full:
                 self._must_be_still()
-                code, tar, words = await self._own(PACK_FOLDER, folder, str(bound), *_WRITABLE[at + 1 :], limit=bound)
+                code, tar, words = await self._own(
+                    PACK_FOLDER, folder, str(bound), *_WRITABLE[place + 1 :], limit=bound
+                )
                 if code != 0 or len(tar) >= bound:
                     raise SandboxPathError(f"{folder!r} cannot be packed: its files are too large, or not readable")
                 parts[folder] = tar

@@ -143,10 +143,10 @@ class EngineAddress:
         setting = "base_url" if base_url else "DOCKER_HOST"
         url = base_url or os.environ.get("DOCKER_HOST") or _DEFAULT
         if cert_path is not None:
-            folder, named = Path(cert_path), "cert_path"
+            folder, folder_setting = Path(cert_path), "cert_path"
         else:
             folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
-            named = "DOCKER_CERT_PATH" if os.environ.get("DOCKER_TLS_VERIFY") else ""
+            folder_setting = "DOCKER_CERT_PATH" if os.environ.get("DOCKER_TLS_VERIFY") else ""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -159,10 +159,10 @@ class EngineAddress:
         if parts.scheme != "tcp":
             raise SandboxUnavailable(f"{setting} = {url!r}: only unix:// and tcp:// addresses are supported")
         host = f"[{host}]" if host and ":" in host else host or "localhost"
-        if not named:
+        if not folder_setting:
             return cls(url=f"tcp://{host}:{port or 2375}", setting=setting)
-        tls, url = _context(folder, named), f"tcp://{host}:{port or 2376}"
-        return cls(url=url, setting=setting, certificates=folder, certificates_setting=named, tls=tls)
+        tls, url = _context(folder, folder_setting), f"tcp://{host}:{port or 2376}"
+        return cls(url=url, setting=setting, certificates=folder, certificates_setting=folder_setting, tls=tls)
 
     def lost(self, why: str) -> str:
         """That the engine does not answer, in one line, with the command that looks for it."""
@@ -204,9 +204,11 @@ class EngineAddress:
             words = answer.read(1 << 12).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException) as error:
             silent = isinstance(error, TimeoutError)
-            said = f"nothing within {_ANSWER_S:.0f} s" if silent else f"{type(error).__name__}: {error}"
-            said = self._hint(error) or f"{said}; start it, or correct {self.setting}; look: {self.command('version')}"
-            raise SandboxUnavailable(f"{nobody}: {' '.join(said.split())}") from error
+            problem = f"nothing within {_ANSWER_S:.0f} s" if silent else f"{type(error).__name__}: {error}"
+            problem = (
+                self._hint(error) or f"{problem}; start it, or correct {self.setting}; look: {self.command('version')}"
+            )
+            raise SandboxUnavailable(f"{nobody}: {' '.join(problem.split())}") from error
         finally:
             engine.close()
         version = answer.getheader("Api-Version")
@@ -216,8 +218,8 @@ class EngineAddress:
                 f"to the folder of {CA}, {CERTIFICATE} and {KEY}"
             )
         if answer.status != 200 or not version:
-            said = f"{answer.status} {' '.join(words.split())[:200]!r}"
-            raise SandboxUnavailable(f"{nobody}: what is there says {said}; correct {self.setting}")
+            problem = f"{answer.status} {' '.join(words.split())[:200]!r}"
+            raise SandboxUnavailable(f"{nobody}: what is there says {problem}; correct {self.setting}")
         return version
 
     def _socket(self) -> socket.socket:

@@ -52,14 +52,14 @@ def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str
     more than `limit` bytes."""
     if not data.startswith(_MAGIC):
         raise SandboxError("these bytes are no packed box of this backend")
-    left = list(folders)
+    remaining = list(folders)
     try:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data[len(_MAGIC) :]) as stream:
             while length := stream.read(_PART.size):
                 name = stream.read(_PART.unpack(length)[0]).decode(errors="replace")
-                if name not in left:
+                if name not in remaining:
                     raise SandboxError(f"the packed box is damaged: a folder {name[:40]!r} too many")
-                left.remove(name)
+                remaining.remove(name)
                 size = _SIZE.unpack(stream.read(_SIZE.size))[0]
                 if size > limit:
                     raise SandboxPathError(f"the packed box exceeds {limit} bytes")
@@ -70,8 +70,8 @@ def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str
                     yield name, tar
     except (zstandard.ZstdError, struct.error) as error:
         raise SandboxError(f"the packed box is damaged: {error}") from error
-    if left:
-        raise SandboxError(f"the packed box is damaged: it ends without {left[0]}")
+    if remaining:
+        raise SandboxError(f"the packed box is damaged: it ends without {remaining[0]}")
 
 
 def pack(source: Path, limit: int) -> bytes:

@@ -288,9 +288,9 @@ class RemoteBox:
         if len(data) > self.spec.limits.disk_bytes:
             raise SandboxPathError(f"{path!r} does not fit: {len(data)} bytes, {self.spec.limits.disk_bytes} there are")
         name = _text(os.fsencode(checked_path(path)))
-        for at in range(0, max(len(data), 1), _PIECE):
-            piece = _text(data[at : at + _PIECE])
-            await self._path(path, "write", path=name, data=piece, more=at > 0, mode=mode, again=at == 0)
+        for start in range(0, max(len(data), 1), _PIECE):
+            piece = _text(data[start : start + _PIECE])
+            await self._path(path, "write", path=name, data=piece, more=start > 0, mode=mode, again=start == 0)
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or tree into the work folder."""
@@ -334,8 +334,8 @@ class RemoteBox:
         where = _text(os.fsencode(checked_path(path) or "."))
         most = 2 * self.spec.limits.disk_bytes + tar.OVERHEAD
         try:
-            for at in range(0, len(data), _PIECE):
-                await self._path(path, "spool", id=name, data=_text(data[at : at + _PIECE]), again=False)
+            for start in range(0, len(data), _PIECE):
+                await self._path(path, "spool", id=name, data=_text(data[start : start + _PIECE]), again=False)
             await self._path(path, "tar", id=name, path=where, packs=False, clear=clear, most=most, again=False)
         finally:
             await self._dropped(name)
@@ -368,10 +368,10 @@ class RemoteBox:
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended."""
         self.must_be_open()
-        found = [box._snapshots[snapshot] for box in self._backend.boxes if snapshot in box._snapshots]
-        if not found:
+        snapshots = [box._snapshots[snapshot] for box in self._backend.boxes if snapshot in box._snapshots]
+        if not snapshots:
             raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
-        data = await trio.Path(found[0]).read_bytes()
+        data = await trio.Path(snapshots[0]).read_bytes()
         for job in list(self.running):
             await job.kill()
         await self._unpack(".", data, clear=True)
@@ -415,8 +415,8 @@ class RemoteBox:
 
     async def ask(self, do: str, *, again: bool = True, wait_s: float = 0.0, **request: Any) -> dict[str, Any]:
         """One operation of the helper. Made again where the connection broke, if `again`. Raises SandboxLost."""
-        whole = {"do": do, "state": self._state, "work": _text(self._work.encode()), "uid": self._uid, **request}
-        text = base64.b64encode(json.dumps(whole).encode()).decode()
+        message = {"do": do, "state": self._state, "work": _text(self._work.encode()), "uid": self._uid, **request}
+        text = base64.b64encode(json.dumps(message).encode()).decode()
         until = trio.current_time() + _AGAIN_S
         pause = 0.2
         while True:
@@ -440,10 +440,10 @@ class RemoteBox:
         words = ["python3", "-I", "-c", _helper(), argument]
         if self._mark:
             words = ["env", *(f"{key}={value}" for key, value in self._mark.items()), *words]
-        said = await self._remote.execute(words, deadline_s=deadline_s)
-        line = next((line for line in said.split("\n") if line.startswith("agentrl ")), None)
+        output = await self._remote.execute(words, deadline_s=deadline_s)
+        line = next((line for line in output.split("\n") if line.startswith("agentrl ")), None)
         if line is None:
-            raise SandboxLost(f"the box answered {said[-300:]!r}: it needs python3 (3.9 or later)")
+            raise SandboxLost(f"the box answered {output[-300:]!r}: it needs python3 (3.9 or later)")
         return json.loads(line.removeprefix("agentrl "))
 
 
@@ -460,23 +460,23 @@ class _Job:
 
     async def send(self, data: bytes) -> None:
         """Write to its stdin; does nothing if the process has ended or closed it."""
-        for at in range(0, len(data), _PIECE):
-            await self._asked("send", data=_text(data[at : at + _PIECE]))
+        for start in range(0, len(data), _PIECE):
+            await self._asked("send", data=_text(data[start : start + _PIECE]))
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
         until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
         with policy_time():
             while True:
-                left = max(until - trio.current_time(), 0.0)
+                remaining_s = max(until - trio.current_time(), 0.0)
                 try:
-                    reply = await self._asked("receive", timeout_s=min(left, self._ask_s))
+                    reply = await self._asked("receive", timeout_s=min(remaining_s, self._ask_s))
                 except SandboxError:
                     if self._box.closed:
                         return b""  # it ended with the box
                     raise
                 data = base64.b64decode(reply.get("out", ""))
-                if data or left <= self._ask_s or "out" not in reply or await self._has_ended():
+                if data or remaining_s <= self._ask_s or "out" not in reply or await self._has_ended():
                     return data
 
     async def _has_ended(self) -> bool:
@@ -487,15 +487,15 @@ class _Job:
         until = trio.current_time() + (math.inf if timeout_s is None else timeout_s)
         with policy_time():
             while self._result is None:
-                left = max(until - trio.current_time(), 0.0)
-                reply = await self._asked("wait", timeout_s=min(left, self._ask_s))
+                remaining_s = max(until - trio.current_time(), 0.0)
+                reply = await self._asked("wait", timeout_s=min(remaining_s, self._ask_s))
                 if reply.get("ended"):
                     self._result = _result(reply)
                     self._box.running.discard(self)
                 elif "gone" in reply:
                     self._box.running.discard(self)
                     raise SandboxLost(f"{self._box.backend_name}: a command is gone: {reply['gone']}")
-                elif left <= self._ask_s:
+                elif remaining_s <= self._ask_s:
                     return None
         return self._result
 

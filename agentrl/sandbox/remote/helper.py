@@ -142,9 +142,9 @@ class CommandSupervisor:
         for fd in ours.values():
             os.set_blocking(fd, False)
         with os.fdopen(pipes[3][0], "rb") as report:
-            said = report.read()
-        if said:
-            code, text = json.loads(said)
+            failure = report.read()
+        if failure:
+            code, text = json.loads(failure)
             self.refused = code
             self.err += f"sandbox: {text}\n".encode()
         return pid, ours
@@ -214,10 +214,10 @@ class CommandSupervisor:
         if not data:
             self.shut(name)
             return
-        kept = self.out if name == "out" else self.err
-        room = self.bound - len(kept)
+        buffer = self.out if name == "out" else self.err
+        room = self.bound - len(buffer)
         self.truncated = self.truncated or len(data) > room
-        kept += data[: max(room, 0)]
+        buffer += data[: max(room, 0)]
 
     def accept(self):
         connection, _ = self.listener.accept()
@@ -230,7 +230,7 @@ class CommandSupervisor:
         self.waiting.append((connection, request, time.monotonic() + request.get("timeout_s", 0.0)))
 
     def sweep_waiting(self):
-        left = []
+        still_waiting = []
         for connection, request, until in self.waiting:
             channel, number = request["channel"], request["number"]
             if channel in self.answers and self.answers[channel][0] == number:
@@ -238,13 +238,13 @@ class CommandSupervisor:
             else:
                 answer = self.answer(channel, request, time.monotonic() >= until)
                 if answer is None:
-                    left.append((connection, request, until))
+                    still_waiting.append((connection, request, until))
                     continue
                 self.answers[channel] = (number, answer)
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             connection.close()
-        self.waiting = left
+        self.waiting = still_waiting
 
     def answer(self, channel, request, late):
         if channel == "send":
@@ -315,25 +315,25 @@ class CommandSupervisor:
                 except OSError:
                     continue
                 parents[int(name)] = int(words[1])
-        found, grown = {os.getpid()}, True
+        family, grown = {os.getpid()}, True
         while grown:
-            more = {pid for pid, parent in parents.items() if parent in found} - found
-            found, grown = found | more, bool(more)
-        return found - {os.getpid()}
+            more = {pid for pid, parent in parents.items() if parent in family} - family
+            family, grown = family | more, bool(more)
+        return family - {os.getpid()}
 
     def sweep(self):
         """End all that the command started: every orphan of it is a child of ours."""
         until = time.monotonic() + END_S
         while time.monotonic() < until:
-            left = self.descendants()
-            for pid in left:
+            remaining = self.descendants()
+            for pid in remaining:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             except ChildProcessError:
-                if not left:
+                if not remaining:
                     return
             time.sleep(0.002)
 
@@ -525,12 +525,12 @@ def stop(request):
 
 
 def main():
-    given = sys.argv[1]
-    if given.startswith("@"):
-        with open(given[1:]) as file:
-            given = file.read()
+    argument = sys.argv[1]
+    if argument.startswith("@"):
+        with open(argument[1:]) as file:
+            argument = file.read()
         os.unlink(sys.argv[1][1:])
-    request = json.loads(base64.b64decode(given))
+    request = json.loads(base64.b64decode(argument))
     try:
         reply = globals()[request["do"]](request)
     except OSError as error:

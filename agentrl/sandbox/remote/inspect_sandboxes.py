@@ -106,8 +106,10 @@ class _Sample:
 
     async def start(self) -> None:
         """Make it."""
-        made = await self._loop.call(lambda: self._type.sample_init(_TASK, self._config, {}), deadline_s=_START_S)
-        self._all = cast("dict[str, Any]", made)
+        environments = await self._loop.call(
+            lambda: self._type.sample_init(_TASK, self._config, {}), deadline_s=_START_S
+        )
+        self._all = cast("dict[str, Any]", environments)
 
     @property
     def _box(self) -> Any:
@@ -136,8 +138,8 @@ class _Sample:
 def _environment_type(kind: str) -> Any:
     """The class of an environment. Raises SandboxUnavailable that says what to install."""
     try:
-        for own in ("docker.docker", "local"):  # its own kinds register as they are imported
-            importlib.import_module(f"inspect_ai.util._sandbox.{own}")
+        for module in ("docker.docker", "local"):  # its own kinds register as they are imported
+            importlib.import_module(f"inspect_ai.util._sandbox.{module}")
         registry: Any = importlib.import_module("inspect_ai.util._sandbox.registry")
     except ImportError as error:
         raise SandboxUnavailable(

@@ -163,7 +163,7 @@ class GroupBuffer(StorePart):
                 at_bound=self._at_bound(step, max_lag) if n else {},
                 skipped=self._skips(step),
                 stale=bool(offer.stale),
-                late=any(one.trains for one in offer.late),
+                late=any(late_member.trains for late_member in offer.late),
             )
 
     def _close_early(self, group_ids: Collection[int]) -> None:
@@ -292,10 +292,12 @@ class GroupBuffer(StorePart):
 
         members: defaultdict[int, list[_Ended]] = defaultdict(list)
         closed_s: dict[int, float] = {}
-        for *row, at in buffered:
+        for *row, closed_at_s in buffered:
             members[row[1]].append(ended(*row))
-            closed_s[row[1]] = at
-        groups = {id: own for id, own in members.items() if any(one.trains for one in own)}
+            closed_s[row[1]] = closed_at_s
+        groups = {
+            id: group_members for id, group_members in members.items() if any(member.trains for member in group_members)
+        }
         self._weigh(groups, returns)
         return _Offer(
             groups=groups,
@@ -306,19 +308,19 @@ class GroupBuffer(StorePart):
                 Ready(
                     group_id=id,
                     closed_s=closed_s[id],
-                    lag=min(one.lag for one in own if one.trains),
+                    lag=min(member.lag for member in group_members if member.trains),
                     strength=self._strengths[id, returns][0],
                 )
-                for id, own in groups.items()
+                for id, group_members in groups.items()
             ],
         )
 
     def _weigh(self, groups: Iterable[int], returns: Returns) -> None:
         """Keep the strengths of these groups, and whether they have no signal: of those that are new, from their
         records."""
-        known = self._strengths
-        self._strengths = {(id, returns): known.get((id, returns), (1.0, False)) for id in groups}
-        new = [id for id in groups if (id, returns) not in known]
+        previous = self._strengths
+        self._strengths = {(id, returns): previous.get((id, returns), (1.0, False)) for id in groups}
+        new = [id for id in groups if (id, returns) not in previous]
         rows = self._db.all_rows(*(("SELECT record, task FROM groups WHERE id = ?", (id,)) for id in new))
         for id, ((record, task),) in zip(new, rows, strict=True):
             env_returns = returns.for_env(unpack_task(task).env)
@@ -351,26 +353,27 @@ class GroupBuffer(StorePart):
         # A member that is scored and too old leaves with the step too, as taken and stale. Its outcome stays in the
         # record, so its siblings are judged as if it were trained: long episodes are the old ones, and a baseline
         # without them would favour short ones. A rollback of the step brings all of them back together.
-        for one in members:
-            if one.trains:
+        for member in members:
+            if member.trains:
                 self._db.execute(
                     "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
                     f" VALUES (?, ?, {ATTEMPT_SQL}, ?, ?)",
-                    (one.id, step, max_lag, now),
+                    (member.id, step, max_lag, now),
                 )
-            if one.scored:
-                dropped = None if one.fresh else STALE
+            if member.scored:
+                dropped = None if member.fresh else STALE
                 self._db.execute(
-                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, one.id)
+                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, member.id)
                 )
             else:
                 self._db.execute(
-                    "UPDATE episodes SET dropped = COALESCE(dropped, stop_reason) WHERE id = ? AND late = 1", (one.id,)
+                    "UPDATE episodes SET dropped = COALESCE(dropped, stop_reason) WHERE id = ? AND late = 1",
+                    (member.id,),
                 )
 
     def _taken(self, members: Sequence[_Ended]) -> Group:
-        trains = {one.id for one in members if one.trains}
-        return taken_for(self._db, members[0].group_id, [one.id for one in members], trains)
+        trains = {member.id for member in members if member.trains}
+        return taken_for(self._db, members[0].group_id, [member.id for member in members], trains)
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
         # A deadline counts from the first claim of a group, not from its admission: what waits for a worker has not
@@ -433,7 +436,7 @@ class GroupBuffer(StorePart):
 def _ends(db: Database, group_id: int) -> list[float]:
     """When the scored members of a group ended, earliest first."""
     ends = db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
-    return sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
+    return sorted(ended_s for ended_s, stop, outcome in ends if ended_s is not None and scored(stop, outcome))
 
 
 def taken_for(db: Database, group_id: int, members: Collection[int], trains: Collection[int]) -> Group:
@@ -441,18 +444,18 @@ def taken_for(db: Database, group_id: int, members: Collection[int], trains: Col
     group = load_group(db, group_id, members)
     return replace(
         group,
-        trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
-        left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
+        trajectories=tuple(trajectory for trajectory in group.trajectories if trajectory.episode_id in trains),
+        left_out=tuple(trajectory for trajectory in group.trajectories if trajectory.episode_id not in trains),
     )
 
 
 def skipped_for(db: Database, step: int) -> list[Group]:
     """The groups that left for a step without signal. Inside a transaction."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for (group_id,) in db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,)):
         rows = db.rows(
             "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
         )
         group = load_group(db, group_id, [id for (id,) in rows])
-        found.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
-    return found
+        groups.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
+    return groups

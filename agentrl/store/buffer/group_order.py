@@ -109,10 +109,15 @@ class Prioritised:
         draw = random.Random(f"{self.seed}/{step}")
         mixed = draw.sample(range(len(ready)), len(ready))
         picks: list[Pick] = []
-        at, mark = 0.0, draw.random()  # marks at distance 1: each group covers a stretch as long as its probability
+        distance, mark = (
+            0.0,
+            draw.random(),
+        )  # marks at distance 1: each group covers a stretch as long as its probability
         for place in mixed:
-            at += chance[place]
-            if at > mark or (place == mixed[-1] and len(picks) < n):  # the last one: sums may be short by rounding
+            distance += chance[place]
+            if distance > mark or (
+                place == mixed[-1] and len(picks) < n
+            ):  # the last one: sums may be short by rounding
                 picks.append(Pick(ready[place].group_id, n / (len(ready) * chance[place])))
                 mark += 1.0
         return sorted(picks[:n])
@@ -171,8 +176,8 @@ def to_close(offer: Offered, n: int, least: int | None) -> frozenset[int]:
 def choose(offer: Offered, step: int, n: int, order: TakeOrder, skip_at_most: int) -> Chosen | None:
     """`n` groups that `order` chooses, after the oldest silent ones were skipped, of which a step skips `skip_at_most`.
     None if there is nothing to do for the step, not even to drop what is stale."""
-    left = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
-    skips = frozenset(sorted(offer.silent)[:left])
+    allowed_skips = max(0, skip_at_most - offer.skipped) if skip_at_most else 0
+    skips = frozenset(sorted(offer.silent)[:allowed_skips])
     ready = [group for group in offer.ready if group.group_id not in skips]
     picks: Sequence[Pick] = []
     if len(ready) >= n > 0:

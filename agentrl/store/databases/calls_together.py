@@ -41,15 +41,15 @@ class BatchedCall(ABC):
 
 def make_each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
     """What came of calls. Raises the error of one that is made alone."""
-    made = dict[int, Result]()
+    results = dict[int, Result]()
     order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first))
     for kind, group in groupby(order, key=lambda at: _kind(calls[at])):
         places = list(group)
         if kind is None:
-            made.update((at, Result(value=calls[at]())) for at in places)
+            results.update((place, Result(value=calls[place]())) for place in places)
         else:
-            made.update(zip(places, kind(type(calls[places[0]]), [calls[at] for at in places]), strict=True))
-    return [made[at] for at in range(len(calls))]
+            results.update(zip(places, kind(type(calls[places[0]]), [calls[place] for place in places]), strict=True))
+    return [results[place] for place in range(len(calls))]
 
 
 def _kind(call: Callable[[], Any]) -> Callable[[type, Sequence[Any]], list[Result]] | None:

@@ -94,12 +94,12 @@ class Database:
         each `write` is a part of it. A call that raises is undone alone. If the transaction cannot begin or
         commit, or the database undoes it (a full disk), every call has that error, and nothing was written. `shared`:
         all their writes are. Calls that are `BatchedCall` go first, at once."""
-        whole = partial(make_together, self._transactions, calls, shared=shared)
+        make_all = partial(make_together, self._transactions, calls, shared=shared)
         try:
             try:
-                return whole()
+                return make_all()
             except StoreAway as error:
-                return self.outlast(whole, error)
+                return self.outlast(make_all, error)
         except Exception as error:  # all that wait for a call have to hear of it
             return [Result(error=copy(error)) for _ in calls]
 

@@ -152,6 +152,8 @@ class Driver(ABC):
 
 def damaged(path: Path, error: Exception) -> StoreDamaged:
     """The error of a store that cannot be read."""
-    what = "is not a run store, or is damaged" if "not a database" in str(error) else f"is damaged ({error})"
+    problem = "is not a run store, or is damaged" if "not a database" in str(error) else f"is damaged ({error})"
     hint = f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
-    return StoreDamaged(f"{path}: {what}: {hint} new run with the newest folder of {path.parent}/checkpoints as model")
+    return StoreDamaged(
+        f"{path}: {problem}: {hint} new run with the newest folder of {path.parent}/checkpoints as model"
+    )

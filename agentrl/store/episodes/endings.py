@@ -176,8 +176,10 @@ class _Ends:
         self._stands = dict[int, _Standing]()
         self._left = dict[int, int]()  # open members of open groups
         self._scored = Counter[int]()  # by group
-        for id, state, fence, group_id, group_is_open, n, *kept in db.rows(_LOOK, (json.dumps(sorted(episode_ids)),)):
-            tables = [table for table, has in zip(_KEPT, kept, strict=True) if has]
+        for id, state, fence, group_id, group_is_open, n, *has_rows in db.rows(
+            _LOOK, (json.dumps(sorted(episode_ids)),)
+        ):
+            tables = [table for table, has in zip(_KEPT, has_rows, strict=True) if has]
             self._stands[id] = _Standing(state, fence, group_id, tables)
             if group_is_open:
                 self._left[group_id] = n

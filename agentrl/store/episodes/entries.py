@@ -81,9 +81,27 @@ class TurnRows:
 
     def turn(self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, asked: bool) -> None:
         """Add a turn whose place was checked; `text` is what its column takes. `asked`: sources may score it."""
-        one = turn.turn
-        where = (id, episode_id, trial, one.index, one.parent, one.role, one.learns, one.finish, text, turn.spans)
-        size = (len(one.prompt_ids), len(one.token_ids), turn.oldest, one.state, one.started_s, one.ended_s)
+        sampled = turn.turn
+        where = (
+            id,
+            episode_id,
+            trial,
+            sampled.index,
+            sampled.parent,
+            sampled.role,
+            sampled.learns,
+            sampled.finish,
+            text,
+            turn.spans,
+        )
+        size = (
+            len(sampled.prompt_ids),
+            len(sampled.token_ids),
+            turn.oldest,
+            sampled.state,
+            sampled.started_s,
+            sampled.ended_s,
+        )
         self.turns.append((*where, *size))
         self.tokens.append((id, turn.tokens))
         if turn.experts is not None:
@@ -200,31 +218,31 @@ class EpisodeWrite(BatchedCall):
     def all(cls, calls: Sequence[EpisodeWrite]) -> list[Result]:
         """Write entries in their order. Raises StoreError if the database fails, and then all may be half written."""
         refused = dict[int, Exception]()
-        for at, entry in enumerate(calls):
+        for place, entry in enumerate(calls):
             try:
                 entry.pack()
             except StoreAway:
                 raise
             except StoreError as error:
-                refused[at] = error
-        packed = [(at, entry) for at, entry in enumerate(calls) if at not in refused]
+                refused[place] = error
+        packed = [(place, entry) for place, entry in enumerate(calls) if place not in refused]
         if not packed:
-            return [Result(error=refused[at]) for at in range(len(calls))]
+            return [Result(error=refused[place]) for place in range(len(calls))]
         db = packed[0][1].db
         with db.write(shared=True):
             looked = db.execute(_LOOK, (json.dumps(sorted({entry.episode_id for _, entry in packed})),))
             turns = sum(entry.numbers for _, entry in packed)
             numbers = iter(db.numbers("turns", turns) if turns else ())
-            found = {id: row for id, *row in looked}
+            rows_by_episode = {id: row for id, *row in looked}
             standings, rows = dict[int, Standing](), TurnRows()
-            for at, entry in packed:
+            for place, entry in packed:
                 try:
-                    stands = _held(entry, found.get(entry.episode_id), standings)
+                    stands = _held(entry, rows_by_episode.get(entry.episode_id), standings)
                     entry.add(stands, numbers, rows)
                 except StoreError as error:
-                    refused[at] = error
+                    refused[place] = error
             rows.write(db)
-        return [Result(error=refused.get(at)) for at in range(len(calls))]
+        return [Result(error=refused.get(place)) for place in range(len(calls))]
 
 
 def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]) -> Standing:
@@ -232,10 +250,10 @@ def _held(entry: EpisodeWrite, row: list[Any] | None, known: dict[int, Standing]
     check_held(entry.db, entry.episode_id, entry.fence, row)
     assert row is not None
     if entry.episode_id not in known:
-        _, _, trial, asked, last, last_id, answered, under_way = row
+        _, _, trial, is_scored, last, last_id, answered, under_way = row
         known[entry.episode_id] = Standing(
             trial=trial,
-            asked=bool(asked),
+            asked=bool(is_scored),
             last=-1 if last is None else last,
             last_id=last_id,
             answered=answered is not None,
@@ -267,14 +285,14 @@ class TurnEntry(EpisodeWrite):
         turn, episode_id = self._turn, self.episode_id
         if turn.index != stands.last + 1:
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {stands.last}")
-        if turn.id and turn.id != (own := turn_id(episode_id, stands.trial, turn.index)):
-            raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
+        if turn.id and turn.id != (expected_id := turn_id(episode_id, stands.trial, turn.index)):
+            raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {expected_id!r}, not {turn.id!r}")
         if turn.parent is not None and not 0 <= turn.parent < turn.index:
             raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
         assert self._packed is not None
         id = next(numbers)
-        text, asked = self.db.any_text(self._packed.text), stands.asked and turn.learns
-        rows.turn(id, episode_id, stands.trial, self._packed, text, asked=asked)
+        text, is_scored = self.db.any_text(self._packed.text), stands.asked and turn.learns
+        rows.turn(id, episode_id, stands.trial, self._packed, text, asked=is_scored)
         rows.parts.pop(episode_id, None)
         if stands.kept:
             rows.over.append((episode_id,))
@@ -299,8 +317,8 @@ class StepEntry(EpisodeWrite):
         row_id, answered = stands.last_id, stands.answered
         if (index := self._turn_index) != stands.last:
             where = (self.episode_id, stands.trial, index)
-            found = self.db.row(f"{_TURN} WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?", where)
-            row_id, answered = (None, False) if found is None else (found[0], found[1] is not None)
+            row = self.db.row(f"{_TURN} WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?", where)
+            row_id, answered = (None, False) if row is None else (row[0], row[1] is not None)
         if row_id is None:
             raise StoreError(f"episode {self.episode_id}: turn {index} was never journaled")
         if answered:
@@ -330,8 +348,8 @@ class PartEntry(EpisodeWrite):
                 f"episode {self.episode_id}: turn {part.index} cannot be under way after turn {stands.last}"
             )
         if part.at != stands.under_way:
-            what = f"has {stands.under_way} tokens, and more came after {part.at}"
-            raise StoreError(f"episode {self.episode_id}: turn {part.index} {what}")
+            problem = f"has {stands.under_way} tokens, and more came after {part.at}"
+            raise StoreError(f"episode {self.episode_id}: turn {part.index} {problem}")
         assert self._packed is not None
         rows.parts.setdefault(self.episode_id, []).append(self._packed)
         stands.under_way += len(part.token_ids)
@@ -341,12 +359,12 @@ def pack_step(where: str, step: Step) -> PackedAnswer:
     """An answer as its row has it. Raises StoreError, which begins with `where`, for one that cannot be written."""
     if not math.isfinite(step.reward):
         raise StoreError(f"{where}: reward {step.reward} is not finite")
-    images, what = dict[str, bytes](), f"{where}: observation"
-    observation = without_images(step.observation, images, what)
+    images, place = dict[str, bytes](), f"{where}: observation"
+    observation = without_images(step.observation, images, place)
     if step.history is not None:
         step = replace(step, history=without_images(step.history, images, f"{where}: history"))
     columns = (
-        pack_messages(observation, what),
+        pack_messages(observation, place),
         float(step.reward),
         bool(step.terminated),
         bool(step.truncated),

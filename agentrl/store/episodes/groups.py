@@ -52,8 +52,10 @@ def lost_groups(db: Database, max_replays: int) -> list[int]:
         f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {LOST} AND replays < ? ORDER BY id",
         (max_replays,),
     )
-    known = quarantined(db) if rows else set[str]()
-    return [id for id, task in rows if not known or pack_identity(unpack_task(task)) not in known]
+    quarantined_tasks = quarantined(db) if rows else set[str]()
+    return [
+        id for id, task in rows if not quarantined_tasks or pack_identity(unpack_task(task)) not in quarantined_tasks
+    ]
 
 
 TRAIN = "train"
@@ -224,7 +226,7 @@ class Groups(StorePart):
         if turn > most:
             how = "and its last one ended it" if turns[-1][0] else "as far as it was played"
             raise UsageError(f"episode {episode_id} has {len(turns)} turns, {how}: a fork starts at turn 1 to {most}")
-        if not all(kept for _, kept in turns[:turn]):
+        if not all(is_kept for _, is_kept in turns[:turn]):
             raise UsageError(f"retention has dropped the tokens of episode {episode_id}: fork a younger one")
         return task, start, tools, trial
 
@@ -338,9 +340,9 @@ def close(db: Database, group_ids: Sequence[int], now: float) -> None:
     scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
     scored training group gets its record, in the order in which its members ended, which never changes; open members
     are late from now on."""
-    weights, *found = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
-    for at, group_id in enumerate(group_ids):
-        ((purpose, size),), ended, turns, scores = found[4 * at : 4 * at + 4]
+    weights, *tables = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
+    for place, group_id in enumerate(group_ids):
+        ((purpose, size),), ended, turns, scores = tables[4 * place : 4 * place + 4]
         state, reason, packed = GroupState.SCORED, None, None
         if purpose == TRAIN:
             record = {

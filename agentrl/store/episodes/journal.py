@@ -57,8 +57,8 @@ class Journal(StorePart):
     def begin(self, episode_id: int, fence: int, start: Messages, tools: ShownTools = NO_TOOLS) -> None:
         """The environment was reset and answered `start`, with `tools` beside it. Raises StoreError if turns are
         journaled already."""
-        images, what = dict[str, bytes](), f"episode {episode_id}: start"
-        packed = pack_messages(without_images(start, images, what), what)
+        images, place = dict[str, bytes](), f"episode {episode_id}: start"
+        packed = pack_messages(without_images(start, images, place), place)
         with self._db.write(shared=True):
             (last,) = held(self._db, episode_id, fence, _LAST)
             if last >= 0:
@@ -146,15 +146,15 @@ class Journal(StorePart):
         already, was played again `max_replays` times, or is a fork, whose turns before the fork cannot be repeated."""
         with self._db.write():
             check_fence(self._db, episode_id, fence)
-            found = self._db.row(
+            row = self._db.row(
                 "SELECT g.id, g.size FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " WHERE e.id = ? AND g.purpose = ? AND g.state = 'running' AND g.fork_turn IS NULL"
                 " AND g.replays < ?",
                 (episode_id, TRAIN, max_replays),
             )
-            if found is None:
+            if row is None:
                 return False
-            group_id, size = found
+            group_id, size = row
             now, version = self._db.clock(), latest_confirmed(self._db)
             for (member,) in self._db.rows(
                 "SELECT id FROM episodes WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,)

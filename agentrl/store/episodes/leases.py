@@ -163,8 +163,8 @@ class Leases(StorePart):
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
             check_fence(self._db, claim.episode_id, claim.fence)
-            (found,) = self._load([claim.episode_id])
-            return replace(found, fence=claim.fence, resumed=found.start is not None)
+            (loaded,) = self._load([claim.episode_id])
+            return replace(loaded, fence=claim.fence, resumed=loaded.start is not None)
 
     @retried
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
@@ -195,15 +195,15 @@ class Leases(StorePart):
         sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
         kinds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))
         rows = self._db.rows(sql, (now, holder, limit, bound, *kinds))
-        found = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
-        if suspected := [claim for claim in found if claim.suspected]:
+        free = sorted(Free(bool(suspected), not of_eval, bool(new), *rest) for suspected, of_eval, new, *rest in rows)
+        if suspected := [claim for claim in free if claim.suspected]:
             ((here,),) = self._db.rows(_SUSPECTED_HERE, (holder,))  # deaths of the most suspected that it plays
             together = (
                 [] if here is not None and here >= _APART else [claim for claim in suspected if claim.deaths < _APART]
             )
             alone = suspected[:1] if here is None and not together else []
-            found = [claim for claim in found if not claim.suspected] + together + alone
-        return found[:limit]
+            free = [claim for claim in free if not claim.suspected] + together + alone
+        return free[:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"

@@ -69,19 +69,19 @@ def _joined(rows: Sequence[Row]) -> Partial:
     """A turn from its parts."""
     prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
     recomputed = set[int]()
-    named = list[tuple[int, Columns]]()
-    for at, n, *_, spans, _, _, data in rows:
+    columns_of_parts = list[tuple[int, Columns]]()
+    for first_token, n, *_, spans, _, _, data in rows:
         (size,) = struct.unpack_from("<I", data)
         values = struct.unpack_from(f"<{size + n}I{n}d", data, 4)
         prompt += values[:size]
         tokens += values[size : size + n]
         logprobs += values[size + n :]
-        named.append((n, unpack_columns(data[4 + 4 * (size + n) + 8 * n :])))
+        columns_of_parts.append((n, unpack_columns(data[4 + 4 * (size + n) + 8 * n :])))
         versions += [-1] * n
         for span in unpack_spans(spans):
-            versions[at + span.start : at + span.end] = [span.version] * (span.end - span.start)
+            versions[first_token + span.start : first_token + span.end] = [span.version] * (span.end - span.start)
             if span.recomputed:
-                recomputed.add(at + span.start)
+                recomputed.add(first_token + span.start)
     *_, (_, _, index, parent, role, _, started_s, spent_s, _) = rows
     return Partial(
         index=index,
@@ -93,7 +93,7 @@ def _joined(rows: Sequence[Row]) -> Partial:
         spans=spans_of(versions, recomputed),
         started_s=started_s,
         spent_s=spent_s,
-        columns=joined(named),
+        columns=joined(columns_of_parts),
     )
 
 

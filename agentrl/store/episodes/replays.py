@@ -83,12 +83,12 @@ class ReplayedFailures(StorePart):
         Raises UsageError for a group that there is not."""
         transaction: AbstractContextManager[object] = self._db.read() if dry_run else self._db.write()
         with transaction:
-            found = self._find(group_ids, bounds)
+            requeued = self._find(group_ids, bounds)
             if not dry_run:
-                self._wait_again(found.members, late=False)
-                self._wait_again(found.late, late=True)
-                self._play_again(found.groups)
-        return found
+                self._wait_again(requeued.members, late=False)
+                self._wait_again(requeued.late, late=True)
+                self._play_again(requeued.groups)
+        return requeued
 
     def _find(self, asked: Collection[int] | None, bounds: AdmissionBounds) -> Requeued:
         db = self._db
@@ -96,20 +96,20 @@ class ReplayedFailures(StorePart):
         for group_id in asked or ():
             if db.row("SELECT 1 FROM groups WHERE id = ?", (group_id,)) is None:
                 raise UsageError(f"no group {group_id} in {db.path}: agentrl tasks RUN --failed names what failed")
-        left, nothing = Counter[str](), set(asked or ())
+        refusals, nothing = Counter[str](), set(asked or ())
         members, late, groups = list[int](), list[int](), list[int]()
         for id, group_id, purpose, state, started_step, fork, task in db.rows(_MEMBERS):
             if asked is not None and group_id not in asked:
                 continue
             nothing.discard(group_id)
             if purpose != TRAIN:
-                left["of an evaluation, which stays as it was measured"] += 1
+                refusals["of an evaluation, which stays as it was measured"] += 1
             elif state in ("taken", "trained"):
-                left["of a group that a step has taken"] += 1
+                refusals["of a group that a step has taken"] += 1
             elif old := bounds.too_old(step, started_step):
-                left[f"of a group {old}"] += 1
+                refusals[f"of a group {old}"] += 1
             elif why := _never(fork, task, kept_out):
-                left[why] += 1
+                refusals[why] += 1
             else:
                 (late if state == "scored" else members).append(id)
         for group_id, task, replays, played_again, fork in db.rows(_GROUPS):
@@ -117,16 +117,16 @@ class ReplayedFailures(StorePart):
                 continue
             nothing.discard(group_id)
             if why := _never(fork, task, kept_out):
-                left[why] += 1
+                refusals[why] += 1
             elif played_again:
-                left["a group that was played again already"] += 1
+                refusals["a group that was played again already"] += 1
             elif replays < bounds.max_replays:
-                left[f"a group that is played again by itself (rollout.max_replays = {bounds.max_replays})"] += 1
+                refusals[f"a group that is played again by itself (rollout.max_replays = {bounds.max_replays})"] += 1
             else:
                 groups.append(group_id)
         if nothing:
-            left["a group of which nothing failed"] += len(nothing)
-        return Requeued(members=tuple(members), late=tuple(late), groups=tuple(groups), left=dict(left))
+            refusals["a group of which nothing failed"] += len(nothing)
+        return Requeued(members=tuple(members), late=tuple(late), groups=tuple(groups), left=dict(refusals))
 
     def _wait_again(self, episode_ids: Collection[int], *, late: bool) -> None:
         """Have failed members wait, in a new trial."""

@@ -128,10 +128,10 @@ class Scores(StorePart):
         with self._db.write():
             row_id, episode_id = turn_row(self._db, turn)
             declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
-            known = 1 if declared is None else declared[0]
-            version = known if version is None else version
+            declared_version = 1 if declared is None else declared[0]
+            version = declared_version if version is None else version
             waited = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
-            counts = waited is not None and version == known
+            counts = waited is not None and version == declared_version
             written = self._db.execute(
                 "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
@@ -152,12 +152,12 @@ class Scores(StorePart):
         with self._db.read():
             if not self._late(now):
                 return {}
-        found: dict[str, list[int]] = {}
+        expired: dict[str, list[int]] = {}
         with self._db.write():
             for episode_id, source, late, deadline_s in self._late(now):
                 if held_ending(self._db, episode_id) is None:
                     continue  # another source has dropped it
-                found.setdefault(source, []).append(episode_id)
+                expired.setdefault(source, []).append(episode_id)
                 if late == "drop":
                     detail = f"reward source {source!r} did not score all turns within {deadline_s:g} s of the end"
                     failed = Ending(stop_reason=StopReason.ENV_FAILED, detail=detail)
@@ -171,7 +171,7 @@ class Scores(StorePart):
                     )
                 self._db.execute("DELETE FROM unscored WHERE source = ? AND episode_id = ?", (source, episode_id))
                 self._end_if_scored(episode_id)
-        return found
+        return expired
 
     @retried
     def episodes_unscored(self) -> dict[str, int]:

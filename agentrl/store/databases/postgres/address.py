@@ -55,8 +55,8 @@ class Address(NamedTuple):
     def read(cls, path: Path) -> Address:
         """Read an address file. Raises UsageError."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            address = cls(str(found["url"]), str(found["schema"]))
+            document = json.loads(path.read_text(encoding="utf-8"))
+            address = cls(str(document["url"]), str(document["schema"]))
             if not _SCHEMA.fullmatch(address.schema):  # it stands in statements as it is
                 raise ValueError(f"{address.schema!r} is no schema of ours")
             return address

@@ -98,9 +98,9 @@ class Partitions:
         run(f"SET LOCAL lock_timeout = {_MOMENT_MS}")
         run(f"LOCK TABLE {', '.join(f'ONLY {table}' for table in BYTES)} IN ACCESS EXCLUSIVE MODE")
         run(f"CREATE TABLE kept AS {_KEPT.format(start=start, until=until)}")
-        ((kept,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
+        ((n_kept,),) = self._driver.rows("SELECT COUNT(*) FROM kept")
         fits = "SELECT start, rows FROM parts WHERE until = ? AND rows + ? <= ?"
-        into, rows = self._driver.row(fits, (start, kept, until - start)) or (start, 0)
+        into, rows = self._driver.row(fits, (start, n_kept, until - start)) or (start, 0)
         for table in BYTES:
             run(f"ALTER TABLE {table} DETACH PARTITION {table}_{start}")
             run(f"ALTER TABLE {table}_{start} RENAME TO {table}_old")
@@ -113,7 +113,7 @@ class Partitions:
             self._attach(table, into, until)
         run("DROP TABLE kept")
         run(f"DELETE FROM parts WHERE start IN ({start}, {into})")
-        run(f"INSERT INTO parts VALUES ({into}, {until}, {rows + kept}, 0)")
+        run(f"INSERT INTO parts VALUES ({into}, {until}, {rows + n_kept}, 0)")
 
     def _attach(self, table: str, start: int, until: int) -> None:
         first = start or "MINVALUE"

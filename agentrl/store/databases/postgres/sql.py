@@ -49,12 +49,12 @@ def array(type: int, values: Sequence[Any]) -> bytes:
 def parted(rows: Sequence[Sequence[Any]]) -> Iterator[Sequence[Sequence[Any]]]:
     """Rows, divided where they are too much for one statement."""
     begin = size = 0
-    for at, row in enumerate(rows):
-        own = sum(len(value) for value in row if isinstance(value, (bytes, str)))
-        if size + own > _MOST_BYTES and at > begin:
-            yield rows[begin:at]
-            begin, size = at, 0
-        size += own
+    for place, row in enumerate(rows):
+        row_bytes = sum(len(value) for value in row if isinstance(value, (bytes, str)))
+        if size + row_bytes > _MOST_BYTES and place > begin:
+            yield rows[begin:place]
+            begin, size = place, 0
+        size += row_bytes
     yield rows[begin:]
 
 
@@ -101,13 +101,13 @@ _INSERT = re.compile(r"INSERT INTO (?P<table>\w+)( \((?P<columns>[\w, ]+)\))? VA
 @lru_cache
 def plain_insert(sql: str) -> PlainInsert | None:
     """A statement that inserts a row as it is given; None if it is another."""
-    found = _INSERT.fullmatch(sql)
-    columns = found["columns"] if found else None
-    return found and PlainInsert(found["table"], tuple(columns.split(", ")) if columns else ())
+    match = _INSERT.fullmatch(sql)
+    columns = match["columns"] if match else None
+    return match and PlainInsert(match["table"], tuple(columns.split(", ")) if columns else ())
 
 
 @lru_cache
 def many(sql: str, types: tuple[int, ...]) -> bytes:
     """A plain insert of many rows, given an array for each column."""
-    values = ", ".join(f"unnest(${at}::{NAMES[type]}[])" for at, type in enumerate(types, 1))
+    values = ", ".join(f"unnest(${number}::{NAMES[type]}[])" for number, type in enumerate(types, 1))
     return f"{sql.partition(' VALUES ')[0]} SELECT {values}".encode()

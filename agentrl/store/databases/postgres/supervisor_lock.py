@@ -39,15 +39,15 @@ class Supervision:
     def take(self) -> None:
         """Take the lock. Raises UsageError, which names its holder, if that one does not give it up in time, and
         StoreAway."""
-        until, told = time.monotonic() + _FREED_S, False
+        until, is_reported = time.monotonic() + _FREED_S, False
         try:
             while not self._try():
                 if time.monotonic() > until:
                     raise UsageError(f"{self._path.parent}: {self._holder()} supervises this run: end it there first")
-                if not told:
+                if not is_reported:
                     wait = f"it is waited for, {_FREED_S:g} s at most, should it be gone"
                     print(f"agentrl: {self._holder()} supervises this run: {wait}", file=sys.stderr, flush=True)
-                told = True
+                is_reported = True
                 time.sleep(_LOOK_S)
         except psycopg.Error as error:
             self.close()
@@ -84,13 +84,13 @@ class Supervision:
     def _try(self) -> bool:
         if self._session is None or self._session.closed:
             self._session = self._address.connect()
-        found = self._session.execute(
+        row = self._session.execute(
             "SELECT pg_try_advisory_lock($1 + to_regnamespace($2)::oid::bigint)", (_LOCK, self._address.schema)
         ).fetchone()
-        assert found is not None
-        if found[0] is None:  # there is no run: whoever opens it says so
+        assert row is not None
+        if row[0] is None:  # there is no run: whoever opens it says so
             return True
-        if not found[0]:
+        if not row[0]:
             return False
         self._session.execute(_NAMED, (SUPERVISOR.key, self._name))
         return True
