@@ -1,0 +1,113 @@
+"""Measure how the code reads: names, comments and docstrings, each beside its goal.
+
+    python tools/voice.py [--list MEASURE] [FOLDER ...]
+
+`--list` prints each place that a measure counts. Measures of the house's own words are of style, never of behaviour:
+a place may be right although it is counted, and the goals leave room for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+VAGUE = frozenset(
+    re.split(" ", "asked at found given held kept known left made named news one own said there those told what whole")
+)
+OPENINGS = re.compile(r"(That|Those|Of|As|What|The same)\b")
+BANNED = frozenset(re.split(" ", "asked bears found given mend mended mends said tells told wanted"))
+_WORD = re.compile(r"[a-z]+")
+_CODE_NAME = re.compile(r"`([A-Za-z_]\w*)`")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Place(NamedTuple):
+    """A line that a measure counts, and what it has there."""
+
+    path: Path
+    line: int
+    text: str
+
+
+class Measures:
+    """Sums over source files; `places` has the counted ones of each measure."""
+
+    def __init__(self) -> None:
+        self.lines = self.comments = self.locals = self.letters = self.docstrings = 0
+        self.places = defaultdict[str, list[Place]](list)
+        self._identifiers, self._quoted = set[str](), list[Place]()
+
+    def add(self, path: Path) -> None:
+        """Read one file."""
+        source = path.read_text(encoding="utf-8")
+        self.lines += source.count("\n")
+        self._identifiers.update(path.with_suffix("").parts)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._add_local(path, node)
+            if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
+                self._add_docstring(path, node, text)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                self.comments += token.line.lstrip().startswith("#")
+            elif token.type == tokenize.NAME:
+                self._identifiers.add(token.string)
+            elif token.type == tokenize.STRING and not token.string.startswith('"""'):
+                self._identifiers.update(re.findall(r"\w+", token.string))
+
+    def _add_local(self, path: Path, node: ast.Name) -> None:
+        self.locals += 1
+        self.letters += len(node.id)
+        if node.id in VAGUE:
+            self.places["vague locals"].append(Place(path, node.lineno, node.id))
+
+    def _add_docstring(self, path: Path, node: ast.AST, text: str) -> None:
+        self.docstrings += 1
+        line, name = getattr(node, "lineno", 1), getattr(node, "name", path.stem)
+        if opening := OPENINGS.match(text):
+            self.places["openings"].append(Place(path, line, f"{name}: {opening[0]} …"))
+        for word in sorted(BANNED & set(_WORD.findall(text.lower()))):
+            self.places["banned words"].append(Place(path, line, f"{name}: {word}"))
+        self._quoted += (Place(path, line, quoted) for quoted in _CODE_NAME.findall(text))
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Measure, value and goal, once all files are read."""
+        self.places["missing names"] = [place for place in self._quoted if place.text not in self._identifiers]
+        vague = len(self.places["vague locals"])
+        yield "vague locals", f"{vague / max(1, self.locals):.1%} of {self.locals}", "≤ 1%"
+        yield "mean length of a local's name", f"{self.letters / max(1, self.locals):.1f}", "≥ 8"
+        yield "whole-line comments", f"{self.comments / max(1, self.lines):.1%} of {self.lines} lines", "≥ 4%"
+        for measure in ("openings", "banned words", "missing names"):
+            yield measure, f"{len(self.places[measure])} in {self.docstrings} docstrings", "0"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=("vague locals", "openings", "banned words", "missing names"))
+    parser.add_argument("folders", nargs="*", default=["agentrl"], metavar="FOLDER")
+    chosen = parser.parse_args()
+    listed = subprocess.run(["git", "ls-files", *chosen.folders], capture_output=True, text=True, check=True).stdout
+    measures = Measures()
+    for name in listed.splitlines():
+        if name.endswith(".py"):
+            measures.add(Path(name))
+    rows = list(measures.rows())
+    if chosen.list:
+        for place in measures.places[chosen.list]:
+            print(f"{place.path}:{place.line}: {place.text}")
+        return
+    for measure, value, goal in rows:
+        print(f"{measure:32}{value:28}{goal}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
