@@ -346,22 +346,22 @@ def place_of_thread(thread: int | None, below: str) -> str:
     """The same of the code that a thread runs now, as far as the file `below` called it; "" if it runs none."""
     frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
     frames = list(traceback.extract_stack(frame)) if frame is not None else list[traceback.FrameSummary]()
-    called = next((at for at in range(len(frames), 0, -1) if frames[at - 1].filename == below), len(frames))
+    called = next((depth for depth in range(len(frames), 0, -1) if frames[depth - 1].filename == below), len(frames))
     return _place_in(frames[called:])
 
 
 def _place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     frames = [frame for frame in stack if not frame.filename.startswith("<frozen ")]
     foreign = [frame for frame in frames if not frame.filename.startswith((_OURS, *_LOOPS))]
-    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    chosen = own or foreign or frames
+    own_frames = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    chosen = own_frames or foreign or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
 
 
 def split_place(text: str) -> tuple[str, str]:
     """The text of an error without the place at its end, and the place ("" if it names none)."""
-    found = _PLACE.search(text)
-    return (text, "") if found is None else (text[: found.start()], found[1])
+    match = _PLACE.search(text)
+    return (text, "") if match is None else (text[: match.start()], match[1])
 
 
 _PLACE = re.compile(r" \(([^()]+:\d+)\)$")
@@ -392,7 +392,7 @@ def matters(error: BaseException) -> BaseException:
     ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
 
     def rank(leaf: BaseException) -> int:
-        return next((at for at, kind in enumerate(ranks) if isinstance(leaf, kind)), len(ranks))
+        return next((place for place, kind in enumerate(ranks) if isinstance(leaf, kind)), len(ranks))
 
     return min(_leaves(error), key=rank)
 

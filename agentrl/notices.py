@@ -113,8 +113,8 @@ class NoticeBoard:
     def put_back(self, taken: list[NewNotice]) -> None:
         """Hand cases back that could not be recorded."""
         with self._lock:
-            for boundary, what, count, _ in taken:
-                self._counts[boundary, what].new += count
+            for boundary, subject, count, _ in taken:
+                self._counts[boundary, subject].new += count
 
     @contextmanager
     def gathered(self) -> Generator[None]:

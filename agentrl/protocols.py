@@ -143,11 +143,13 @@ class Limits:
     output_bytes: int = 64 << 10  # stdout and stderr each; more is cut and flagged
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            kinds, words = (int, "a whole number") if one.type in (int, "int") else (int | float, "a finite number")
+        for each_field in fields(self):
+            value = getattr(self, each_field.name)
+            kinds, words = (
+                (int, "a whole number") if each_field.type in (int, "int") else (int | float, "a finite number")
+            )
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                raise ConfigError(one.name, value, f"give {words} above 0")
+                raise ConfigError(each_field.name, value, f"give {words} above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

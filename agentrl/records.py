@@ -254,13 +254,13 @@ class Turn:
         n = len(self.token_ids)
         if len(self.logprobs) != n:
             raise ValueError(f"turn {self.index}: {n} tokens but {len(self.logprobs)} log-probs")
-        at = 0
+        covered = 0
         for span in self.spans:
-            if span.start != at or span.end <= span.start:
-                raise ValueError(f"turn {self.index}: version spans {self.spans} leave a gap at token {at}")
-            at = span.end
-        if at != n:
-            raise ValueError(f"turn {self.index}: version spans cover {at} of {n} tokens")
+            if span.start != covered or span.end <= span.start:
+                raise ValueError(f"turn {self.index}: version spans {self.spans} leave a gap at token {covered}")
+            covered = span.end
+        if covered != n:
+            raise ValueError(f"turn {self.index}: version spans cover {covered} of {n} tokens")
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -325,21 +325,23 @@ def member_record(
     states: dict[str, list[int]] = {}
     for actor, reward, others, scores, state in turns:
         states.setdefault(actor, []).append(state)
-        for role, own in streams.items():
+        for role, sources in streams.items():
             if role != actor:
-                own[ENV][-1] += float(others.get(role, 0.0))
+                sources[ENV][-1] += float(others.get(role, 0.0))
         of_actor = streams.setdefault(actor, {source: [] for source in (ENV, *sorted(weights))})
         for source, values in of_actor.items():
             values.append(reward if source == ENV else scores.get(source, 0.0))
     return MemberRecord(
         outcome=outcome,
         outcomes=outcomes,
-        rewards={role: _weighted(own, weights) for role, own in streams.items()},
+        rewards={role: _weighted(sources, weights) for role, sources in streams.items()},
         streams={
-            role: {source: tuple(values) for source, values in own.items()} for role, own in streams.items() if weights
+            role: {source: tuple(values) for source, values in sources.items()}
+            for role, sources in streams.items()
+            if weights
         },
         weights=dict(weights),
-        states={role: tuple(own) for role, own in states.items()},
+        states={role: tuple(sources) for role, sources in states.items()},
     )
 
 
@@ -434,14 +436,14 @@ def spans_of(versions: Sequence[int], recomputed: Collection[int] = ()) -> tuple
     and makes no span."""
     if versions and versions.count(versions[0]) == len(versions):  # most often
         return (VersionSpan(versions[0], 0, len(versions)),)
-    news, since = set[int](), 0
-    for at in sorted(recomputed):
-        if at < len(versions) and any(version != versions[at] for version in versions[since:at]):
-            news.add(at)
-            since = at
-    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1] or at in news]
+    starts, since = set[int](), 0
+    for place in sorted(recomputed):
+        if place < len(versions) and any(version != versions[place] for version in versions[since:place]):
+            starts.add(place)
+            since = place
+    changes = [place for place in range(1, len(versions)) if versions[place] != versions[place - 1] or place in starts]
     bounds = [0, *changes, len(versions)] if versions else []
-    return tuple(VersionSpan(versions[start], start, end, start in news) for start, end in pairwise(bounds))
+    return tuple(VersionSpan(versions[start], start, end, start in starts) for start, end in pairwise(bounds))
 
 
 class GroupState(StrEnum):

@@ -41,17 +41,17 @@ def make(id: str, **kwargs: Any) -> Any:
 
     Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take: of
     another name, or of another kind where it is annotated as a number, a text or a truth value."""
-    maker, given = registry.resolve("environments", id), dict(kwargs)
+    maker, arguments = registry.resolve("environments", id), dict(kwargs)
     annotated = _plain(maker) if isinstance(maker, type | FunctionType) else dict[str, _Kinds]()
-    for name in given.keys() & annotated.keys():
-        value, kinds = given[name], annotated[name]
+    for name in arguments.keys() & annotated.keys():
+        value, kinds = arguments[name], annotated[name]
         if not any(_is(value, kind) for kind in kinds):
             raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_SAID[kind] for kind in kinds)}")
-    mode = None if "render_mode" in inspect.signature(maker).parameters else given.pop("render_mode", None)
+    mode = None if "render_mode" in inspect.signature(maker).parameters else arguments.pop("render_mode", None)
     try:
-        env = maker(**given)
+        env = maker(**arguments)
     except TypeError as error:
-        raise UsageError(f"{id} cannot be made with {given}: {error}{_nearer(maker, given)}") from error
+        raise UsageError(f"{id} cannot be made with {arguments}: {error}{_nearer(maker, arguments)}") from error
     if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
         env.spec = EnvSpec(
             id=id,
@@ -65,31 +65,31 @@ def make(id: str, **kwargs: Any) -> Any:
 
 def _nearer(maker: Callable[..., Any], given: Mapping[str, Any]) -> str:
     """For each argument that nothing is called, the nearest that there is; all of them if none is near."""
-    known = [
+    names = [
         parameter.name
         for parameter in parameters_of(maker)
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    found = [(name, registry.nearest(name, known)) for name in given if name not in known]
-    said = [f"{name!r} is near {near[0]!r}" for name, near in found if near]
-    if said or not found:
-        return f"; {', '.join(said)}" if said else ""
-    return f"; it takes {', '.join(known) or 'none'}"
+    near_names = [(name, registry.nearest(name, names)) for name in given if name not in names]
+    hints = [f"{name!r} is near {near[0]!r}" for name, near in near_names if near]
+    if hints or not near_names:
+        return f"; {', '.join(hints)}" if hints else ""
+    return f"; it takes {', '.join(names) or 'none'}"
 
 
 def parameters_of(maker: Any) -> list[inspect.Parameter]:
     """The constructor's parameters; if it passes arguments on to a base class, that class's parameters too."""
-    found: dict[str, inspect.Parameter] = {}
+    by_name: dict[str, inspect.Parameter] = {}
     classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
     constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
     for function in constructors if classes else [maker]:
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        inherited = bool(found)  # the class itself passes the arguments that a base class requires
-        found |= {p.name: p for p in parameters if p.name not in found and not (inherited and p.default is p.empty)}
+        inherited = bool(by_name)  # the class itself passes the arguments that a base class requires
+        by_name |= {p.name: p for p in parameters if p.name not in by_name and not (inherited and p.default is p.empty)}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
-    return list(found.values())
+        by_name = {name: p for name, p in by_name.items() if p.kind is not p.VAR_KEYWORD}
+    return list(by_name.values())
 
 
 @functools.lru_cache(256)
@@ -99,11 +99,13 @@ def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
         hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
     except (NameError, TypeError, AttributeError):  # somebody's annotations may be anything
         return {}
-    found = {
+    kinds_of = {
         name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()
     }
     return {
-        name: kinds for name, kinds in found.items() if all(isinstance(kind, type) and kind in _SAID for kind in kinds)
+        name: kinds
+        for name, kinds in kinds_of.items()
+        if all(isinstance(kind, type) and kind in _SAID for kind in kinds)
     }
 
 

@@ -82,8 +82,8 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
         return load_reference(f"{point.module}:{point.attr}")
     if ":" in id:
         return load_reference(id)
-    known = ids(kind)
-    listed = dict.fromkeys([*nearest(id, known), *known])
+    registered = ids(kind)
+    listed = dict.fromkeys([*nearest(id, registered), *registered])
     raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(listed) or 'none'}")
 
 

@@ -108,8 +108,8 @@ class EngineFleet:
         async with AsyncExitStack() as stack:
             urls: list[str] = []
             for place in chosen.places:
-                own = chosen.model_copy(update={"replicas": 1, "gpus": [place] if place else []})
-                running = running_engine(folder, own, door=Door(), max_context=max_context)
+                replica = chosen.model_copy(update={"replicas": 1, "gpus": [place] if place else []})
+                running = running_engine(folder, replica, door=Door(), max_context=max_context)
                 url, _ = await stack.enter_async_context(running)
                 urls.append(url)
             fleet = await stack.enter_async_context(cls._over(folder, urls, chosen, max_context))
@@ -130,13 +130,13 @@ class EngineFleet:
 
         Raises ConfigError for a bad setting, EngineUnavailable for an engine that does not answer within
         `engine.admin_deadline_s`."""
-        named = [urls] if isinstance(urls, str) else list(urls)
-        if not named:
+        addresses = [urls] if isinstance(urls, str) else list(urls)
+        if not addresses:
             raise ConfigError("urls", urls, "give the URL of an engine at least")
-        given = (
+        fields = (
             settings.model_dump(exclude_unset=True) if isinstance(settings, EngineSettings) else dict(settings or {})
         )
-        chosen = read_section(EngineSettings, {**given, "urls": named}, "engine")
+        chosen = read_section(EngineSettings, {**fields, "urls": addresses}, "engine")
         async with cls._over(model_dir(str(model)), chosen.urls, chosen, None) as fleet:
             yield fleet
 
@@ -260,5 +260,5 @@ class EngineFleet:
 def _positions(folder: Path) -> int | None:
     """How many tokens the model of a folder has positions for; None if its config.json does not say."""
     config: Any = json.loads((folder / "config.json").read_text())
-    found: Any = (config.get("text_config") or config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    positions: Any = (config.get("text_config") or config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None

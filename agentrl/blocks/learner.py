@@ -162,7 +162,7 @@ class Learner(Closing):
         """Rows as a batch; those without one are of versions that this learner published."""
         if isinstance(rows, Batch):
             return rows
-        groups = tuple(one if isinstance(one, Group) else _group(number, one) for number, one in enumerate(rows, 1))
+        groups = tuple(row if isinstance(row, Group) else _group(number, row) for number, row in enumerate(rows, 1))
 
         def step_of(version: int) -> int:
             if version not in self._versions:
@@ -176,9 +176,14 @@ class Learner(Closing):
 
 def _group(number: int, members: Iterable[Trajectory]) -> Group:
     """Trajectories of one task as a group. Raises UsageError for none."""
-    found = tuple(members)
-    if not found:
+    trajectories = tuple(members)
+    if not trajectories:
         raise UsageError(f"group {number} has no trajectories: give the members of one task")
     return Group(
-        id=number, task=found[0].task, state=GroupState.SCORED, size=len(found), trajectories=found, left_out=()
+        id=number,
+        task=trajectories[0].task,
+        state=GroupState.SCORED,
+        size=len(trajectories),
+        trajectories=trajectories,
+        left_out=(),
     )

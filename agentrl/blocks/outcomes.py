@@ -25,7 +25,7 @@ async def score(
         raise ConfigError("concurrency", concurrency, "give 1 or more")
     if not deadline_s > 0:
         raise ConfigError("deadline_s", deadline_s, "give seconds above 0")
-    found, tracebacks = list(trajectories), Tracebacks()
+    scored, tracebacks = list(trajectories), Tracebacks()
     places = trio.CapacityLimiter(concurrency)
 
     async def score_one(at: int, trajectory: Trajectory) -> None:
@@ -36,12 +36,12 @@ async def score(
                 outcome = 0.0
             except InfrastructureError as error:
                 tracebacks.log(error, f"{trajectory.task.env}, seed {trajectory.task.seed}: {error}")
-                found[at] = replace(trajectory, stop_reason=reason_of(error), outcome=None, success=None)
+                scored[at] = replace(trajectory, stop_reason=reason_of(error), outcome=None, success=None)
                 return
-            found[at] = replace(trajectory, outcome=outcome)
+            scored[at] = replace(trajectory, outcome=outcome)
 
     async with trio.open_nursery() as nursery:
-        for at, trajectory in enumerate(found):
+        for place, trajectory in enumerate(scored):
             if trajectory.stop_reason is not None and trajectory.stop_reason.by_policy:
-                nursery.start_soon(score_one, at, trajectory)
-    return found
+                nursery.start_soon(score_one, place, trajectory)
+    return scored

@@ -148,13 +148,13 @@ def rollout(
         rewarder=reward,
     )
     if buffer is None:
-        found = Rollouts(engine, partial(_in_memory, source, group_size, context))
+        rollouts = Rollouts(engine, partial(_in_memory, source, group_size, context))
     else:
         if not isinstance(source, TaskSource):
             source = _Listed(source)
-        found = Rollouts(engine, partial(_journaled, buffer, source, group_size, context, engine))
-    found.group_size = group_size
-    return found
+        rollouts = Rollouts(engine, partial(_journaled, buffer, source, group_size, context, engine))
+    rollouts.group_size = group_size
+    return rollouts
 
 
 async def _in_memory(
@@ -281,12 +281,12 @@ def _source(tasks: Tasks | None, env: str, kwargs: Mapping[str, Json]) -> TaskSo
         if tasks < 1:
             raise ConfigError("tasks", tasks, "give 1 or more")
         return Seeds(env, kwargs=kwargs, size=tasks)
-    found: list[Task] = []
-    for index, one in enumerate(tasks):
-        if isinstance(one, Task):
-            found.append(replace(one, env=env, kwargs={**kwargs, **one.kwargs}))
-        elif isinstance(one, int):  # pyright: ignore[reportUnnecessaryIsInstance] - a notebook gives anything
-            found.append(Task(index=index, env=env, seed=one, kwargs=kwargs))
+    listed: list[Task] = []
+    for index, task in enumerate(tasks):
+        if isinstance(task, Task):
+            listed.append(replace(task, env=env, kwargs={**kwargs, **task.kwargs}))
+        elif isinstance(task, int):  # pyright: ignore[reportUnnecessaryIsInstance] - a notebook gives anything
+            listed.append(Task(index=index, env=env, seed=task, kwargs=kwargs))
         else:
-            raise ConfigError("tasks", one, "give tasks (agentrl.records.Task), seeds, or how many")
-    return found
+            raise ConfigError("tasks", task, "give tasks (agentrl.records.Task), seeds, or how many")
+    return listed

@@ -203,16 +203,16 @@ class Rollouts(Closing):
         return self
 
     def __next__(self) -> Trajectory:
-        found = _call(partial(anext, self._inner, None))
-        if found is None:
+        trajectory = _call(partial(anext, self._inner, None))
+        if trajectory is None:
             raise StopIteration
-        return found
+        return trajectory
 
     def groups(self) -> Iterator[tuple[Trajectory, ...]]:
         """See `agentrl.blocks.Rollouts.groups`."""
         groups = self._inner.groups()
-        while (found := _call(partial(anext, groups, None))) is not None:
-            yield found
+        while (group := _call(partial(anext, groups, None))) is not None:
+            yield group
 
     def close(self) -> None:
         """End the episodes that run; what was journaled in a buffer stays."""

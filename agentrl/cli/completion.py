@@ -21,8 +21,8 @@ _PATIENCE_S = 0.5
 
 def run_folders(incomplete: str) -> list[str]:
     """Folders of runs that begin so, and folders to look into. Without a slash those in `runs` are offered, too."""
-    found = [*_below(incomplete), *(_below(f"runs/{incomplete}") if "/" not in incomplete else ())]
-    return sorted(dict.fromkeys(name for name in found if _PLAIN.fullmatch(name)))
+    names = [*_below(incomplete), *(_below(f"runs/{incomplete}") if "/" not in incomplete else ())]
+    return sorted(dict.fromkeys(name for name in names if _PLAIN.fullmatch(name)))
 
 
 def _below(incomplete: str) -> Iterator[str]:

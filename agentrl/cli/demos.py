@@ -27,14 +27,14 @@ def demos(
     kwargs: dict[str, Any] = {}
     for setting in settings or []:
         apply_override(kwargs, setting)
-    every, told = max(1, n // 10), 0
+    every, reported = max(1, n // 10), 0
 
     def progress(written: int) -> None:
-        nonlocal told
-        if written // every > told:
-            told = written // every
+        nonlocal reported
+        if written // every > reported:
+            reported = written // every
             print(f"{written} of {n}", file=sys.stderr)
 
-    made = write(env, n, out, mistakes=mistakes, seed=seed, kwargs=kwargs, overwrite=overwrite, progress=progress)
-    left_out = f"; {made.left_out} tasks had none" if made.left_out else ""
-    print(f"{made.demonstrations} demonstrations, {made.mistaken} of them with mistakes: {out}{left_out}")
+    result = write(env, n, out, mistakes=mistakes, seed=seed, kwargs=kwargs, overwrite=overwrite, progress=progress)
+    left_out = f"; {result.left_out} tasks had none" if result.left_out else ""
+    print(f"{result.demonstrations} demonstrations, {result.mistaken} of them with mistakes: {out}{left_out}")

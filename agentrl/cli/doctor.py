@@ -46,8 +46,8 @@ def _python() -> PartCheck:
 
 
 def _cpu() -> PartCheck:
-    found = cores()
-    return PartCheck("cpu", found >= 2, f"{found} cores", "the engine and the learner want a core each")
+    n_cores = cores()
+    return PartCheck("cpu", n_cores >= 2, f"{n_cores} cores", "the engine and the learner want a core each")
 
 
 def _gpu() -> PartCheck:
@@ -66,9 +66,9 @@ def _torch() -> PartCheck:
 
 def _bytecode() -> PartCheck:
     spec = importlib.util.find_spec("torch")
-    kept = spec is not None and spec.origin is not None and Path(cache_from_source(spec.origin)).exists()
-    if kept or spec is None or not sys.dont_write_bytecode:
-        return PartCheck("bytecode", True, "kept" if kept else "is kept from the first start on")
+    is_kept = spec is not None and spec.origin is not None and Path(cache_from_source(spec.origin)).exists()
+    if is_kept or spec is None or not sys.dont_write_bytecode:
+        return PartCheck("bytecode", True, "kept" if is_kept else "is kept from the first start on")
     hint = "each process of a run compiles torch anew when it starts: unset PYTHONDONTWRITEBYTECODE"
     return PartCheck("bytecode", False, "is thrown away", hint)
 

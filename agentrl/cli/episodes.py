@@ -136,5 +136,5 @@ def copy(
         raise UsageError(f"--to {to}: give postgresql://user@host/database, or sqlite")
     run = RunDir.open(path)
     with run.lock(), supervising(run.store_path, of_copy=True):  # what gives a copy its own
-        kept, rows = move(path, None if to == "sqlite" else to, time.time)
-    print(f"{rows} rows copied; {run.store_path} names the store from now on, {kept} the old one")
+        old_place, rows = move(path, None if to == "sqlite" else to, time.time)
+    print(f"{rows} rows copied; {run.store_path} names the store from now on, {old_place} the old one")

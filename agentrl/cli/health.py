@@ -29,17 +29,17 @@ def health(
         raise
     except (AgentRLError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-    found = examine(facts)
+    findings = examine(facts)
     if as_json:
-        advice = [one.document(path) for one in found]
-        print(json.dumps({"run": str(path), "step": facts.step, "healthy": not found, "advice": advice}))
-    elif not found:
+        advice = [finding.document(path) for finding in findings]
+        print(json.dumps({"run": str(path), "step": facts.step, "healthy": not findings, "advice": advice}))
+    elif not findings:
         steps = f"{facts.step} steps and {len(facts.episodes)} of the newest episodes show nothing wrong"
         print(f"{path}: {steps}" if facts.episodes else f"{path}: no episode has ended, so there is nothing to judge")
-    for one in () if as_json else found:
-        print(printable(f"{one.name}: {one.cause}"))
-        print(printable(f"    {one.evidence}"))
-        for line in one.typed(path):
+    for finding in () if as_json else findings:
+        print(printable(f"{finding.name}: {finding.cause}"))
+        print(printable(f"    {finding.evidence}"))
+        for line in finding.typed(path):
             print(printable(f"    $ {line}"))
-    if found:
+    if findings:
         raise SystemExit(1)

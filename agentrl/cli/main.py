@@ -108,8 +108,8 @@ def main() -> None:
 
 
 def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
-    if kept := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
-        Path(kept).write_text(line + "\n", encoding="utf-8")
+    if error_file := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
+        Path(error_file).write_text(line + "\n", encoding="utf-8")
     json_log.tell(f"agentrl: {line}", logging.ERROR)
     if at_once:
         sys.stdout.flush()
@@ -182,8 +182,8 @@ def train(
             from agentrl.offline import tiny_run
 
             folder = path.with_name(f"{path.name}-model")
-            given = settings or []
-            config = tiny_run.shrunk(config, folder, given) if tiny else tiny_run.on_cpu(config, given)
+            typed = settings or []
+            config = tiny_run.shrunk(config, folder, typed) if tiny else tiny_run.on_cpu(config, typed)
         with beside(path, wanted=page):
             summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     if json_log.wanted():
@@ -226,8 +226,10 @@ def evaluate(
         results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16, show)]
     else:
         alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
-        if given := [option for option, value in alone.items() if value is not None]:
-            raise UsageError(f"{', '.join(given)}: only with --endpoint URL; leave it out for a run or a model folder")
+        if options := [option for option, value in alone.items() if value is not None]:
+            raise UsageError(
+                f"{', '.join(options)}: only with --endpoint URL; leave it out for a run or a model folder"
+            )
         results = _evaluate_model(what, env, n, settings or [], out, show)
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
@@ -251,7 +253,7 @@ def _show_evaluation(results: list[EvalResult], out: Path | None) -> None:
         table.add_row(r.name, str(r.n), *means, str(r.failed))
     tables.console().print(table)
     for r in results:
-        if more := [said(k, one) for k, one in r.pass_at.items() if k != "1"]:
+        if more := [said(k, estimate) for k, estimate in r.pass_at.items() if k != "1"]:
             print(f"{r.name}: {', '.join(more)}")
     if rows := [row for result in results for row in result.failed_tasks]:
         tables.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
@@ -310,8 +312,8 @@ def _evaluate_endpoint(
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         folder = out or owner.path
         result = of_server(url, model, env, n, settings, folder, key, concurrency)
-        for row, said in endpoint.conversations(folder, show):
-            _show_episode(endpoint.line(row), "\n\n" + "\n".join(quoted(said)))
+        for row, conversation in endpoint.conversations(folder, show):
+            _show_episode(endpoint.line(row), "\n\n" + "\n".join(quoted(conversation)))
         return result
 
 
@@ -393,20 +395,20 @@ def validate(
     kwargs: dict[str, Any] = {}
     for setting in settings or []:
         apply_override(kwargs, setting)
-    found = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
-    dropped = None if drop is None else found.drop(drop)
+    validation = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
+    dropped = None if drop is None else validation.drop(drop)
     if as_json:
-        tables.print_json({"env": env, "right": not found.faults, **asdict(found)})
+        tables.print_json({"env": env, "right": not validation.faults, **asdict(validation)})
     else:
-        _show_validation(found, drop, dropped)
-    if found.faults:
+        _show_validation(validation, drop, dropped)
+    if validation.faults:
         raise SystemExit(1)
 
 
 def _show_validation(found: Validation, drop: Path | None, dropped: int | None) -> None:
     table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
     for tally in found.tallies:
-        missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
+        missed = ", ".join(f"{seed} (got {got})" for seed, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
     console = tables.console()
@@ -633,16 +635,16 @@ def _refuse_options_of_vllm(gpus: str, lora_rank: int, sync: str, routed_experts
 def _refuse_options_of_runs(
     lora_targets: str, sync: str, routed_experts: bool, kept_sets: bool, weights_from: list[str] | None
 ) -> None:
-    given = {
+    options = {
         "--lora-targets": lora_targets,
         "--sync": sync != "auto",
         "--routed-experts": routed_experts,
         "--kept-sets": kept_sets,
         "--weights-from": weights_from,
     }
-    if found := [name for name, value in given.items() if value]:
+    if typed := [name for name, value in options.items() if value]:
         hint = "leave it out: the server trains the adapters that its engine gets"
-        raise UsageError(f"{found[0]} is for engines of runs, not for --training: {hint}")
+        raise UsageError(f"{typed[0]} is for engines of runs, not for --training: {hint}")
 
 
 def _serve_training(engine: EngineSettings, lora_rank: int, **settings: Any) -> None:
@@ -676,15 +678,17 @@ def bench(
 ) -> None:
     """Run a benchmark of this source checkout. It gets all further arguments, `--help` too."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
-    known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
+    benchmarks = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    names = ", ".join(sorted(benchmarks)) or "none: benchmarks come with a source checkout, not with the package"
     if name in ("-h", "--help"):
-        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {known}")
+        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {names}")
         return
-    if name not in found:
-        raise UsageError(f"no benchmark {name!r}; known: {known}")
+    if name not in benchmarks:
+        raise UsageError(f"no benchmark {name!r}; known: {names}")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us
+    os.execv(
+        sys.executable, [sys.executable, str(benchmarks[name]), *context.args]
+    )  # in our place: it cannot outlive us
 
 
 arrange(app)

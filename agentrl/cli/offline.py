@@ -149,8 +149,10 @@ def _table(again: Retrained) -> Table:
     was, now = (dict(_leaves(metrics)) for metrics in (again.recorded or {}, again.metrics))
     for name, value in now.items():
         if not name.startswith(("seconds.", "use.")):
-            told = was.get(name)
-            table.add_row(name, _said(told), _said(value), "" if again.recorded is None or told == value else "differs")
+            recorded = was.get(name)
+            table.add_row(
+                name, _said(recorded), _said(value), "" if again.recorded is None or recorded == value else "differs"
+            )
     return table
 
 

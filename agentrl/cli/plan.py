@@ -42,10 +42,10 @@ def plan(
     of = planning.gpu_of(gpu)
     config, chosen = planning.started(configuration.load(file, settings), of, n)
     work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
-    found = planning.plan(config, of, n, work)
+    planned = planning.plan(config, of, n, work)
     if as_json:
-        best = None if found.best is None else {**asdict(found.best), "step_s": found.best.step_s}
-        print(json.dumps({"chosen": chosen, **asdict(found), "best": best}, indent=2))
+        best = None if planned.best is None else {**asdict(planned.best), "step_s": planned.best.step_s}
+        print(json.dumps({"chosen": chosen, **asdict(planned), "best": best}, indent=2))
         if best is None:
             raise SystemExit(1)
         return
@@ -53,10 +53,10 @@ def plan(
     if chosen:
         values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
         console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)
-    for line in _said(found, work, price):
+    for line in _said(planned, work, price):
         console.print(line, markup=False, highlight=False)
-    console.print(_table(found))
-    if found.best is None:
+    console.print(_table(planned))
+    if planned.best is None:
         for change in dict.fromkeys(planning.changes(config, of, n, work)):
             console.print(f"It fits with {change}", markup=False, highlight=False)
         raise SystemExit(1)
@@ -113,19 +113,23 @@ def _table(found: Plan) -> Table:
     table = Table("engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s")
     for name in ("sampled tokens/s", "max_lag"):
         table.add_column(name)
-    for one in found.splits:
+    for split in found.splits:
         table.add_row(
-            f"{one.engines} + {one.learners}" if one.engines else "1, by turns" if one.host_bytes else "1, shared",
-            "yes" if one.fits else "no",
-            f"{one.learner_bytes / 1e9:.1f}",
-            f"{one.engine_bytes / 1e9:.1f}",
-            str(one.at_once),
+            f"{split.engines} + {split.learners}"
+            if split.engines
+            else "1, by turns"
+            if split.host_bytes
+            else "1, shared",
+            "yes" if split.fits else "no",
+            f"{split.learner_bytes / 1e9:.1f}",
+            f"{split.engine_bytes / 1e9:.1f}",
+            str(split.at_once),
             *(
-                (f"{one.learner_s:.3g}", f"{one.engine_s:.3g}", f"{found.tokens_per_step / one.step_s:,.0f}")
-                if one.fits
+                (f"{split.learner_s:.3g}", f"{split.engine_s:.3g}", f"{found.tokens_per_step / split.step_s:,.0f}")
+                if split.fits
                 else ("-", "-", "-")
             ),
-            str(one.max_lag) if one.fits else "-",
+            str(split.max_lag) if split.fits else "-",
         )
     return table
 
@@ -170,8 +174,10 @@ def simulate(
         return
     console.print(table(rows))
     if measured is not None:
-        own = next(row.found.idle for row in rows if row.case.present)
-        console.print(f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {own:.1%}.")
+        simulated_idle = next(row.found.idle for row in rows if row.case.present)
+        console.print(
+            f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {simulated_idle:.1%}."
+        )
     else:
         console.print("* your settings")
     for line in limits(config, None if episode else measured):

@@ -58,8 +58,12 @@ def find(id: str) -> CatalogueEntry:
             return _entry(kind, id)
     if ":" in id:
         return _entry("environments", id)
-    known = ", ".join(near) if (near := registry.nearest(id, [i for kind in KINDS for i in registry.ids(kind)])) else ""
-    raise UnknownIdError(f"nothing is registered as {id!r}; " + (f"near: {known}" if known else "see agentrl list"))
+    near_ids = (
+        ", ".join(near) if (near := registry.nearest(id, [i for kind in KINDS for i in registry.ids(kind)])) else ""
+    )
+    raise UnknownIdError(
+        f"nothing is registered as {id!r}; " + (f"near: {near_ids}" if near_ids else "see agentrl list")
+    )
 
 
 def _entry(kind: registry.Kind, id: str) -> CatalogueEntry:

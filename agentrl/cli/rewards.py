@@ -26,22 +26,22 @@ def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Pr
     from agentrl.store import RunStore
 
     with RunStore.read(RunDir.open(path).store_path) as store:
-        found, failed = list(reports(store)), failures(store)
+        sources, failed = list(reports(store)), failures(store)
         functions = by_function([row.values for row in store.metrics.values("step")])
     if as_json:
-        document = {"sources": found, "failures": failed}
+        document = {"sources": sources, "failures": failed}
         rows = {name: [asdict(reward) for reward in many] for name, many in document.items()}
         print(json.dumps({**rows, "functions": functions}, indent=2))
         return
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
-    for report in found:
+    for report in sources:
         numbers = [f"{value:.3f}" for value in (report.mean, report.least, report.most, report.took_s)]
         table.add_row(
             report.source, str(report.version), str(report.turns), str(report.counted), *numbers, f"{report.cost:g}"
         )
     console = tables.console()
-    if found or not functions:
-        console.print(table if found else "no reward source scored a turn of this run")
+    if sources or not functions:
+        console.print(table if sources else "no reward source scored a turn of this run")
     for failure in failed:
         console.print(printable(str(failure)), markup=False, highlight=False)
     if texts := [(failure.source, text) for failure in failed for text in failure.texts]:

@@ -44,8 +44,10 @@ def logs(
         live = holder(run).kind != "nobody"  # before the look: what was written until the end is shown
         for log in _chosen(run, part):
             with log.open("rb") as file:
-                at = read.get(log, 0)
-                file.seek(at if at <= os.fstat(file.fileno()).st_size else 0)  # an attempt began its log anew
+                position = read.get(log, 0)
+                file.seek(
+                    position if position <= os.fstat(file.fileno()).st_size else 0
+                )  # an attempt began its log anew
                 tell(log, *file.read(_TAIL).decode(errors="replace").splitlines())
                 read[log] = file.tell()
         if not live:
@@ -110,12 +112,12 @@ def scale(
 
 
 def _chosen(run: RunDir, part: str | None) -> list[Path]:
-    found = {log.stem: log for log in sorted(run.logs.glob("*.log"))}
+    logs_by_part = {log.stem: log for log in sorted(run.logs.glob("*.log"))}
     if part is None:
-        return list(found.values())
-    if part not in found:
-        raise UsageError(f"{run.path} has no log {part!r}; it has: {', '.join(found) or 'none'}")
-    return [found[part]]
+        return list(logs_by_part.values())
+    if part not in logs_by_part:
+        raise UsageError(f"{run.path} has no log {part!r}; it has: {', '.join(logs_by_part) or 'none'}")
+    return [logs_by_part[part]]
 
 
 def _last(file: IO[bytes], n: int) -> list[str]:
@@ -157,11 +159,11 @@ def submit(
     from agentrl.run.cluster import submit as submitting
     from agentrl.run.run_folder import RunDir
 
-    given = settings or []
-    config = configuration.load(file, ["cluster.launcher=ray", *given])
+    typed = settings or []
+    config = configuration.load(file, ["cluster.launcher=ray", *typed])
     place = (out or Path("runs") / config.name).absolute()
     if RunDir(place).store_path.exists():
         raise UsageError(f"{place} holds a run: give another --out, or agentrl train --resume {place} on the cluster")
-    job = submitting.submit(address, submitting.entrypoint(file, place, given), deadline_s=deadline_s)
+    job = submitting.submit(address, submitting.entrypoint(file, place, typed), deadline_s=deadline_s)
     print(f"job {job} of {address} trains in {place}")
     print(f"next      agentrl status {place}; agentrl logs {place} --follow; agentrl stop {place}")

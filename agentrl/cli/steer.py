@@ -64,7 +64,7 @@ def requeue(
     if not failed and not groups:
         raise UsageError(f"say what: agentrl requeue {path} --failed, or --group ID")
     run = RunDir.open(path)
-    found = steering.requeue(run, groups or None, dry_run=dry_run)
-    lines = steering.requeued_lines(run, found, dry_run=dry_run)
-    for line in [json.dumps({**asdict(found), "dry_run": dry_run})] if as_json else lines:
+    requeued = steering.requeue(run, groups or None, dry_run=dry_run)
+    lines = steering.requeued_lines(run, requeued, dry_run=dry_run)
+    for line in [json.dumps({**asdict(requeued), "dry_run": dry_run})] if as_json else lines:
         print(line)

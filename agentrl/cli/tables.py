@@ -12,8 +12,8 @@ _UNWRAPPED = 10_000  # columns
 
 def console() -> Console:
     """Text for a terminal has its width; text for a file or a pipe is never wrapped."""
-    found = Console()
-    return found if found.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
+    of_terminal = Console()
+    return of_terminal if of_terminal.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
 
 
 def lines(value: Any) -> str:
@@ -22,9 +22,9 @@ def lines(value: Any) -> str:
         return "none"
     if isinstance(value, dict):
         inner = cast("dict[str, Any]", value).items()
-        return "\n".join(f"{name}: {lines(one).replace(chr(10), ', ')}" for name, one in inner)
+        return "\n".join(f"{name}: {lines(part).replace(chr(10), ', ')}" for name, part in inner)
     if isinstance(value, list):
-        return "\n".join(lines(one).replace("\n", ", ") for one in cast("list[Any]", value))
+        return "\n".join(lines(part).replace("\n", ", ") for part in cast("list[Any]", value))
     return value if isinstance(value, str) else json.dumps(value)
 
 

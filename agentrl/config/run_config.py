@@ -620,7 +620,11 @@ class RunConfig(WithRoles, _Section):
         """A run that names no environment is on that of its first task."""
         match document:
             case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
-                read = [cast("dict[str, Any]", one) for one in cast("list[Any]", tables) if isinstance(one, dict)]
+                read = [
+                    cast("dict[str, Any]", each_table)
+                    for each_table in cast("list[Any]", tables)
+                    if isinstance(each_table, dict)
+                ]
                 played = [str(table.get("id") or id) for table in read]
                 if id not in played:
                     hint = f"no [[tasks]] table plays it (they name {', '.join(played)}): leave it out"

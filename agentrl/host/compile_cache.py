@@ -19,13 +19,13 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def place(otherwise: Path | None = None) -> str:
     """The folder for all processes of this user: that of the variable, or one in the temporary folder. If others could
     write to that, `otherwise`, or a new folder."""
-    if given := os.environ.get(VARIABLE):
-        return given
+    if folder := os.environ.get(VARIABLE):
+        return folder
     shared = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)
-    found = shared.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+    facts = shared.lstat()
+    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
         return str(shared)
     return str(otherwise or tempfile.mkdtemp(prefix="agentrl-compiled-"))
 

@@ -85,14 +85,14 @@ class CpuTime:
         return sum(cpu_seconds(int(pid)) or 0.0 for pid in pids) - self._before_s
 
     def _tree(self) -> Iterator[str]:
-        left, seen = [str(self._root)], 0
-        while left and seen < _MOST_PROCESSES:
-            pid = left.pop()
+        pending, seen = [str(self._root)], 0
+        while pending and seen < _MOST_PROCESSES:
+            pid = pending.pop()
             seen += 1
             yield pid
             try:
                 for thread in Path(f"/proc/{pid}/task").iterdir():
-                    left += (thread / "children").read_text().split()
+                    pending += (thread / "children").read_text().split()
             except OSError:  # it has ended
                 continue
 

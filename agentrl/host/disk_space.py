@@ -120,11 +120,11 @@ class _WithSpace:
         self._store, self._deadline_s, self._mark = store, deadline_s, mark
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._store, name)
+        if not callable(attribute):
+            return attribute
 
         def call(*given: Any, **named: Any) -> Any:
-            return once_there_is_space(lambda: found(*given, **named), deadline_s=self._deadline_s, mark=self._mark)
+            return once_there_is_space(lambda: attribute(*given, **named), deadline_s=self._deadline_s, mark=self._mark)
 
         return call

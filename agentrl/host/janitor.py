@@ -72,14 +72,14 @@ def control_group(label: str) -> str:
 
 def is_dead(label: str) -> bool:
     """Whether the process of a label is surely gone. False for labels of other pid namespaces."""
-    found = _of(label)
-    return found is not None and _start_time(found[0]) != found[1]
+    process = _of(label)
+    return process is not None and _start_time(process[0]) != process[1]
 
 
 def runs_here(label: str) -> int | None:
     """The process id of a label's process if it surely runs in this pid namespace, else None."""
-    found = _of(label)
-    return found[0] if found is not None and found[1] and _start_time(found[0]) == found[1] else None
+    process = _of(label)
+    return process[0] if process is not None and process[1] and _start_time(process[0]) == process[1] else None
 
 
 def _of(label: str) -> tuple[int, str] | None:

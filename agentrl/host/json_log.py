@@ -84,15 +84,15 @@ def line_of(process: str, level: str, message: str, ids: Mapping[str, Any] | Non
 def read(line: str) -> dict[str, Any] | None:
     """A log's line, if it is an object of ours; None for text."""
     with suppress(ValueError, RecursionError):
-        found: Any = json.loads(line)
-        if isinstance(found, dict) and "message" in found:
-            return cast("dict[str, Any]", found)
+        entry: Any = json.loads(line)
+        if isinstance(entry, dict) and "message" in entry:
+            return cast("dict[str, Any]", entry)
     return None
 
 
 def message(line: str) -> str:
     """The message of a log's line, whether it is JSON or text."""
-    return line if (found := read(line)) is None else str(found["message"])
+    return line if (entry := read(line)) is None else str(entry["message"])
 
 
 def wrapped(argv: Sequence[str], process: str) -> list[str]:
@@ -110,9 +110,9 @@ def divert(process: str) -> None:
 
 def adopt() -> None:
     """In a program that `wrapped` runs: log as JSON, with ids. Elsewhere nothing."""
-    given = os.environ.pop(_TO, None)
-    if given is not None:
-        fd, _, process = given.partition(":")
+    target = os.environ.pop(_TO, None)
+    if target is not None:
+        fd, _, process = target.partition(":")
         _log_to(int(fd), process)
 
 
@@ -184,7 +184,7 @@ def _diverted(process: str) -> int:
     """Give standard output and error of this process to a new one, which makes objects of their lines. Returns the pipe
     for lines that are objects already."""
     streams = [1] if os.path.sameopenfile(1, 2) else [1, 2]
-    pipes, (objects, given) = {number: os.pipe() for number in streams}, os.pipe()
+    pipes, (objects, objects_in) = {number: os.pipe() for number in streams}, os.pipe()
     if (child := os.fork()) == 0:
         if os.fork():  # nobody of ours has to wait for it
             os._exit(0)
@@ -193,11 +193,11 @@ def _diverted(process: str) -> int:
             os.setsid()  # Ctrl-C and the end of a group are not for it: it ends when no writer is left
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_IGN)
-            kept = {source: number for number, (source, _) in pipes.items()} | {objects: 2}
-            for number in {int(entry.name) for entry in Path("/dev/fd").iterdir()} - {1, 2, *kept}:
+            readers = {source: number for number, (source, _) in pipes.items()} | {objects: 2}
+            for number in {int(entry.name) for entry in Path("/dev/fd").iterdir()} - {1, 2, *readers}:
                 with suppress(OSError):  # that of the listing itself
                     os.close(number)
-            _relay(kept, objects, process)
+            _relay(readers, objects, process)
             status = 0
         finally:
             os._exit(status)
@@ -208,7 +208,7 @@ def _diverted(process: str) -> int:
     os.dup2(pipes.get(2, pipes[1])[1], 2)
     for _, target in pipes.values():
         os.close(target)
-    return given
+    return objects_in
 
 
 def _relay(sources: Mapping[int, int], objects: int, process: str) -> None:
@@ -234,7 +234,7 @@ def _of_text(process: str, line: bytes) -> bytes:
 
 
 def _level_of(text: str) -> str:
-    level = "info" if (found := _LEVEL.match(text)) is None else found[1].lower()
+    level = "info" if (match := _LEVEL.match(text)) is None else match[1].lower()
     return "warning" if level == "alarm" else level
 
 

@@ -76,17 +76,17 @@ class Connections:
     def enter(self, address: object, close: Callable[[], None]) -> ConnectionPlace | None:
         """A place for a new connection, for which another may have been closed; None if all are at work."""
         name = _peer(address)
-        own = self._peers.get(name)
-        if own is not None and own.count >= self._of_peer and not self._close_oldest(own):
+        of_peer = self._peers.get(name)
+        if of_peer is not None and of_peer.count >= self._of_peer and not self._close_oldest(of_peer):
             return None
         if self._count >= self._most:
             fullest = max((peer for peer in self._peers.values() if peer.waiting), key=_size, default=None)
             if fullest is None or not self._close_oldest(fullest):
                 return None
         place = ConnectionPlace(name, close)
-        own = self._peers.setdefault(name, _Peer())
-        own.count += 1
-        own.waiting[place] = None
+        of_peer = self._peers.setdefault(name, _Peer())
+        of_peer.count += 1
+        of_peer.waiting[place] = None
         self._count += 1
         return place
 
@@ -105,11 +105,11 @@ class Connections:
         if place.taken:
             return
         place.taken = True
-        own = self._peers[place.peer]
-        own.waiting.pop(place, None)
-        own.count -= 1
+        of_peer = self._peers[place.peer]
+        of_peer.waiting.pop(place, None)
+        of_peer.count -= 1
         self._count -= 1
-        if not own.count:
+        if not of_peer.count:
             del self._peers[place.peer]
 
     def _close_oldest(self, peer: _Peer) -> bool:

@@ -162,15 +162,15 @@ class _Connection:
         with bytes unread takes the answer back."""
         await self._send_whole(status, body, last=True)
         await self._stream.send_eof()
-        left = _LINGER_BYTES
+        unread = _LINGER_BYTES
         with trio.move_on_after(_LINGER_S):
-            while left > 0 and (data := await self._stream.receive_some(_READ_BYTES)):
-                left -= len(data)
+            while unread > 0 and (data := await self._stream.receive_some(_READ_BYTES)):
+                unread -= len(data)
         raise Cut
 
     async def answer(self) -> None:
         """Send the handler's answer. Raises Cut if it breaks off, or the client has disconnected."""
-        whole = False
+        is_complete = False
 
         async def watch() -> None:
             with suppress(*_GONE):
@@ -182,9 +182,9 @@ class _Connection:
             nursery.start_soon(watch)
             with suppress(Cut, httptools.HttpParserError, *_GONE):
                 await self._answer()
-                whole = True
+                is_complete = True
             nursery.cancel_scope.cancel()
-        if not whole or not self._request.keeps_open:
+        if not is_complete or not self._request.keeps_open:
             raise Cut
         self._server.connections.waits(self._place)
 

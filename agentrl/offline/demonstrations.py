@@ -97,7 +97,7 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
         raise ValueError("it has turns, the exact tokens of a model, beside messages: give one of them")
     if "turns" in table:
         _name_unused(table, _EXACT_KEYS)
-        return [_exact(at, turn) for at, turn in enumerate(_listed(table["turns"], "turns"))]
+        return [_exact(number, turn) for number, turn in enumerate(_listed(table["turns"], "turns"))]
     if "messages" in table:
         _name_unused(table, _TALK_KEYS)
         talk = _listed(table["messages"], "messages")
@@ -184,14 +184,14 @@ def _prompted(row: Mapping[str, Any]) -> list[Any]:
     if "completion" not in row:
         raise ValueError("it has a prompt and no completion")
     prompt = _messages(row, "prompt", "user")
-    for at, message in enumerate(prompt):
+    for place, message in enumerate(prompt):
         if isinstance(message, Mapping) and cast("Mapping[str, Any]", message).get("role") == "assistant":
             fields = cast("Mapping[str, Any]", message)
-            if at == len(prompt) - 1 and not fields.get("tool_calls"):
+            if place == len(prompt) - 1 and not fields.get("tool_calls"):
                 hint = "put these words at the beginning of the completion"
                 raise ValueError(f"the prompt ends with the assistant's words: {hint}")
             marks = {key: value for key, value in fields.items() if key not in TRAINING_MARKS}
-            prompt[at] = {**marks, "weight": 0}
+            prompt[place] = {**marks, "weight": 0}
     return [*prompt, *_messages(row, "completion", "assistant")]
 
 

@@ -42,8 +42,12 @@ class Choice:
         at_most = self.per_task or (1 if self.best_of is not None else None)
         chosen: list[int] = []
         for scored in by_task.values():
-            kept = [one for one in scored[: self.best_of] if self.min_outcome is None or -one[0] >= self.min_outcome]
-            chosen += [id for _, id in sorted(kept)[:at_most]]
+            good_enough = [
+                member
+                for member in scored[: self.best_of]
+                if self.min_outcome is None or -member[0] >= self.min_outcome
+            ]
+            chosen += [id for _, id in sorted(good_enough)[:at_most]]
         return sorted(chosen)
 
 
@@ -64,21 +68,21 @@ class Selected:
 def select(reads: Readers, choice: Choice, form: Format, out: Path, *, splits_thoughts: bool = False) -> Selected:
     """Write the chosen episodes to a new file. With `splits_thoughts`, for models whose template writes thoughts, a
     turn's reasoning is `reasoning_content` in messages. Raises UsageError if the file cannot be written."""
-    told = Selected()
+    selected = Selected()
     try:
         with out.open("w", encoding="utf-8") as file:
             for id in choice.of(reads):
                 trajectory = reads.trajectory(id)
                 if form == "messages":
-                    line = _message_line(trajectory, told, splits_thoughts=splits_thoughts)
+                    line = _message_line(trajectory, selected, splits_thoughts=splits_thoughts)
                 else:
-                    line = _token_line(trajectory, told)
+                    line = _token_line(trajectory, selected)
                 if line is not None:
                     file.write(json.dumps({**line, **_said(trajectory)}) + "\n")
-                    told.written += 1
+                    selected.written += 1
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}") from error
-    return told
+    return selected
 
 
 def _rows(reads: Readers) -> Iterator[EpisodeRow]:
@@ -108,11 +112,11 @@ def _message_line(trajectory: Trajectory, told: Selected, *, splits_thoughts: bo
         return None
     told.cut += sum(turn.finish == "length" for turn in turns)
     messages = list(conversation(trajectory, splits_thoughts=splits_thoughts))
-    spoken = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    for at, learns in zip(spoken, [*[False] * (len(spoken) - len(turns)), *is_learned], strict=True):
+    spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place, learns in zip(spoken, [*[False] * (len(spoken) - len(turns)), *is_learned], strict=True):
         if not learns:
-            messages[at] = cast("Message", {**messages[at], "weight": 0})
-    last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+            messages[place] = cast("Message", {**messages[place], "weight": 0})
+    last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     told.broken_calls += sum(has_broken_call(turn.text, trajectory.tools) for turn in turns)
     tools = {"tools": list(trajectory.tools.schemas)} if trajectory.tools.schemas else {}
     return {"messages": list(messages[: last + 1]), **tools}

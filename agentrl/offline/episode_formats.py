@@ -137,12 +137,12 @@ def _atif_turn(turn: Turn, tools: ShownTools) -> Iterator[dict[str, Any]]:
     text as it was sampled, calls included."""
     observed = () if turn.step is None else turn.step.observation
     calls = calls_of(turn, tools)
-    known = {call["id"] for call in calls}
+    call_ids = {call["id"] for call in calls}
     results: list[dict[str, Any]] = []
     for message in (message for message in observed if message["role"] == "tool"):
         source = message.get("tool_call_id")
         results.append(
-            {"content": _text(message["content"]), **({"source_call_id": source} if source in known else {})}
+            {"content": _text(message["content"]), **({"source_call_id": source} if source in call_ids else {})}
         )
     measured: dict[str, Any] = {}
     if turn.token_ids:

@@ -64,15 +64,15 @@ def export(
     source = checkpoint if role is None else _of_role(checkpoint, role)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--hf {str(folder)!r} is there already: give a new folder, or remove it")
-    whole = merge or not (source / ADAPTER).is_dir()
-    if not whole and dtype != "auto":
+    is_model = merge or not (source / ADAPTER).is_dir()
+    if not is_model and dtype != "auto":
         raise UsageError(f"--dtype {dtype} is for a whole model, and an adapter stays as it is: add --merge")
     digests.check(checkpoint)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        said = _model(source, draft, dtype, most) if whole else _adapter(source, draft, _model_of(run, None))
+        exported = _model(source, draft, dtype, most) if is_model else _adapter(source, draft, _model_of(run, None))
         _check_prompts(draft, _begun_with(run, role) or source)
         draft.rename(folder)
     except (OSError, SafetensorError) as error:
@@ -81,16 +81,16 @@ def export(
         raise RunFailed(f"the run went on and has dropped {source}: type the same again") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return f"{folder}: {said} of step {step_of(checkpoint)}"
+    return f"{folder}: {exported} of step {step_of(checkpoint)}"
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    found = named(run / "checkpoints")
-    if not found:
+    folders = named(run / "checkpoints")
+    if not folders:
         raise UsageError(f"{run} holds no checkpoint: name the folder of a run that has trained for a while")
     if step is None:
-        return found[-1]
-    steps = {step_of(folder): folder for folder in found}
+        return folders[-1]
+    steps = {step_of(folder): folder for folder in folders}
     if step not in steps:
         raise UsageError(
             f"--step {step}: {run} has checkpoints of {', '.join(map(str, steps))} (train.keep_checkpoints)"
@@ -99,10 +99,10 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 
 
 def _of_role(checkpoint: Path, role: str) -> Path:
-    found = sorted(path.name for path in of_role(checkpoint, role).parent.glob("*"))
-    if role not in found:
-        those = f"those that have one: {', '.join(found)}" if found else "the run trained one for no role: leave it out"
-        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {those}")
+    roles = sorted(path.name for path in of_role(checkpoint, role).parent.glob("*"))
+    if role not in roles:
+        hint = f"those that have one: {', '.join(roles)}" if roles else "the run trained one for no role: leave it out"
+        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {hint}")
     return of_role(checkpoint, role)
 
 
@@ -182,9 +182,9 @@ def _check_prompts(draft: Path, model: Path) -> None:
     schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     function = {"name": "read_file", "description": "Reads a file.", "parameters": schema}
     for tools in ((), ({"type": "function", "function": function},)):
-        own, other = (one.start(messages, tools) for one in (renderer, exported))
-        if own != other:
-            shown = f"{_cut(exported.decode(other))}; {model}: {_cut(renderer.decode(own))}"
+        run_prompt, other = (each_renderer.start(messages, tools) for each_renderer in (renderer, exported))
+        if run_prompt != other:
+            shown = f"{_cut(exported.decode(other))}; {model}: {_cut(renderer.decode(run_prompt))}"
             raise RunFailed(f"the export would ask the model with other prompts than it was trained with: {shown}")
     if renderer.tool_format != exported.tool_format:
         formats = f"{exported.tool_format}; {model}: {renderer.tool_format}"
@@ -201,8 +201,8 @@ def _adapter(source: Path, draft: Path, model: str) -> str:
     shutil.copytree(source / ADAPTER, draft, dirs_exist_ok=True)
     name, _, revision = model.partition("@")
     for file in draft.rglob(_ADAPTER_CONFIG):
-        told = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
-        file.write_text(json.dumps(told, indent=2) + "\n")
+        settings = json.loads(file.read_text()) | {"base_model_name_or_path": name, "revision": revision or None}
+        file.write_text(json.dumps(settings, indent=2) + "\n")
     return f"an adapter over {model} (--merge writes a whole model)"
 
 

@@ -96,7 +96,7 @@ async def _play_all(
     written, seed, in_a_row = Written(), wanted.seed, 0
     while written.demonstrations < wanted.n:
         seeds = range(seed, seed + min(_AT_ONCE, wanted.n - written.demonstrations))
-        found: dict[int, dict[str, Any] | str] = {}
+        lines: dict[int, dict[str, Any] | str] = {}
         failures: dict[int, Exception] = {}
 
         async def play(at: int, found: dict[int, Any], failures: dict[int, Exception]) -> None:
@@ -106,16 +106,16 @@ async def _play_all(
                 failures[at] = error
 
         async with trio.open_nursery() as nursery:
-            for at in seeds:
-                nursery.start_soon(play, at, found, failures)
+            for each_seed in seeds:
+                nursery.start_soon(play, each_seed, lines, failures)
         if failures:
             raise failures[min(failures)]
-        for at in seeds:
-            line = found[at]
+        for each_seed in seeds:
+            line = lines[each_seed]
             if isinstance(line, str):
                 written.left_out, in_a_row = written.left_out + 1, in_a_row + 1
                 if in_a_row == _IN_A_ROW:
-                    raise UsageError(f"{wanted.env}, seeds {at - _IN_A_ROW + 1} to {at}: {line}")
+                    raise UsageError(f"{wanted.env}, seeds {each_seed - _IN_A_ROW + 1} to {each_seed}: {line}")
                 continue
             in_a_row = 0
             keep(line)
@@ -147,15 +147,15 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
         if oracle is None:
             raise UsageError(f"{wanted.env}, seed {seed}: the episode is over before an oracle acts")
         if trajectory.outcome != oracle.outcome:
-            what = f"{oracle.name!r} gets {trajectory.outcome:g} and must get {oracle.outcome:g}"
-            raise UsageError(f"{wanted.env}, seed {seed}: {what}: see agentrl validate {wanted.env}")
+            problem = f"{oracle.name!r} gets {trajectory.outcome:g} and must get {oracle.outcome:g}"
+            raise UsageError(f"{wanted.env}, seed {seed}: {problem}: see agentrl validate {wanted.env}")
         if any(
             turn.role != POLICY or turn.parent != (turn.index - 1 if turn.index else None) for turn in trajectory.turns
         ):
             return "its episodes have several roles or rewrite their history: they are no single conversation"
         if all(turn.text.strip() for turn in trajectory.turns):
             messages = _with_ids(policy.conversation(trajectory))
-            last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             tools = {"tools": list(actor.tools)} if actor.tools else {}
             about = {"env": wanted.env, "seed": seed, "oracle": oracle.name, "outcome": oracle.outcome}
             return {"messages": messages[: last + 1], **tools, **about}
@@ -194,37 +194,37 @@ class _Actor:
             hint = "write a method oracles() as agentrl.env.checks.oracles describes it"
             raise UsageError(f"{self.env_id} offers no oracles: {hint}")
         fits = [
-            at
-            for at, oracle in enumerate(oracles)
-            if (oracle.outcome < 1.0) == self.errs and not oracle.cheats and at not in self.tried
+            number
+            for number, oracle in enumerate(oracles)
+            if (oracle.outcome < 1.0) == self.errs and not oracle.cheats and number not in self.tried
         ]
         if not fits:
             raise _NoOracle("no oracle errs in words: leave out --mistakes" if self.errs else "no oracle gets 1")
-        at = self.rng.choice(fits)
-        self.tried.add(at)
-        return oracles[at]
+        number = self.rng.choice(fits)
+        self.tried.add(number)
+        return oracles[number]
 
     def _as_message(self, text: str) -> Message:
         """The turn as any chat template takes it: calls as calls, if the environment has tools and all are whole."""
-        found = format_of(self.env).parse(text, self.tools)
-        calls = [call for call in found.calls if isinstance(call, ToolCall)]
-        if not (self.tools and calls) or len(calls) < len(found.calls):
+        parsed = format_of(self.env).parse(text, self.tools)
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        if not (self.tools and calls) or len(calls) < len(parsed.calls):
             return Message(role="assistant", content=text)
         written: list[dict[str, Json]] = []
         for call in calls:
             function: dict[str, Json] = {"name": call.name, "arguments": dict(call.arguments)}
             written.append({"id": f"call{self._calls:05d}", "type": "function", "function": function})
             self._calls += 1
-        return Message(role="assistant", content=found.text.strip(), tool_calls=written)
+        return Message(role="assistant", content=parsed.text.strip(), tool_calls=written)
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages; answers to calls have the ids of the calls, in their order."""
-    found, asked = list[Message](), list[Json]()
+    with_ids, call_ids = list[Message](), list[Json]()
     for message in messages:
         if message["role"] == "assistant":
-            asked = [call["id"] for call in message.get("tool_calls", [])]
-        elif message["role"] == "tool" and asked:
-            message = cast("Message", {**message, "tool_call_id": asked.pop(0)})
-        found.append(message)
-    return found
+            call_ids = [call["id"] for call in message.get("tool_calls", [])]
+        elif message["role"] == "tool" and call_ids:
+            message = cast("Message", {**message, "tool_call_id": call_ids.pop(0)})
+        with_ids.append(message)
+    return with_ids

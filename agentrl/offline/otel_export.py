@@ -69,13 +69,13 @@ def export_spans(spans: Iterable[RunSpan], exporter: Any, *, run: str, model: st
         return gone
 
     def make(span: RunSpan, parent: Any) -> None:
-        made = tracer.start_span(
+        exported = tracer.start_span(
             _name(span, model), context=parent, start_time=_ns(span.began_s), attributes=_attributes(span, model)
         )
-        inside = api.set_span_in_context(made)
-        for one in span.inside:
-            make(one, inside)
-        made.end(end_time=_ns(span.ended_s))
+        inside = api.set_span_in_context(exported)
+        for child in span.inside:
+            make(child, inside)
+        exported.end(end_time=_ns(span.ended_s))
 
     for span in spans:
         make(span, context.Context())
@@ -100,17 +100,17 @@ def _name(span: RunSpan, model: str) -> str:
 
 
 def _attributes(span: RunSpan, model: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     if (operation := _OPERATION.get(span.kind)) is not None:
-        found["gen_ai.operation.name"] = operation
+        attributes["gen_ai.operation.name"] = operation
     if span.kind == "turn":
-        found |= {"gen_ai.provider.name": "agentrl", "gen_ai.request.model": model}
-        found["gen_ai.response.finish_reasons"] = [str(span.facts.get("finish"))]
+        attributes |= {"gen_ai.provider.name": "agentrl", "gen_ai.request.model": model}
+        attributes["gen_ai.response.finish_reasons"] = [str(span.facts.get("finish"))]
     if span.kind == "environment":
-        found["gen_ai.tool.name"] = "environment"
+        attributes["gen_ai.tool.name"] = "environment"
     for name, value in span.facts.items():
-        found[_KNOWN.get(name, f"rl.{span.kind}.{name}")] = _plain(name, value)
-    return found
+        attributes[_KNOWN.get(name, f"rl.{span.kind}.{name}")] = _plain(name, value)
+    return attributes
 
 
 def _plain(name: str, value: Json) -> Json:

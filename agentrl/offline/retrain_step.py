@@ -72,12 +72,12 @@ class TokenDump:
             **{name: tokens[name].tolist() for name in tokens if name not in ("episode", "turn")},
         }
         turns = list(zip(tokens["episode"].tolist(), tokens["turn"].tolist(), strict=True))
-        at = 0
+        start = 0
         for (episode, turn), same in groupby(turns):
-            to = at + len(list(same))
-            line = {name: _finite(values[at:to]) for name, values in columns.items()}
+            to = start + len(list(same))
+            line = {name: _finite(values[start:to]) for name, values in columns.items()}
             self._file.write(json.dumps({"pass": self._passes, "episode": episode, "turn": turn, **line}) + "\n")
-            at = to
+            start = to
         self._passes += 1
 
     def _parts(self, algo: Algorithm, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
@@ -180,9 +180,9 @@ def retrain(
         first = 0 if begun is None else step_of(begun)
         file = None if dump is None else files.enter_context(_opened(dump))
         replay = _Replay(config, store, begun)
-        for at in range(first + 1, step):
-            told(f"step {at}, on the way to {step}")
-            replay.train(at)
+        for earlier_step in range(first + 1, step):
+            told(f"step {earlier_step}, on the way to {step}")
+            replay.train(earlier_step)
         if (other := _otherwise(replay.config_of(step), settings)) is not None:
             replay.go_on_with(other)
         if file is not None:
@@ -248,36 +248,36 @@ class _Replay:
             else:
                 self.notes.append("the critic is new: the run has none of this kind")
         for name, model in new.models.moving.items():
-            if (kept := old.models.moving.get(name)) is None:
+            if (state := old.models.moving.get(name)) is None:
                 self.notes.append(f"the moving {name} is new: the run has none of this kind")
             else:
-                theirs = kept.tensors()
-                for own, tensor in model.tensors().items():
-                    tensor.copy_(theirs[own])
+                theirs = state.tensors()
+                for parameter, tensor in model.tensors().items():
+                    tensor.copy_(theirs[parameter])
         for name, optimizer in new.models.optimizers.items():
             before = old.models.optimizers.get(name)
             if before is not None and _sizes(before) == _sizes(optimizer):
-                kept = {"state": before.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
-                optimizer.load_state_dict(kept)
+                state = {"state": before.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+                optimizer.load_state_dict(state)
         new.step_index = new.checkpoint_step = old.step_index
         self.learner, self._as_it_was, self._config = new, False, config
 
     def train(self, step: int) -> tuple[list[Group], dict[str, Any], Mapping[str, Any] | None]:
         """One step: its groups, its metrics now, and those of the run."""
         metrics, marks = self._metrics.get(step), self._recorded.get(step)
-        if self._as_it_was and (held := self.config_of(step)) != self._config:
-            self._config = held
-            self.learner.retune(held.learner)
+        if self._as_it_was and (config := self.config_of(step)) != self._config:
+            self._config = config
+            self.learner.retune(config.learner)
         groups = self._groups(step, metrics)
-        made = circumstances(self._config.train) | {"ranks": 1}
+        here = circumstances(self._config.train) | {"ranks": 1}
         if marks is not None and self._as_it_was:
             was = cast("dict[str, Any]", marks["with"])
             torch.set_num_threads(int(was["threads"]))
-            made["threads"] = was["threads"]
+            here["threads"] = was["threads"]
             self.notes += [
-                f"{name}: {was[name]} in the run, {made[name]} here"
-                for name in made
-                if was.get(name, made[name]) != made[name]
+                f"{name}: {was[name]} in the run, {here[name]} here"
+                for name in here
+                if was.get(name, here[name]) != here[name]
             ]
         bound = metrics.get("max_lag") if metrics else None  # alarms may have lowered it
         report = self.learner.step(
@@ -295,18 +295,18 @@ class _Replay:
         if metrics is None:
             self.notes.append(f"step {step}: the run recorded no metrics of it")
             return groups
-        places = {id: at for at, id in enumerate(cast("list[int]", metrics.get("groups", [])))}
+        places = {id: place for place, id in enumerate(cast("list[int]", metrics.get("groups", [])))}
         weights = cast("dict[str, float]", metrics.get("group_weights", {}))
         ordered = sorted(groups, key=lambda group: (group.skipped, places.get(group.id, len(places))))
         return [replace(group, weight=weights.get(str(group.id), 1.0)) for group in ordered]
 
     def _compare(self, step: int, recorded: Sequence[str]) -> None:
-        found = self.learner.hashes()
+        hashes = self.learner.hashes()
         self.compared.append(step)
-        pairs = itertools.zip_longest(found.items(), recorded, fillvalue=("(a tensor that is not here)", ""))
+        pairs = itertools.zip_longest(hashes.items(), recorded, fillvalue=("(a tensor that is not here)", ""))
         wrong = tuple(mine[0] for mine, theirs in pairs if mine[1] != theirs)
         if wrong and self.difference is None:
-            self.difference = Difference(step=step, tensors=wrong, of=len(found))
+            self.difference = Difference(step=step, tensors=wrong, of=len(hashes))
 
 
 def _otherwise(config: RunConfig, settings: Sequence[str]) -> RunConfig | None:
@@ -328,33 +328,36 @@ def _begin(run: RunDir, config: RunConfig, store: RunStore, step: int) -> Path |
     steps = store.trained.steps_trained()
     starts = {0: None, **{step_of(folder): folder for folder in complete(run.checkpoints)}}
     if step not in steps:
-        known = f"it has trained {_ranges(sorted(steps))}" if steps else "it has trained none yet"
-        raise UsageError(f"--step {step}: the run has no such step: {known}")
-    first = max(at for at in starts if at < step)
-    gone = [at for at in range(first + 1, step + 1) if steps.get(at, "episodes")]
+        trained = f"it has trained {_ranges(sorted(steps))}" if steps else "it has trained none yet"
+        raise UsageError(f"--step {step}: the run has no such step: {trained}")
+    first = max(each_step for each_step in starts if each_step < step)
+    gone = [each_step for each_step in range(first + 1, step + 1) if steps.get(each_step, "episodes")]
     if not gone:
         return starts[first]
     possible = [
-        at
-        for at in steps
-        if not any(steps.get(one, "episodes") for one in range(max(s for s in starts if s < at) + 1, at + 1))
+        each_step
+        for each_step in steps
+        if not any(
+            steps.get(before, "episodes")
+            for before in range(max(s for s in starts if s < each_step) + 1, each_step + 1)
+        )
     ]
     these = f"steps that can be: {_ranges(possible)}" if possible else "no step can be"
-    if any(steps.get(at) == "episodes" for at in gone):
+    if any(steps.get(each_step) == "episodes" for each_step in gone):
         raise UsageError(f"--step {step} cannot be trained again: the store has lost episodes of it; {these}")
     way = f"from {'its initial weights' if first == 0 else starts[first]} on it needs steps {first + 1} to {step}"
-    kept = (
+    available = (
         f"retention has dropped tokens of {_ranges(gone)} (buffer.keep_steps = {config.buffer.keep_steps}; "
         f"train.keep_checkpoints = {config.train.keep_checkpoints}: more of them keep later starts)"
     )
-    raise UsageError(f"--step {step} cannot be trained again: {way}, and {kept}; {these}")
+    raise UsageError(f"--step {step} cannot be trained again: {way}, and {available}; {these}")
 
 
 def _ranges(steps: Sequence[int]) -> str:
     """Steps in order as `1 to 4, 7`."""
     parts: list[str] = []
     for _, same in itertools.groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
-        run = [at for _, at in same]
+        run = [number for _, number in same]
         parts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
     return ", ".join(parts)
 

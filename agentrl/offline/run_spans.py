@@ -39,7 +39,7 @@ def learner_spans(store: RunStore) -> Iterator[RunSpan]:
     """Steps, with the waits before them, and syncs, those that no rollback undid. A step ends when its weights are
     made: its row is written later, when engines have them."""
     served = store.versions.served_versions()
-    made_s = {one.step: one.minted_s for one in served}
+    made_s = {version.step: version.minted_s for version in served}
     reached_s = 0.0
     for row in store.metrics.values("step"):
         busy, idle = (_seconds(row.values.get(name)) for name in ("busy_s", "idle_s"))
@@ -51,10 +51,10 @@ def learner_spans(store: RunStore) -> Iterator[RunSpan]:
         facts = {"step": row.step, **{name: row.values[name] for name in names if row.values.get(name) is not None}}
         yield RunSpan(kind="step", name=f"step {row.step}", began_s=began_s, ended_s=ended_s, facts=facts)
         reached_s = ended_s
-    for one in served:
-        facts: dict[str, Json] = {"version": one.version, "step": one.step}
-        name = f"weights of step {one.step}"
-        yield RunSpan(kind="sync", name=name, began_s=one.minted_s, ended_s=one.confirmed_s, facts=facts)
+    for version in served:
+        facts: dict[str, Json] = {"version": version.version, "step": version.step}
+        name = f"weights of step {version.step}"
+        yield RunSpan(kind="sync", name=name, began_s=version.minted_s, ended_s=version.confirmed_s, facts=facts)
 
 
 def episode_spans(store: RunStore, now_s: float) -> Iterator[RunSpan]:
@@ -62,7 +62,7 @@ def episode_spans(store: RunStore, now_s: float) -> Iterator[RunSpan]:
     after = 0
     while rows := store.reads.episodes(after=after, limit=_PAGE):
         turns = store.search.turn_times(rows[0].id, rows[-1].id)
-        of = {id: list(own) for id, own in groupby(turns, key=lambda turn: turn.episode_id)}
+        of = {id: list(of_episode) for id, of_episode in groupby(turns, key=lambda turn: turn.episode_id)}
         for row in rows:
             if row.started_s is not None:
                 yield _episode(row, row.started_s, of.get(row.id, []), now_s)

@@ -107,7 +107,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
         configuration.apply_override(document, override)
     config = parse(document)
     folder = path.parent.resolve()
-    beside = {name: [str(folder / one) for one in getattr(config, name)] for name in ("data", "held_out")}
+    beside = {name: [str(folder / name_) for name_ in getattr(config, name)] for name in ("data", "held_out")}
     return config.model_copy(update=beside)
 
 
@@ -243,15 +243,18 @@ class _Training:
             self._tell(told, row)
             if over or report.step % every.checkpoint_every == 0:
                 learner.save(self._out / "checkpoints")
-        found = newest(self._out / "checkpoints")
-        assert found is not None
-        return found
+        checkpoint = newest(self._out / "checkpoints")
+        assert checkpoint is not None
+        return checkpoint
 
     def batch(self, step: int) -> list[Group]:
         """The demonstrations of step number `step` (from 0), a group for each update: each is in one step of every pass
         over the data."""
         size, n = self._config.examples_per_step, len(self._data)
-        drawn = [(at, self._data[self._permutation(at // n)[at % n]]) for at in range(step * size, (step + 1) * size)]
+        drawn = [
+            (place, self._data[self._permutation(place // n)[place % n]])
+            for place in range(step * size, (step + 1) * size)
+        ]
         updates = min(self._config.train.minibatches, size)
         bounds = [size * part // updates for part in range(updates + 1)]
         return [_group(drawn[start:stop]) for start, stop in pairwise(bounds)]
@@ -298,9 +301,9 @@ class _Accuracy:
         learner.on_pass = self.count
 
     def _heard(self, _: object, __: object, logits: Tensor) -> None:
-        whole = logits.dim() == 3
+        is_whole = logits.dim() == 3
         best = logits.detach().argmax(-1)
-        self._best = [best[0]] if whole else [*self._best, best]
+        self._best = [best[0]] if is_whole else [*self._best, best]
 
     def count(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
         chunks = self._best[1:] or self._best
@@ -318,6 +321,7 @@ def _group(drawn: Sequence[tuple[int, Trajectory]]) -> Group:
     environment's instruction, the schemas of its tools. The numbers tell apart two copies in one step."""
     number, first = drawn[0]
     members = tuple(
-        replace(one, episode_id=at, group_id=number, member=member) for member, (at, one) in enumerate(drawn)
+        replace(trajectory, episode_id=place, group_id=number, member=member)
+        for member, (place, trajectory) in enumerate(drawn)
     )
     return Group(id=number, task=first.task, state=GroupState.TAKEN, size=len(members), trajectories=members)

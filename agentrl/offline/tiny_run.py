@@ -94,8 +94,8 @@ def on_cpu(config: RunConfig, settings: Sequence[str] = ()) -> RunConfig:
     measured = document.get("eval", {})
     if "n_during" in measured:
         measured["n_during"] = min(32, config.eval.n_during)
-    for given in measured.get("sets", []):
-        given |= {"n": min(64, given["n"])} if "n" in given else {}
+    for each_set in measured.get("sets", []):
+        each_set |= {"n": min(64, each_set["n"])} if "n" in each_set else {}
     return _with(document, settings, ("model", *_MADE_SMALL))
 
 
@@ -141,7 +141,7 @@ def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
         table: Any = document
         for key in field.split("."):
             table = table[int(key)] if key.isdigit() else table.setdefault(key, {})
-        table |= {name: model for name, given in algo.slots.frozen.items() if given is not None}
+        table |= {name: model for name, frozen_model in algo.slots.frozen.items() if frozen_model is not None}
     for role in document.get("roles", []):
         role |= {"model": model} if role.get("model") else {}
     if config.rollout.roles:
@@ -179,15 +179,15 @@ def _make(model: str, folder: Path) -> bool:
     source = model_dir(_STAND_IN if family else model)
     folder.mkdir(parents=True, exist_ok=True)
     copy_description(source, folder, but={"config.json"})
-    own: dict[str, Any] = json.loads((source / "config.json").read_text())
-    tokens = {name: own.get(name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
-    kind = family or str(own.get("model_type"))
+    source_config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    tokens = {name: source_config.get(name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
+    kind = family or str(source_config.get("model_type"))
     try:
-        known = cast(Any, AutoConfig).for_model(kind)
-        sizes = {name: size for name, size in _SIZES.items() if hasattr(known, name)}
-        made: Any = cast(Any, AutoConfig).for_model(kind, **sizes, **tokens, tie_word_embeddings=True)
+        default_config = cast(Any, AutoConfig).for_model(kind)
+        sizes = {name: size for name, size in _SIZES.items() if hasattr(default_config, name)}
+        tiny_config: Any = cast(Any, AutoConfig).for_model(kind, **sizes, **tokens, tie_word_embeddings=True)
         cast(Any, torch).manual_seed(0)
-        module: Any = cast(Any, AutoModelForCausalLM).from_config(made, dtype=torch.float32)
+        module: Any = cast(Any, AutoModelForCausalLM).from_config(tiny_config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{model}: no tiny model of its architecture {kind!r} can be made: {error}") from error
     module.save_pretrained(folder)

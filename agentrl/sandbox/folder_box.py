@@ -80,7 +80,7 @@ class WorkBox:
         await trio.to_thread.run_sync(self._work.download, source, target)
 
     async def pack(self, most_bytes: int) -> bytes:
-        """The files of the box as bytes (see `packing`), for `unpack` of another box, maybe on another host."""
+        """The files of the box as bytes (see `pack_files`), for `unpack` of another box, maybe on another host."""
         self._must_be_still()
         return await trio.to_thread.run_sync(
             lambda: pack(

@@ -112,12 +112,12 @@ async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> 
     for number, action in enumerate(planned):
         if over:
             await step_results.start(env, task)
-        what = f"action {number}, {_short(action)}"
-        step: Step | None = await _survived(partial(step_results.act, env, action, task), task, what)
+        place = f"action {number}, {_short(action)}"
+        step: Step | None = await _survived(partial(step_results.act, env, action, task), task, place)
         over = step is None or step.terminated or step.truncated
         if step is not None and over:
             reason = step.stop_reason or StopReason.DONE
-            assert reason.by_policy, f"seed {task.seed}: {what}: the episode ended as {reason}"
+            assert reason.by_policy, f"seed {task.seed}: {place}: the episode ended as {reason}"
     if not over:
         await _survived(partial(step_results.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
 
@@ -151,8 +151,8 @@ async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
             failed = error
     if watch.over is clocks.Whose.POLICY or isinstance(failed, PolicyFault):
         return None
-    said = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"
-    raise AssertionError(f"seed {task.seed}: {what}: {said[:500]}") from failed
+    problem = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"
+    raise AssertionError(f"seed {task.seed}: {what}: {problem[:500]}") from failed
 
 
 def action_at_random(env: AsyncEnv, chosen: random.Random, own: Sequence[str] = ()) -> str:

@@ -42,12 +42,12 @@ def check_linear(
         for start, end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
             repeated = unit + end
             short, long = (start + repeated * (length // len(repeated)) for length in (size, _TIMES * size))
-            what = f"{start!r} and then {repeated!r} again and again"
+            text = f"{start!r} and then {repeated!r} again and again"
             if _cpu_s(read, long) > _QUICK_S:  # the best of several runs: other threads may disturb one
                 ratio = min(_cpu_s(read, long) for _ in range(3)) / min(_cpu_s(read, short) for _ in range(3))
-                assert ratio < _RATIO, f"{what}: {_TIMES} times the text cost {ratio:.0f} times the time"
+                assert ratio < _RATIO, f"{text}: {_TIMES} times the text cost {ratio:.0f} times the time"
             used = _peak_bytes(read, long)
-            assert used < _BYTES * len(long), f"{what}: {len(long)} characters took {used} bytes"
+            assert used < _BYTES * len(long), f"{text}: {len(long)} characters took {used} bytes"
 
 
 def _units(words: Sequence[str], signs: Sequence[str], seeds: int) -> Iterator[str]:

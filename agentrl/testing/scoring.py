@@ -37,8 +37,8 @@ class FakeScoring(httpx.AsyncBaseTransport):
         self.requests.append((request.url.path, body))
         chars = sum(len(message["content"]) for message in body.get("messages", ()))
         if self._longest is not None and chars > self._longest:
-            said = f"This model's maximum context length is {self._longest} characters, and there are {chars}"
-            return _answer({"error": {"message": said, "code": 400}}, 400)
+            problem = f"This model's maximum context length is {self._longest} characters, and there are {chars}"
+            return _answer({"error": {"message": problem, "code": 400}}, 400)
         entry = self._script[min(self._answered, len(self._script) - 1)]
         self._answered += 1
         if isinstance(entry, httpx.TransportError):

@@ -11,7 +11,7 @@ The turns of a session go to the replica that has its prefix, unless that replic
 replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
 A silent replica is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent too. A
 replica that failed gets a single request at a time until it has brought a token. If a turn's first token is slow to
-come, a second replica may be asked for it as well (see `hedge`). A request that a replica refuses is offered to one
+come, a second replica may be asked for it as well (see `hedging`). A request that a replica refuses is offered to one
 other: if that takes it, the first is broken.
 
 A chunk sampled under weights that are not the run's is refused: two runs at one engine would train on each other's

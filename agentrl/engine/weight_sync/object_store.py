@@ -2,7 +2,7 @@
 
     00000007.json     what version 7 is: the SHA-256 of its file, the object, and the version that a delta is against
     00000007.full     the whole weight file, or …
-    00000007.delta    … what turns the file before it into it (`weightfile`)
+    00000007.delta    … what turns the file before it into it (`weight_file`)
 
 An object is there before its JSON, and whoever reads checks both: the object as it came, and the file that it makes. An
 engine follows the deltas back to weights that it has kept, or to a whole file; so it may join at any time, or miss

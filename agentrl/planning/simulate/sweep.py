@@ -102,7 +102,7 @@ class SweepCase:
         return Simulation(self.world, self.policy, steps=self._steps, start_up=self.start_up, seed=self.seed).run()
 
     def best_of_bound(self) -> float:
-        """The share of the bound that no schedule exceeds at this lag bound (see `ideal`)."""
+        """The share of the bound that no schedule exceeds at this lag bound (see `best_of_bound`)."""
         lag = self.policy.max_lag
         return best_of_bound(self.world, lag, steps=self._steps, start_up=self.start_up, seed=self.seed)
 

@@ -413,12 +413,12 @@ def write(request):
     folder, _, name = path.rpartition(b"/")
     if name in (b"", b".", b".."):
         raise OSError(errno.EISDIR, "is a folder")
-    at = os.path.realpath(work)
+    parent = os.path.realpath(work)
     for part in folder.split(b"/"):  # each part looked at before the next is made: none leads out
-        at = inside(work, os.path.join(at, part))
+        parent = inside(work, os.path.join(parent, part))
         with contextlib.suppress(FileExistsError):
-            os.mkdir(at)
-    full = inside(work, os.path.join(at, name))
+            os.mkdir(parent)
+    full = inside(work, os.path.join(parent, name))
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if request["more"] else os.O_TRUNC)
     fd = os.open(full, flags, 0o644)
     with os.fdopen(fd, "wb") as file:

@@ -92,11 +92,11 @@ def tables(reports: Iterable[Report]) -> str:
         for each in cases:
             cells = [_cell(results[name].get(each.name)) for name in results]
             lines.append(f"| {each.name} | {' | '.join(cells)} |")
-        held = [
+        verdicts = [
             f"{sum(not results[name][each.name].problem for each in cases if each.name in results[name])}/{len(cases)}"
             for name in results
         ]
-        lines += [f"| **held** | {' | '.join(held)} |", ""]
+        lines += [f"| **held** | {' | '.join(verdicts)} |", ""]
     return "\n".join(lines)
 
 

@@ -190,9 +190,9 @@ async def _(bench: Bench) -> None:
         await box.write("f", b"2")
         second = await box.snapshot()
         await box.restore(first)
-        one = await box.read("f")
+        first_read = await box.read("f")
         await box.restore(second)
-        assert (one, await box.read("f")) == (b"1", b"2")
+        assert (first_read, await box.read("f")) == (b"1", b"2")
 
 
 @promise()

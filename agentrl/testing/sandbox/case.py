@@ -112,15 +112,15 @@ async def must_fail(operation: Awaitable[object]) -> None:
 
 def host_processes(marker: str) -> list[int]:
     """Ids of host processes whose command line holds `marker`."""
-    found: list[int] = []
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 if marker.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:
                 continue
-    return found
+    return pids
 
 
 async def must_vanish(marker: str) -> None:

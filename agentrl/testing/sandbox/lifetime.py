@@ -33,8 +33,8 @@ async def _(bench: Bench) -> None:
 @promise()
 async def _(bench: Bench) -> None:
     """boxes do not see each other's files"""
-    async with bench.box() as one, bench.box() as other:
-        await one.write("f", b"one")
+    async with bench.box() as box, bench.box() as other:
+        await box.write("f", b"one")
         await must_refuse(other.read("f"))
         assert (await sh(other, "cat f")).exit_code != 0
 

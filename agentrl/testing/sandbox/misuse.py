@@ -255,8 +255,8 @@ for place in ("/workspace", "/tmp", "/dev/shm"):
         await walls.own_work_folder(box)
         with trio.fail_after(100):
             result = await py(box, program)
-        made = [int(line.split()[1]) for line in result.stdout.splitlines()]
-        assert len(made) == 3 and max(made) < 80_000, result
+        counts = [int(line.split()[1]) for line in result.stdout.splitlines()]
+        assert len(counts) == 3 and max(counts) < 80_000, result
 
 
 @attack()

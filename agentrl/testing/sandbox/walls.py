@@ -123,5 +123,5 @@ def witness(marker: str) -> Generator[None]:
 
 async def _proven(box: Sandbox, wall: str, probe: str, *arguments: str) -> None:
     result = await py(box, probe, *arguments)
-    said = result.stdout.decode(errors="replace").strip() or result.stderr.decode(errors="replace").strip()[-200:]
-    assert said == "closed", f"not so: {wall} ({said or 'no answer'}); the attack was left out"
+    output = result.stdout.decode(errors="replace").strip() or result.stderr.decode(errors="replace").strip()[-200:]
+    assert output == "closed", f"not so: {wall} ({output or 'no answer'}); the attack was left out"
