@@ -1,10 +1,9 @@
 """A full disk: which errors are one, and calls that wait for space, whose work would be lost or done twice otherwise.
 
-`is_full` knows such errors; who wrote names them DiskFull, and what could not be written. A thread waits in
-`once_there_is_space`, a task in `wait_for_space`. Never knows what a call writes: it leaves nothing behind if it raises
-DiskFull. What nobody misses, a gauge say, is skipped where it is written. The processes that find a disk full have no
-place to say so: the supervisor watches it for them (`watch_disk`). trio is loaded where a task waits: a store is used
-without it, too.
+`is_full` knows such errors; who wrote names them DiskFull, and what could not be written. A task waits in
+`wait_for_space`. Never knows what a call writes: it leaves nothing behind if it raises DiskFull. What nobody misses, a
+gauge say, is skipped where it is written. The processes that find a disk full have no place to say so: the supervisor
+watches it for them (`watch_disk`). trio is loaded where a task waits: a store is used without it, too.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ import errno
 import math
 import shutil
 import sqlite3
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from agentrl.errors import AgentRLError, DiskFull
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LEAST = 1 << 20  # bytes; with less a disk is full for a store and its log
 _POSTGRES = "53100"  # disk_full, in PostgreSQL's table of states
-_LOOK_S = 0.5
-_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 
@@ -89,42 +84,3 @@ async def wait_for_space(
             if first:
                 tell(error)
         await trio.sleep(every_s)
-
-
-def once_there_is_space(call: Callable[[], _T], *, deadline_s: float, mark: Callable[[], object]) -> _T:
-    """What a call returns, made every half a second until the disk has space for it; the first DiskFull is printed.
-    `mark` is called while it waits. Raises what the call raises; DiskFull after `deadline_s`."""
-    until: float | None = None
-    while True:
-        try:
-            return call()
-        except DiskFull as error:
-            now, first = time.monotonic(), until is None
-            until = now + deadline_s if until is None else until
-            if now >= until:
-                raise
-            if first:
-                print(f"agentrl: {error}; it is waited for", file=sys.stderr)
-        mark()
-        time.sleep(_LOOK_S)
-
-
-def with_space(store: _S, *, deadline_s: float, mark: Callable[[], object]) -> _S:
-    """The same store, but each call waits for space as `once_there_is_space` does: a write of a store is made whole or
-    not at all."""
-    return cast(_S, _WithSpace(store, deadline_s, mark))
-
-
-class _WithSpace:
-    def __init__(self, store: object, deadline_s: float, mark: Callable[[], object]) -> None:
-        self._store, self._deadline_s, self._mark = store, deadline_s, mark
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._store, name)
-        if not callable(attribute):
-            return attribute
-
-        def call(*given: Any, **named: Any) -> Any:
-            return once_there_is_space(lambda: attribute(*given, **named), deadline_s=self._deadline_s, mark=self._mark)
-
-        return call

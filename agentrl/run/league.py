@@ -16,13 +16,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import trio
 
 from agentrl.config import RunConfig
 from agentrl.config.league import FIRST, Member, draw, from_json, given, to_json
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weight_sync import adapters
 from agentrl.errors import EngineError
+from agentrl.host.disk_space import wait_for_space
 from agentrl.records import Group, Json, Trajectory, WeightVersion
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -79,13 +83,17 @@ class League:
                 break
             del self._waiting[version]
         old = self._outgrown()
-        LEAGUE.set(self._store, to_json(self.members))
+        await self._write_members()
         for version, folder in old.items():
             with suppress(EngineError):  # one that does not answer has it until it is started again
                 for url in urls:
                     async with aclosing(EngineClient(url, api_key=engine.key_of(url), kind=engine.kind)) as client:
                         await adapters.forget([client], version, deadline_s=engine.admin_deadline_s)
             shutil.rmtree(folder)
+
+    async def _write_members(self) -> None:
+        write = partial(LEAGUE.set, self._store, to_json(self.members))
+        await wait_for_space(partial(trio.to_thread.run_sync, write), deadline_s=self._config.train.stall_deadline_s)
 
     def _outgrown(self) -> dict[int, Path]:
         """Leave out the members that no group can meet any more, and return their folders. A group that meets older

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,52 +64,6 @@ def test_postgresqls_error_is_known() -> None:
 def test_an_error_says_whether_a_disk_is_full(error: Exception, full: bool) -> None:
     """Of libraries only the words are known; an error of our own was named where it arose."""
     assert is_full(error) is full
-
-
-class Store:
-    """Its disk is full for so many tries of each call."""
-
-    attempt = 7
-
-    def __init__(self, tries: int, error: Exception = FULL) -> None:
-        self.left, self.error, self.made = tries, error, list[tuple[str, int]]()
-
-    def record(self, kind: str, step: int, *, twice: bool = False) -> int:
-        if self.left:
-            self.left -= 1
-            raise self.error
-        self.made.append((kind, step))
-        return 2 * step if twice else step
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    now = SimpleNamespace(s=0.0)
-
-    def sleep(s: float) -> None:
-        now.s += s
-
-    monkeypatch.setattr(disk_space, "time", SimpleNamespace(monotonic=lambda: now.s, sleep=sleep))
-    yield now
-
-
-def test_a_call_waits_for_space_is_made_once_and_marks_meanwhile(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store, marks = Store(20), list[None]()
-    patient = disk_space.with_space(store, deadline_s=100.0, mark=lambda: marks.append(None))
-    assert patient.record("step", 3, twice=True) == 6
-    assert (store.made, len(marks), patient.attempt) == ([("step", 3)], 20, 7)
-    assert capsys.readouterr().err == "agentrl: no space left: free some; it is waited for\n"
-
-
-def test_law_4_the_wait_has_a_deadline_and_other_errors_have_none(clock: SimpleNamespace) -> None:
-    with pytest.raises(DiskFull):
-        disk_space.with_space(Store(10**9), deadline_s=100.0, mark=lambda: None).record("step", 3)
-    assert 100.0 <= clock.s < 102.0
-    with pytest.raises(StoreError, match="damaged"):
-        disk_space.with_space(Store(1, StoreError("damaged")), deadline_s=100.0, mark=lambda: None).record("step", 3)
-    assert clock.s < 102.0
 
 
 class Calls:

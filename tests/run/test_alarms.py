@@ -21,11 +21,11 @@ from agentrl.learner.data.prefix_trees import packs
 from agentrl.learner.learner import Learner
 from agentrl.records import Group, WeightVersion
 from agentrl.run import alarms as alarms_of_run
-from agentrl.run.alarms import LagBound, raised
-from agentrl.run.processes import learner_process as module
-from agentrl.run.processes.heartbeat import Heartbeat
-from agentrl.store import Patience
+from agentrl.run.alarms import raised
+from agentrl.run.learning.checkpoint_writer import CheckpointWriter
 from tests.learner.making import episode, group_of, run_config, tiny_qwen3, turn
+
+from .loop_parts import InlineTorch, LoopScene
 
 TURNS = [(3, 4, 5), (6, 7), (8, 9, 10, 11), (12,)]
 Sampler = Callable[[Learner], list[Group]]
@@ -54,7 +54,7 @@ def sampled(learner: Learner, off: float = 0.0) -> list[Group]:
     return [made(found)]
 
 
-class Run:
+class Run(LoopScene):
     """The learner's loop with a real learner, and groups of `sampler` in the place of store and engines."""
 
     def __init__(
@@ -62,41 +62,35 @@ class Run:
     ) -> None:
         config = run_config(train=Train(warmup_steps=0, lr=lr, steps=steps, checkpoint_every=1000))
         self.config: RunConfig = config.model_copy(update={"alarms": Alarms.model_validate(alarms)})
-        self.learner = Learner(self.config.learner, model)
-        self.rows, self.bounds, self.saved = list[dict[str, Any]](), list[int](), list[int]()
-        self.loop: Any = object.__new__(module._Learning)
-        self.loop.__dict__.update(
-            _run=SimpleNamespace(checkpoints=folder, path="runs/run"),
-            _config=self.config,
-            _learner=self.learner,
-            _heartbeat=Heartbeat(),
-            _saved_at=math.inf,
-            _held=Patience(math.inf),
-            _bound=LagBound(full=4, now=4),
-            _publisher=SimpleNamespace(behind=self._behind),
-            _store=SimpleNamespace(
-                meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
-                lineage=SimpleNamespace(still_leads=lambda: None),
-                versions=SimpleNamespace(
-                    current_version=lambda: WeightVersion(version=1, step=0),
-                    step_of=lambda _: self.learner.step_index,
-                    is_undone=lambda _: False,
-                ),
-                set_meta=lambda key, value: self.bounds.append(int(value)),
+        self.bounds, self.saved = list[int](), list[int]()
+        learner = Learner(self.config.learner, model)
+        store = SimpleNamespace(
+            meta=lambda key: '["http://engine"]' if key == "engine_urls" else None,
+            lineage=SimpleNamespace(still_leads=lambda: None),
+            versions=SimpleNamespace(
+                current_version=lambda: WeightVersion(version=1, step=0),
+                step_of=lambda _: learner.step_index,
+                is_undone=lambda _: False,
             ),
-            _take=lambda: (sampler(self.learner), 0.0),
-            _publish=self._publish,
-            _settle=lambda: 0.0,
-            _record_hashes=lambda: None,
-            _checkpoint=lambda version: self.saved.append(version.step),
+            metrics=SimpleNamespace(record=lambda kind, step, values: None),
+            set_meta=lambda key, value: self.bounds.append(int(value)),
         )
+        saved = self.saved
 
-    def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        self.rows.append(row)
-        return WeightVersion(version=2, step=self.learner.step_index)
+        class Noted(CheckpointWriter):
+            async def start(self, version: WeightVersion) -> None:
+                saved.append(version.step)
 
-    async def _behind(self, version: int) -> bool:
-        return False
+        super().__init__(folder, learner, store)
+        self.path, self.torch, self.groups = Path("runs/run"), InlineTorch(), lambda: sampler(learner)
+        self.writer = Noted
+
+    def train(self) -> None:
+        self.run(self.config)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.pushes.rows
 
 
 def names(run: Run, at: int = -1) -> set[str]:
@@ -105,7 +99,7 @@ def names(run: Run, at: int = -1) -> set[str]:
 
 def test_a_healthy_step_raises_none(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model, sampled, {}, 3)
-    run.loop.run()
+    run.train()
     assert [row["alarms"] for row in run.rows] == [[], [], []]
     assert run.bounds == [4, 4, 4]
 
@@ -114,13 +108,13 @@ def test_an_engine_whose_logprobs_are_off_by_a_half_stops_the_run_which_is_saved
     run = Run(tmp_path, model, lambda learner: sampled(learner, 0.5), {"actions": {"mismatch": "stop"}}, 5)
     typed = "agentrl train --resume runs/run --set alarms.actions.mismatch=warn"
     with pytest.raises(RunFailed, match=rf"step 1: mismatch_mean = 0\.5 .*alarms\.mismatch_above = 0\.2.*{typed}"):
-        run.loop.run()
+        run.train()
     assert run.saved == [1] and len(run.rows) == 1
 
 
 def test_the_same_engine_is_warned_of_by_default(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model, lambda learner: sampled(learner, 0.5), {}, 2)
-    run.loop.run()
+    run.train()
     assert len(run.rows) == 2 and "mismatch_mean = 0.5" in run.rows[0]["alarms"][0]
 
 
@@ -135,19 +129,19 @@ def test_a_push_that_did_not_happen_is_seen_as_mismatch(tmp_path: Path, model: P
 
     for sampler, seen in ((sampled, set[str]()), (stale, {"mismatch"})):
         run = Run(tmp_path, model, sampler, {"mismatch_above": 0.02}, 6, lr=3e-2)
-        run.loop.run()
+        run.train()
         assert names(run, 0) == set() and names(run) & {"mismatch"} == seen
 
 
 def test_an_entropy_that_collapses_is_seen(tmp_path: Path, model: Path) -> None:
     run = Run(tmp_path, model, sampled, {"entropy_below": 0.5}, 1)
-    run.loop.run()
+    run.train()
     assert names(run) == set()
     collapsed = Run(tmp_path, model, sampled, {"entropy_below": 0.5}, 1)
     with torch.no_grad():
         for parameter in collapsed.learner.model.parameters():
             parameter.mul_(30.0)
-    collapsed.loop.run()
+    collapsed.train()
     assert "entropy" in names(collapsed)
 
 
@@ -170,6 +164,6 @@ def test_the_lag_is_lowered_down_to_0_and_comes_back_after_calm_steps(
     faults = iter(wrong)
     alarms = {"actions": {"mismatch": "lower_lag"}}
     run = Run(tmp_path, model, lambda learner: sampled(learner, 0.5 if next(faults) else 0.0), alarms, len(wrong))
-    run.loop.run()
+    run.train()
     assert run.bounds == [2, 1, 0, 0, 0, 0, 4, 4]
     assert [row["max_lag"] for row in run.rows] == [4, 2, 1, 0, 0, 0, 0, 4]

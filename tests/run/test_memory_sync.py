@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import trio
+from trio.testing import MockClock
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
@@ -19,19 +21,22 @@ from agentrl.config.weight_sync import transport_of
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.vllm_dialect import VLLMDialect
 from agentrl.engine.weight_sync import weight_file
-from agentrl.engine.weight_sync.transport import MemoryParcel
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.errors import ConfigError
 from agentrl.learner import build_learner
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import WeightFile, export_weights, take
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.alarms import LagBound
-from agentrl.run.processes import engine_process, learner_process
-from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.run.learning.weight_parcels import ParcelMaker
+from agentrl.run.learning.weight_push import LeaderMeta, WeightPush
+from agentrl.run.processes import engine_process
 from agentrl.run.start_point import StartPoint
+from agentrl.run.telemetry import Telemetry
 from agentrl.run.trainer import Trainer, evaluate
-from agentrl.store import Patience, RunStore
+from agentrl.store import RunStore
+
+from .loop_parts import InlineCalls, InlineTorch, LoopScene
 
 URLS = ["http://a:1", "http://b:1"]
 START = StartPoint(model=Path("/model"), checkpoint=None, version=WeightVersion(version=1, step=0))
@@ -47,68 +52,87 @@ def run_config(**engine: object) -> RunConfig:
     return configuration.parse(document)
 
 
-class Pushes:
-    """What the learner hands to its thread; here everything is done at once."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[WeightVersion, MemoryParcel, dict[str, Any]]] = []
-
-    def submit(
-        self, _: object, version: WeightVersion, parcels: Any, row: dict[str, Any], held: object = None
-    ) -> Future[None]:
-        assert held is None, "no engine shares the learner's device"
-        self.made.append((version, parcels[None], row))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
 class Scene:
-    """A learner at step 4 whose engines serve what `behind` says; no process, no engine."""
+    """Pushes of a learner at step 4 whose engines serve what `behind` says; no process, no engine."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.behind, self.asked = False, []
-        self.store = RunStore.create(tmp_path / "store.sqlite", "{}")
+    def __init__(self, folder: Path, store: RunStore) -> None:
+        self.folder, self.store, self.behind, self.asked = folder, store, False, list[int]()
         for step in range(5):
             self.store.versions.confirm_version(self.store.versions.mint_version(step))
-        self.store.set_meta("engine_urls", json.dumps(URLS))
         self.model = PolicyModel(model_dir("agentrl/tiny-coder"))
-        self.pushes = Pushes()
-        self.learning: Any = object.__new__(learner_process._Learning)
-        self.learning.__dict__.update(
-            _heartbeat=Heartbeat(),
-            _held=Patience(math.inf),
-            _config=run_config(),
-            _bound=LagBound(full=4, now=4),
-            _store=self.store,
-            _learner=SimpleNamespace(
-                step_index=4,
-                model=self.model,
-                models=SimpleNamespace(of=lambda role: self.model),
-                score=lambda token_ids, dtype, *, role: self.model.score(token_ids, dtype),
-                snapshot=partial(take, self.model.module),
-            ),
-            _publisher=SimpleNamespace(behind=self._behind),
-            _pushes=self.pushes,
-            _push=None,
-            _watch_at=0.0,
+        self.learner: Any = SimpleNamespace(
+            step_index=4,
+            model=self.model,
+            models=SimpleNamespace(of=lambda role: self.model),
+            score=lambda token_ids, dtype, *, role: self.model.score(token_ids, dtype),
+            snapshot=partial(take, self.model.module),
+            export=self._export,
         )
+        self.sent: list[Parcel | MemoryParcel] = []
+        self.config = run_config()
+
+    def _export(self, path: Path, dtype: torch.dtype, role: None) -> WeightFile:
+        return export_weights(self.model.module, path, dtype=dtype)
+
+    @asynccontextmanager
+    async def pushes(self) -> AsyncGenerator[WeightPush]:
+        """Pushes as the run's configuration says; at the end all of them are over."""
+        config, calls = self.config, InlineCalls(self.store)
+        publisher: Any = SimpleNamespace(behind=self._behind, deliver=self._deliver, tidy=trio.lowlevel.checkpoint)
+        parcels = ParcelMaker(
+            self.learner,
+            self.folder,
+            lambda: None,
+            engine=config.engine,
+            train=config.train,
+            roles=(),
+            adapted=(),
+            sends_adapters=False,
+            most_tokens=config.rollout.max_context - 1,
+        )
+        async with trio.open_nursery() as nursery:
+            yield WeightPush(
+                parcels,
+                publisher,
+                LeaderMeta(self.store),
+                calls,
+                InlineTorch(),
+                nursery,
+                Telemetry(self.store, self.folder / "metrics.jsonl", "learner"),
+                lambda: None,
+                step=lambda: self.learner.step_index,
+                pin=lambda version, weights: None,
+                in_memory=config.syncs_memory,
+                patience_s=1.0,
+            )
 
     async def _behind(self, version: int) -> bool:
         self.asked.append(version)
         return self.behind
 
+    async def _deliver(self, parcels: dict[None, Parcel | MemoryParcel], held: object) -> dict[str, float]:
+        assert held is None, "no engine shares the learner's device"
+        self.sent.append(parcels[None])
+        return {"sync_s": 0.5}
+
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        yield Scene(tmp_path, store)
 
 
-def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:
-    version = scene.learning._publish({"loss": 1.0})
-    ((sent, parcel, row),) = scene.pushes.made
-    assert sent == version == WeightVersion(version=6, step=4) and row == {"loss": 1.0}
-    assert scene.store.versions.weights_path(6) is None
+async def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:
+    async with scene.pushes() as pushes:
+        version = await pushes.start({"loss": 1.0})
+        assert version == WeightVersion(version=6, step=4) and scene.store.versions.weights_path(6) is None
+        assert scene.store.versions.current_version().version == 5, "no engine has it"
+        await pushes.settle()
+    (parcel,) = scene.sent
+    assert isinstance(parcel, MemoryParcel) and parcel.canary is not None
+    assert scene.store.versions.current_version() == version
+    (row,) = scene.store.metrics.values("step")
+    assert (row.step, row.values) == (4, {"loss": 1.0, "sync_s": 0.5, "version": 6})
     before = {name: tensor.clone() for name, tensor in parcel.snapshot}
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     with torch.no_grad():
@@ -131,42 +155,49 @@ def test_a_step_is_told_which_versions_a_restart_abandoned(scene: Scene) -> None
     gone = scene.store.versions.mint_version(9)
     scene.store.lineage.checkpoint(4, 5, "/checkpoints/4")
     scene.store.lineage.rollback(4)
-    scene.learning._learner.step, scene.learning._take = step, lambda: ([], 0.0)
+    scene.store.set_meta("engine_urls", json.dumps(URLS))
+    scene.learner.step = step
+    loop = LoopScene(scene.folder, scene.learner, scene.store)
     with pytest.raises(Seen):
-        scene.learning.run()
+        loop.run(scene.config)
     assert told == [(True, False)]
 
 
-def test_a_file_is_written_in_the_engines_dtype(scene: Scene, tmp_path: Path) -> None:
-    def export(path: Path, dtype: torch.dtype, role: None) -> WeightFile:
-        return export_weights(scene.model.module, path, dtype=dtype)
-
-    scene.learning._learner.export = export
-    scene.learning._run = SimpleNamespace(scratch=tmp_path)
+async def test_a_file_is_written_in_the_engines_dtype(scene: Scene) -> None:
     sizes: list[float] = []
     for dtype in ("float32", "bfloat16"):
-        scene.learning._config = run_config(sync="full", dtype=dtype)
-        scene.learning._publish({})
-        _, parcel, _ = scene.pushes.made[-1]
+        scene.config = run_config(sync="full", dtype=dtype)
+        async with scene.pushes() as pushes:
+            await pushes.start({})
+        parcel = scene.sent[-1]
+        assert isinstance(parcel, Parcel) and parcel.canary is not None
         assert weight_file.width(weight_file.open_bytes(parcel.path)) == (2 if dtype == "bfloat16" else 4)
         assert (parcel.sha256, parcel.canary.dtype) == (weight_file.digest(weight_file.open_bytes(parcel.path)), dtype)
         sizes.append(parcel.path.stat().st_size)
     assert sizes[1] < 0.55 * sizes[0]
 
 
-def test_an_engine_that_was_started_again_gets_the_current_version_from_a_learner_that_waits(scene: Scene) -> None:
-    scene.learning._send_again()
-    assert scene.asked == [5] and not scene.pushes.made
-    scene.behind = True
-    scene.learning._send_again()
-    ((sent, parcel, row),) = scene.pushes.made
-    assert (sent, parcel.version, row) == (WeightVersion(version=5, step=4), 5, {})
+async def test_an_engine_that_was_started_again_gets_the_current_version_from_a_learner_that_waits(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    async with scene.pushes() as pushes:
+        await pushes.look()
+        assert scene.asked == [5] and pushes.under_way is None
+        scene.behind = True
+        await pushes.look()
+        assert scene.asked == [5], "they were asked a moment ago"
+        await trio.sleep(1.0)
+        await pushes.look()
+        assert pushes.under_way is not None
+    (parcel,) = scene.sent
+    assert parcel.version == 5 and scene.store.metrics.values("step") == []
 
 
-def test_weights_of_another_step_are_never_sent_as_the_current_version(scene: Scene) -> None:
-    scene.behind, scene.learning._learner.step_index = True, 3
-    scene.learning._send_again()
-    assert not scene.pushes.made
+async def test_weights_of_another_step_are_never_sent_as_the_current_version(scene: Scene) -> None:
+    scene.behind, scene.learner.step_index = True, 3
+    async with scene.pushes() as pushes:
+        await pushes.look()
+    assert not scene.sent
 
 
 def test_an_engine_starts_from_what_the_run_began_with_as_no_file_holds_what_came_after(scene: Scene) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from each_case import each_case
@@ -18,12 +17,12 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, FormatError
 from agentrl.rollout.admitter import bounds_of
 from agentrl.run.alarms import LagBound
-from agentrl.run.processes import learner_process as module
-from agentrl.run.processes.heartbeat import Heartbeat
+from agentrl.run.learning.take_batches import BatchTaker
 from agentrl.run.reporting import report
-from agentrl.run.run_folder import RunDir
 from agentrl.run.take_orders import returns_of, take_order
-from agentrl.store import Freshest, Oldest, Patience, Prioritised, RunStore, Windowed
+from agentrl.store import Freshest, Oldest, Prioritised, RunStore, Windowed
+
+from .loop_parts import InlineCalls
 
 
 class Mine(Oldest):
@@ -156,29 +155,33 @@ def test_the_capacity_in_tokens_reaches_admission() -> None:
         ({"skip_without_signal": False}, [(3, False)]),
     ],
 )
-def test_the_learner_takes_by_the_settings_of_the_buffer(
+async def test_the_learner_takes_by_the_settings_of_the_buffer(
     tmp_path: Path, skipping: dict[str, Any], expected: list[tuple[int, bool]]
 ) -> None:
     config = run_config(groups_per_step=1, order="freshest", **skipping)
-    learning: Any = object.__new__(module._Learning)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         serve(store, 0)
         admit(store, limit=3)
         for claim in store.leases.claim("w", 6, lease_s=1e6):
             play(store, claim, outcome=float(claim.group_id == 3 or claim.member))
-        learning.__dict__.update(
-            _run=RunDir(tmp_path),
-            _config=config,
-            _bound=LagBound(config.buffer.max_lag, now=config.buffer.max_lag),
-            _store=store,
-            _learner=SimpleNamespace(step_index=0),
-            _heartbeat=Heartbeat(),
-            _held=Patience(math.inf),
-            _order=take_order(config),
-            _returns=returns_of(config),
+        batches = BatchTaker(
+            cast("Any", SimpleNamespace(apply_settings=_nothing, make_way=_nothing)),
+            InlineCalls(store),
+            LagBound(config.buffer.max_lag, now=config.buffer.max_lag),
+            buffer=config.buffer,
+            quorum=config.quorum,
+            steps=config.train.steps,
+            stall_deadline_s=config.train.stall_deadline_s,
+            group_deadline_s=config.rollout.group_deadline_s,
+            order=take_order(config),
+            returns=returns_of(config),
         )
-        groups, _ = learning._take()
-    assert [(one.id, one.skipped) for one in groups] == expected
+        batch = await batches.take(1)
+    assert batch is not None
+    assert [(one.id, one.skipped) for one in batch.groups] == expected
+
+
+async def _nothing() -> None: ...
 
 
 def side(**changes: Any) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.learner.checkpoints.folders import complete, step_of
 from agentrl.offline.retrain_step import retrain
 from agentrl.records import Step, StopReason, Turn, VersionSpan, WeightVersion
-from agentrl.run.processes.learner_process import _Learning
+from agentrl.run.learning.checkpoint_writer import CheckpointWriter
+from agentrl.run.learning.weight_push import WeightPush
+from agentrl.run.processes import learner_process
 from agentrl.run.run_folder import RunDir
 from agentrl.store import Claim, Ending, Quorum, RunStore
 from agentrl.store.codec import pack_tokens
@@ -40,30 +42,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("retrain") / "model")
 
 
-class Played(_Learning):
-    """A learner whose engines take each version at once, and whose episodes are played between its steps: of each group
-    two members at once, the third after its group was taken."""
+class Played(WeightPush):
+    """Pushes to engines that take each version at once. Their episodes are played between the learner's steps: of each
+    group two members at once, the third after its group was taken."""
 
-    def __init__(self, run: RunDir, store: RunStore) -> None:
-        self._rng, self._slow, self._all = random.Random(7), list[Claim](), store
-        algo = run.config().algo
+    run: RunDir
+    store: RunStore
+
+    def __init__(self, *parts: Any, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
+        self._rng, self._slow, self._config = random.Random(7), list[Claim](), self.run.config()
+        algo = self._config.algo
         self._taught = getattr(algo, "distil_weight", 0.0) > 0 and not algo.slots.frozen
-        super().__init__(run, store)
-        self._first = self._publish({})
 
-    def _urls(self) -> list[str]:
-        return ["http://engine"]  # it is there, and nobody asks it
+    async def is_behind(self, version: int) -> bool:
+        return True
 
-    def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        version = self._store.versions.mint_version(self._learner.step_index)
-        self._store.versions.confirm_version(version)
+    async def start(self, row: dict[str, Any]) -> WeightVersion:
+        version = self.store.versions.mint_version(self._step())
+        self.store.versions.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, "version": version.version})
         self._play(version)
         return version
 
     def _play(self, version: WeightVersion) -> None:
-        store, rng = self._all, self._rng
+        store, rng = self.store, self._rng
         for claim in self._slow:
             self._end(claim, version)
         envs = self._config.environments
@@ -82,7 +86,7 @@ class Played(_Learning):
         """One more turn, under these weights."""
         self._act(claim, 1, version)
         failed = self._rng.random() < 0.1
-        self._all.journal.finish(
+        self.store.journal.finish(
             claim.episode_id,
             claim.fence,
             Ending(
@@ -105,9 +109,9 @@ class Played(_Learning):
             text="",
             columns={"teacher": [-rng.uniform(0.5, 4.0) for _ in range(n)]} if self._taught else {},
         )
-        self._all.journal.journal_turn(claim.episode_id, claim.fence, turn)
+        self.store.journal.journal_turn(claim.episode_id, claim.fence, turn)
         step = Step(observation=(), reward=rng.choice([0.0, 0.25]), terminated=index == 1)
-        self._all.journal.journal_step(claim.episode_id, claim.fence, index, step)
+        self.store.journal.journal_step(claim.episode_id, claim.fence, index, step)
 
 
 def run_of(folder: Path, model: Path, steps: int = 4, **sections: Any) -> RunDir:
@@ -117,10 +121,12 @@ def run_of(folder: Path, model: Path, steps: int = 4, **sections: Any) -> RunDir
     return run
 
 
-def train(run: RunDir) -> None:
-    with RunStore.open(run.store_path) as store:
-        learning = Played(run, store)
-        learning.run()
+def train(run: RunDir, pushes: type[Played] = Played, checkpoints: type[CheckpointWriter] = CheckpointWriter) -> None:
+    with RunStore.open(run.store_path) as store, pytest.MonkeyPatch.context() as patch:
+        store.set_meta("engine_urls", '["http://engine"]')  # it is there, and nobody asks it
+        patch.setattr(learner_process, "WeightPush", type("Pushes", (pushes,), {"run": run, "store": store}))
+        patch.setattr(learner_process, "CheckpointWriter", checkpoints)
+        learner_process.train(run, store)
 
 
 def config_of(model: Path, steps: int, **sections: Any) -> RunConfig:
@@ -376,34 +382,44 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the code under test catches it."""
 
 
-class Dies(Played):
-    """A learner that is killed at step 3: before its checkpoint is begun, or before the store knows of it."""
+class DiesBeforeTheCheckpoint(Played):
+    """A learner that is killed at step 3, before its checkpoint is begun."""
 
-    before = ""
-
-    def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        if self._learner.step_index == 3 and self.before == "checkpoint":
+    async def start(self, row: dict[str, Any]) -> WeightVersion:
+        if self._step() == 3:
             raise Killed
-        return super()._publish(row)
+        return await super().start(row)
 
-    def _checkpoint(self, version: WeightVersion) -> None:
-        if self._learner.step_index == 3:
-            self._written()
-            self._learner.save(self._run.checkpoints)
+
+class DiesBeforeTheStoreKnows(CheckpointWriter):
+    """A learner that is killed at step 3, when its checkpoint is written and the store does not know it."""
+
+    async def start(self, version: WeightVersion) -> None:
+        if version.step == 3:
+            await self.settle()
+            self._learner.save(self._root)
             raise Killed
-        super()._checkpoint(version)
+        await super().start(version)
 
 
 @pytest.mark.parametrize("algo", [{}, {"kind": "ppo", "critic_warmup_steps": 1, "kl_weight": 0.1}], ids=["grpo", "ppo"])
-@pytest.mark.parametrize(("before", "every"), [("checkpoint", 2), ("the store knows it", 1)])
+@pytest.mark.parametrize(
+    ("pushes", "checkpoints", "every"),
+    [(DiesBeforeTheCheckpoint, CheckpointWriter, 2), (Played, DiesBeforeTheStoreKnows, 1)],
+    ids=["checkpoint", "the store knows it"],
+)
 def test_a_killed_learner_goes_on_with_the_same_bits(
-    tmp_path: Path, model: Path, before: str, every: int, algo: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    pushes: type[Played],
+    checkpoints: type[CheckpointWriter],
+    every: int,
+    algo: dict[str, Any],
 ) -> None:
     """Its next life goes on from the newest checkpoint; every step of the lineage is that of an unharmed learner."""
     run = RunDir.create(tmp_path / "run", config_of(model, 4, algo=algo, train={"steps": 4, "checkpoint_every": every}))
-    monkeypatch.setattr(Dies, "before", before)
-    with RunStore.open(run.store_path) as store, pytest.raises(Killed):
-        Dies(run, store).run()
+    with pytest.raises(Killed):
+        train(run, pushes, checkpoints)
     train(run)
     for folder in complete(run.checkpoints):
         if step_of(folder) > 1:

@@ -138,10 +138,14 @@ async def test_engines_on_one_gpu_start_one_after_the_other_and_then_the_learner
     assert start.told["phase"] == "eval"
 
 
-def test_a_learner_that_is_there_first_waits_for_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(tmp_path, monkeypatch)
+def test_a_learner_that_is_there_first_waits_for_engines(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
     waits: list[int] = []
+
+    async def wait() -> None:
+        waits.append(len(scene.pushes.steps))
+
     scene.urls = lambda: "[]" if len(waits) < 3 else '["http://engine"]'
-    scene.learning._store.wait_for_work = lambda name, most_s: waits.append(len(scene.published))
-    scene.run(steps=1)
-    assert waits == [0, 0, 0] and scene.published
+    scene.wait = wait
+    scene.train(steps=1)
+    assert waits == [0, 0, 0] and scene.pushes.steps

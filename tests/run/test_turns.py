@@ -32,6 +32,7 @@ from agentrl.store import RunStore
 from tests.parts.vllm_server import FakeVLLM
 
 from .gate import Gate
+from .loop_parts import InlineTorch
 from .test_publisher import Fakes, parcel
 from .test_publisher import fakes as fakes
 from .test_run import DEADLINE_S, ENVS, assert_lawful, assert_nothing_remains, child, run_file, started, wait_until
@@ -73,6 +74,7 @@ class Table:
         self.turns = Turns(
             colocated(config).engine,
             folder,
+            InlineTorch(),
             lambda: self.order.append("waits"),
             level=1 if config.sends_adapters else 2,
         )
@@ -89,14 +91,14 @@ class Table:
         return [self.server.url]
 
 
-def test_the_learner_comes_when_engines_sleep_and_the_lock_outlives_its_turn(
+async def test_the_learner_comes_when_engines_sleep_and_the_lock_outlives_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table(tmp_path, monkeypatch)
-    table.turns.begin(table.urls)
+    await table.turns.begin(table.urls)
     assert table.order == ["POST /sleep", "GET /is_sleeping", "learner comes"]
     assert table.server.asleep == {"weights", "kv_cache"} and table.server.weights == "garbage" and not table.free()
-    held = table.turns.end()
+    held = await table.turns.end()
     assert table.order[-1] == "learner leaves" and table.server.asleep and not table.free()
     held.let_go()
     cost = table.turns.cost()
@@ -104,23 +106,23 @@ def test_the_learner_comes_when_engines_sleep_and_the_lock_outlives_its_turn(
     assert set(cost) == {"turn_wait_s", "sleep_s", "restore_s", "park_s", "swap_bytes", "asleep_s"}
 
 
-def test_engines_that_get_no_weights_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_get_no_weights_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(tmp_path, monkeypatch, ADAPTERS)
-    table.turns.begin(table.urls)  # adapters go over weights that stay
-    table.turns.end().let_go()
+    await table.turns.begin(table.urls)  # adapters go over weights that stay
+    (await table.turns.end()).let_go()
     table = Table(tmp_path, monkeypatch)
-    table.turns.begin(table.urls, weights_follow=False)
+    await table.turns.begin(table.urls, weights_follow=False)
     assert not table.free()
-    table.turns.without_weights(table.urls)
+    await table.turns.without_weights(table.urls)
     assert table.order[-2:] == ["learner leaves", "POST /wake_up"] and table.free()
     assert table.server.weights == "base" and not table.server.paused
-    table.turns.begin(table.urls, weights_follow=False)
+    await table.turns.begin(table.urls, weights_follow=False)
     table.server.down = True
-    table.turns.without_weights(table.urls)  # the watch's business
+    await table.turns.without_weights(table.urls)  # the watch's business
     assert table.free()
 
 
-def test_an_engine_that_cannot_sleep_is_tried_again_and_may_be_mended_meanwhile(
+async def test_an_engine_that_cannot_sleep_is_tried_again_and_may_be_mended_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table(tmp_path, monkeypatch)
@@ -132,16 +134,16 @@ def test_an_engine_that_cannot_sleep_is_tried_again_and_may_be_mended_meanwhile(
         table.server.down = len(looks) < 3
 
     table.turns._waits = waits
-    table.turns.begin(table.urls)
+    await table.turns.begin(table.urls)
     assert looks == [True, True, True] and table.server.asleep
-    table.turns.end().let_go()
+    (await table.turns.end()).let_go()
     table.turns._settings = EngineSettings(admin_deadline_s=0.01, liveness_deadline_s=0.02, start_deadline_s=0.05)
     table.server.mend()
     table.server.answers["/sleep"] = 500, b"{}"
     with pytest.raises(
         NotDelivered, match=r"the engines did not sleep within 0\.08 s, so the learner has no room: http"
     ):
-        table.turns.begin(table.urls)
+        await table.turns.begin(table.urls)
     assert table.free() and table.order[-1] != "learner comes"
 
 

@@ -11,7 +11,6 @@ it died or hangs, is tried again for as long as a restart takes; meanwhile the l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -28,6 +27,7 @@ from agentrl.engine.weight_sync.publisher import NotDelivered
 from agentrl.engine.weight_sync.weight_lock import WeightLock, hold, name_of
 from agentrl.errors import EngineError
 from agentrl.learner.optimizers.offload import Parking
+from agentrl.run.learning.background import TorchThread
 
 _RETRY_S = 1.0
 
@@ -37,75 +37,84 @@ class _Call(Protocol):
 
 
 class Turns:
-    """`parking` is the learner's, once it is there. `level` says how deep engines sleep if weights follow: at 2 they
-    forget theirs. `waits` is called while a turn waits to begin. Between `begin` and `end` the learner may use the
-    GPU."""
+    """`parking` is the learner's, once it is there; it computes on the thread `torch`. `level` says how deep engines
+    sleep if weights follow: at 2 they forget theirs. `waits` is called while a turn waits to begin. Between `begin` and
+    `end` the learner may use the GPU."""
 
-    def __init__(self, engine: EngineSettings, locks: Path, waits: Callable[[], None], *, level: Level = 2) -> None:
-        self._settings, self._locks, self._waits = engine, locks, waits
+    def __init__(
+        self, engine: EngineSettings, locks: Path, torch: TorchThread, waits: Callable[[], None], *, level: Level = 2
+    ) -> None:
+        self._settings, self._locks, self._torch, self._waits = engine, locks, torch, waits
         self._level: Level = level
         self._held: WeightLock | None = None
         self._began = 0.0
         self._cost: dict[str, float] = {}
         self.parking: Parking | None = None
 
-    def begin(self, urls: Callable[[], Sequence[str]], *, weights_follow: bool = True) -> None:
+    async def begin(self, urls: Callable[[], Sequence[str]], *, weights_follow: bool = True) -> None:
         """Have the engines sleep, and the learner come back. With `weights_follow` the engines get all weights, or an
         adapter, before they wake. Raises NotDelivered if they do not sleep within `engine.mending_deadline_s`."""
-        started = time.monotonic()
+        started = trio.current_time()
         deadline = started + self._settings.mending_deadline_s
         while True:
-            self._held = self._hold()
-            self._began = time.monotonic()
+            self._held = await self._hold()
+            self._began = trio.current_time()
             try:
                 level = self._level if weights_follow else 1
-                trio.run(self._each, urls(), partial(sleep.sleep, level=level))
+                await self._each(await trio.to_thread.run_sync(urls), partial(sleep.sleep, level=level))
                 break
             except EngineError as error:
                 self._held.let_go()
-                if time.monotonic() > deadline:
+                if trio.current_time() > deadline:
                     text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"
                     raise NotDelivered(f"{text}, so the learner has no room: {error}") from error
             self._waits()
-            time.sleep(_RETRY_S)
-        slept = time.monotonic()
+            await trio.sleep(_RETRY_S)
+        slept = trio.current_time()
         if self.parking is not None:
-            self.parking.back()
+            await self._torch.run(self.parking.back)
         self._cost = {"turn_wait_s": self._began - started, "sleep_s": slept - self._began}
-        self._cost["restore_s"] = time.monotonic() - slept
+        self._cost["restore_s"] = trio.current_time() - slept
 
-    def end(self) -> WeightLock:
+    async def begin_leaving(self) -> None:
+        """Have the learner leave the GPU beside its last work there."""
+        if self.parking is not None:
+            await self._torch.run(self.parking.begin)
+
+    async def end(self) -> WeightLock:
         """Have the learner leave the GPU. The holder of the returned lock may wake the engines."""
         assert self._held is not None and self.parking is not None
-        started = time.monotonic()
-        self.parking.leave()
-        self._cost |= {"park_s": time.monotonic() - started, "swap_bytes": self.parking.bytes}
+        started = trio.current_time()
+        await self._torch.run(self.parking.leave)
+        self._cost |= {"park_s": trio.current_time() - started, "swap_bytes": self.parking.bytes}
         return self._held
 
     def cost(self) -> dict[str, float]:
         """Of the last turn, once the engines are awake: seconds until the lock was free, until the engines slept, the
         learner had come and had left; the bytes that it took with it; and how long the engines slept, in all."""
-        return self._cost | {"asleep_s": time.monotonic() - self._began}
+        return self._cost | {"asleep_s": trio.current_time() - self._began}
 
-    def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
+    async def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
         """End a turn after which the engines go on with the weights they have. An engine that does not wake is left to
         the supervisor's watch."""
-        held = self.end()
+        held = await self.end()
         try:
             with suppress(EngineError):
-                trio.run(self._each, urls(), sleep.wake)
+                await self._each(await trio.to_thread.run_sync(urls), sleep.wake)
         finally:
             held.let_go()
 
-    def give_up(self) -> None:
+    async def give_up(self) -> None:
         """Have the learner leave, wherever its turn was: it is saved, and ends."""
         if self.parking is not None:
-            self.parking.leave()
+            await self._torch.run(self.parking.leave)
 
-    def _hold(self) -> WeightLock:
+    async def _hold(self) -> WeightLock:
         settings = self._settings
         deadline_s = settings.start_deadline_s + settings.admin_deadline_s  # of an engine that starts, or is fitted
-        return hold(self._locks, name_of("", colocated=True), deadline_s=deadline_s, waits=self._waits)
+        gpu = name_of("", colocated=True)
+        wait = partial(hold, self._locks, gpu, deadline_s=deadline_s, waits=self._waits)
+        return await trio.to_thread.run_sync(wait)
 
     async def _each(self, urls: Sequence[str], call: _Call) -> None:
         for url in urls:

@@ -74,7 +74,7 @@ class Publishers:
 
     async def behind(self, version: int) -> bool:
         """Whether some engine of any policy serves another version: see `WeightPublisher.behind`."""
-        return any([await publisher.behind(self.urls(role), version) for role, publisher in self._of.items()])
+        return any([await publisher.behind(await self._urls(role), version) for role, publisher in self._of.items()])
 
     async def deliver(
         self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: WeightLock | None = None
@@ -97,4 +97,7 @@ class Publishers:
     async def tidy(self) -> None:
         """See `WeightPublisher.tidy`."""
         for role, publisher in self._of.items():
-            await publisher.tidy(self.urls(role))
+            await publisher.tidy(await self._urls(role))
+
+    async def _urls(self, role: str | None) -> list[str]:
+        return await trio.to_thread.run_sync(self.urls, role)

@@ -1,0 +1,166 @@
+"""How the weights of a step come to the engines, beside the next step (law 6).
+
+    start    torch: write or copy the weights ─► mint a version ─► a job ──────────────────────► settle
+    the job                                       deliver to every engine ─► confirm ─► the step's row ─► tidy
+
+The weights are copied between two steps, since the next step changes the originals while engines still read. The row
+of a step is recorded with its push: a step counts for those who read the run once its weights are served. At most one
+push is under way; whoever starts the next one has settled it before. Never knows what a row says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
+from agentrl.engine.weight_sync.weight_lock import WeightLock
+from agentrl.errors import RunFailed
+from agentrl.records import WeightVersion
+from agentrl.run.league import League
+from agentrl.run.learning.background import Job, TorchThread
+from agentrl.run.learning.store_calls import StoreCalls
+from agentrl.run.learning.weight_parcels import ParcelMaker
+from agentrl.run.processes.heartbeat import BEAT_S
+from agentrl.run.reporting import notice_counts
+from agentrl.run.telemetry import Telemetry
+from agentrl.run.weights.gpu_turns import Turns
+from agentrl.run.weights.role_policies import Publishers
+from agentrl.store import RunStore
+
+_RESEND_S = 1.0  # between two checks of the engines' versions while the learner waits
+
+
+class LeaderMeta:
+    """The store's `meta` for a publisher that asks again and again where the engines are. Raises LeaseLost once
+    another learner leads, and RunFailed once this one ends: nobody would wait for the push."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self.has_ended = store, False
+
+    def __call__(self, key: str) -> str | None:
+        if self.has_ended:
+            raise RunFailed("the learner ends")
+        self._store.lineage.still_leads()
+        return self._store.meta(key)
+
+
+class WeightPush:
+    """Sends the weights of `step()` steps. `pin` keeps a version's weights if an evaluation needs them. Engines that no
+    file can serve (`in_memory`) get them again from a learner that waits. `patience_s` is longer than any delivery
+    takes: a push that takes longer is no sign of life."""
+
+    def __init__(
+        self,
+        parcels: ParcelMaker,
+        publisher: Publishers,
+        meta: LeaderMeta,
+        calls: StoreCalls,
+        torch: TorchThread,
+        nursery: trio.Nursery,
+        telemetry: Telemetry,
+        mark: Callable[[], None],
+        *,
+        step: Callable[[], int],
+        pin: Callable[[WeightVersion, Path], None],
+        in_memory: bool,
+        patience_s: float,
+        league: League | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        self._parcels, self._publisher, self._meta, self._calls, self._torch = parcels, publisher, meta, calls, torch
+        self._nursery, self._telemetry, self._mark, self._step, self._pin = nursery, telemetry, mark, step, pin
+        self._in_memory, self._patience_s, self._league, self._turns = in_memory, patience_s, league, turns
+        self._resend_at = trio.current_time() if in_memory else math.inf
+        self.under_way: Job | None = None
+
+    async def start(self, row: dict[str, Any]) -> WeightVersion:
+        """Take the learner's weights, have it leave a GPU that it shares, and start to send them. The metrics `row` of
+        the step is recorded when every engine has them."""
+        step, held = self._step(), None
+        if self._turns is not None:
+            await self._turns.begin_leaving()
+        if self._in_memory:
+            version = await self._calls(lambda store: store.versions.mint_version(step))
+            parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
+        else:
+            written = await self._torch.run(self._parcels.write_files)
+            self._mark()
+            version = await self._calls(lambda store: store.versions.mint_version(step, written.path))
+            parcels = await self._torch.run(lambda: self._parcels.of_files(version, written))
+            held = None if self._turns is None else await self._turns.end()
+        self.under_way = Job(self._nursery, partial(self._send, version, parcels, row, held))
+        return version
+
+    async def settle(self) -> float:
+        """Wait for the push under way. Returns how long that took, in seconds. Raises the push's error."""
+        started = trio.current_time()
+        push, self.under_way = self.under_way, None
+        if push is not None:
+            await push.wait(lambda: self._beat(started), BEAT_S)
+            await push.result()
+        return trio.current_time() - started
+
+    def _beat(self, started: float) -> None:
+        if trio.current_time() - started < self._patience_s:
+            self._mark()
+
+    async def look(self) -> None:
+        """While the learner waits: raise the error of a push that failed, since no group may ever come without its
+        version; send the current weights again to engines that were restarted, or that the run attached to."""
+        if self.under_way is not None:
+            if self.under_way.has_ended:
+                await self.settle()
+        elif trio.current_time() >= self._resend_at:
+            self._resend_at = trio.current_time() + _RESEND_S
+            version = await self._calls(lambda store: store.versions.current_version())
+            if version.step == self._step() and await self._publisher.behind(version.version):
+                parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
+                self.under_way = Job(self._nursery, partial(self._send, version, parcels, {}))
+
+    async def is_behind(self, version: int) -> bool:
+        """Whether some engine serves another version."""
+        return await self._publisher.behind(version)
+
+    def urls(self) -> list[str]:
+        """Where the engines serve now. Asks the store."""
+        return self._publisher.urls()
+
+    async def end(self) -> None:
+        """Let the attempt under way come to its end, and no other one begin; nobody gets its error any more."""
+        self._meta.has_ended = True
+        if self.under_way is not None:
+            await self.under_way.wait()
+
+    async def _send(
+        self,
+        version: WeightVersion,
+        parcels: Mapping[str | None, Parcel | MemoryParcel],
+        row: dict[str, Any],
+        held: WeightLock | None = None,
+    ) -> None:
+        """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
+        try:
+            costs = await self._publisher.deliver(parcels, held)
+        finally:
+            if held is not None:
+                held.let_go()
+        if self._turns is not None:
+            costs |= self._turns.cost()
+        if self._league is not None:  # first: groups that this version admits draw from all members before it
+            await self._league.announce(await trio.to_thread.run_sync(self.urls))
+        whole = parcels[None]
+        if row and isinstance(whole, Parcel):
+            await self._calls.write_file(lambda: self._pin(version, whole.path))
+        await self._calls(lambda store: store.versions.confirm_version(version))
+        if row:
+            values = {**row, **costs, "version": version.version}
+            await self._calls(lambda store: store.metrics.record("step", version.step, values))
+            await self._calls.write_file(lambda: self._telemetry.append("step", version.step, values))
+        await self._calls(lambda store: notice_counts.record(store.metrics, version.step))
+        await self._publisher.tidy()
