@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.learner import learner as learners
-from agentrl.learner import step_report
+from agentrl.learner import rank_worker, step_report
 from agentrl.learner.data.device_copy import each_tensor
 from agentrl.learner.learner import Learner
 from agentrl.learner.model import attention, logprobs, policy
@@ -189,7 +189,7 @@ class Counter(TorchDispatchMode):
             for owner, name, part in (
                 (modeling, "apply_rotary_pos_emb", "rotary"),
                 (policy, "statistics", "head and log-probs"),
-                (learners, "pass_result", "numbers of a pass"),
+                (rank_worker, "pass_result", "numbers of a pass"),
                 (learners, "summarise", "report"),
                 (step_report.StepTally, "on_host", "report"),
                 (Models, "_clip", "gradient clip"),
@@ -207,14 +207,16 @@ class Counter(TorchDispatchMode):
                     if group.get("foreach", False) is None and not group.get("fused"):
                         group["foreach"] = True
             for name, part in (("forward_backward", "pass"), ("forward", "pass"), ("optimizer_step", "update")):
-                stack.enter_context(patch.object(learner, name, self._device(part, getattr(learner, name))))
+                stack.enter_context(
+                    patch.object(learner.worker, name, self._device(part, getattr(learner.worker, name)))
+                )
             passed = self._passed(policy.PolicyModel.outputs)
             stack.enter_context(patch.object(policy.PolicyModel, "outputs", passed))
             stack.enter_context(patch.object(attention, "_flex", lambda _: self._flex))
             stack.enter_context(patch.object(logprobs, "_BLOCK_BYTES", {}))
             foreach = "torch.utils._foreach_utils._get_foreach_kernels_supported_devices"
             stack.enter_context(patch(foreach, lambda: ["cpu", "cuda"]))
-            for owner in (learners, attention, step_report):
+            for owner in (rank_worker, attention, step_report):
                 stack.enter_context(patch.object(owner, "moved", self._moved))
             self.put([*module.parameters(), *module.buffers()])
             for optimizer in learner.models.optimizers.values():

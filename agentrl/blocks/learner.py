@@ -26,7 +26,8 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.with_block import Closing
 from agentrl.learner.build_learner import build_learner
-from agentrl.learner.learner import Accumulated, OwnLoss
+from agentrl.learner.learner import Accumulated
+from agentrl.learner.rank_worker import OwnLoss
 from agentrl.learner.step_report import StepReport
 from agentrl.learner.weight_proof import proof_of
 from agentrl.models.resolve import model_dir

@@ -4,7 +4,7 @@ Owns the choice of where to begin, the replay, and the comparison with what the 
 which may go on meanwhile. In float32 on one kind of CPU, with the threads of then, the weights are equal bit by bit.
 
 `TokenDump` writes what a step does to each of its tokens, one line of JSON for each turn of each pass. It looks at
-passes (`Learner.on_pass`) and changes nothing: the loss is computed a second time, on copies of what the models said.
+passes (`RankWorker.on_pass`) and changes nothing: the loss is computed again, on copies of what the models said.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def retrain(
         if (other := _otherwise(replay.config_of(step), settings)) is not None:
             replay.go_on_with(other)
         if file is not None:
-            replay.learner.on_pass = TokenDump(file, step - 1)
+            replay.learner.worker.on_pass = TokenDump(file, step - 1)
         groups, metrics, recorded = replay.train(step)
         saved = None
         if out is not None:
@@ -259,7 +259,7 @@ class _Replay:
             if before is not None and _sizes(before) == _sizes(optimizer):
                 state = {"state": before.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
                 optimizer.load_state_dict(state)
-        new.step_index = new.checkpoint_step = old.step_index
+        new.worker.step_index = new.state.checkpoint_step = old.step_index
         self.learner, self._as_it_was, self._config = new, False, config
 
     def train(self, step: int) -> tuple[list[Group], dict[str, Any], Mapping[str, Any] | None]:

@@ -298,7 +298,7 @@ class _Accuracy:
         self._learner, self._best = learner, list[Tensor]()
         output: Any = learner.model.module.get_output_embeddings()
         self._hook = output.register_forward_hook(self._heard)
-        learner.on_pass = self.count
+        learner.worker.on_pass = self.count
 
     def _heard(self, _: object, __: object, logits: Tensor) -> None:
         is_whole = logits.dim() == 3
@@ -312,7 +312,7 @@ class _Accuracy:
 
     def close(self) -> float | None:
         self._hook.remove()
-        self._learner.on_pass = None
+        self._learner.worker.on_pass = None
         return self.hits / self.tokens if self.tokens else None
 
 

@@ -27,7 +27,7 @@ def waits(model: Path, hook: Any = None, **train: Any) -> tuple[Mapping[tuple[st
     settings = Train(dtype="bfloat16", tokens_per_batch=60, device="cpu", attention="sdpa", warmup_steps=0, **train)
     config = config_of(model, algo=GRPO(), train=settings, max_tokens_per_turn=16)
     learner = Learner(config.learner, model, DEVICE)
-    learner.model.layout, learner.on_pass = attention.Subtrees, hook
+    learner.model.layout, learner.worker.on_pass = attention.Subtrees, hook
     groups = shared_prompt(3, members=3, prompt=12, sampled=8, vocab=64)
     with Counter().over(learner) as counter:
         learner.step(groups, step_of=lambda _: 0)

@@ -20,6 +20,8 @@ from transformers import (
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import BufferSettings, EnvSource, Rollout, RunConfig, Train
+from agentrl.learner.rank_orders import HashWeights
+from agentrl.learner.rank_worker import RankWorker
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 
 VOCAB = 23
@@ -192,13 +194,21 @@ def run_config(
 
 
 class At:
-    """Where it is unpickled, in the process of another rank, a fault happens."""
+    """An order to hash weights. Where it is unpickled, in the process of another rank, a fault happens."""
 
-    def __init__(self, fault: Callable[[], None]) -> None:
+    def __init__(self, fault: Callable[[], object]) -> None:
         self._fault = fault
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return self._fault, ()
+    def __reduce__(self) -> tuple[Callable[..., HashWeights], tuple[Callable[[], object]]]:
+        return _after, (self._fault,)
+
+    def run(self, worker: RankWorker) -> dict[str, str]:
+        raise AssertionError("it is for other ranks")
+
+
+def _after(fault: Callable[[], object]) -> HashWeights:
+    fault()
+    return HashWeights()
 
 
 class Memory(ctypes.Structure):

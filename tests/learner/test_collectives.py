@@ -13,6 +13,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.model.models import Models
 from agentrl.learner.parallel.collectives import Ledger, OutOfStep, RankProgress
 from agentrl.learner.parallel.ranks import Leader
+from agentrl.learner.rank_orders import HashWeights
 
 from .making import At
 from .test_ranks import config
@@ -63,6 +64,6 @@ def test_a_rank_that_gathers_in_another_order_ends_the_learner_and_is_named(qwen
         learner.hashes()
         assert ranks.ledger.names(0) == ranks.ledger.names(1)
         with pytest.raises(RankLost, match=r"collective \d+ of rank \d is 'gathering policy.*', that of rank \d 'g"):
-            ranks.run(learner.hash_weights, [None, At(reorder)])  # pyright: ignore[reportArgumentType]
+            ranks.run(learner.worker, [HashWeights(), At(reorder)])
     finally:
         ranks.close()

@@ -77,13 +77,13 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(rank: int, qwen3
     states = {1: whole(learner)}
     train(learner, 1)
     states[2] = whole(learner)
-    trained, before = learner.trained, learner.checkpoint_step
+    trained, before = learner.trained, learner.state.checkpoint_step
 
     def saved(root: Path, at: int, *, torn: bool) -> str:
         """The operation that died; empty if all were done before number `at`."""
         with pytest.MonkeyPatch.context() as patch:
             killer = Killer(patch, at, torn=torn)
-            learner.trained, learner.checkpoint_step = trained, before
+            learner.state.trained, learner.state.checkpoint_step = trained, before
             try:
                 write = learner.copy(root)
                 assert write is not None and not WRITTEN.keys() & set(killer.done)

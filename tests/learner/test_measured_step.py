@@ -51,7 +51,7 @@ def two_environments() -> list[Group]:
 
 def test_a_step_tells_its_environments_apart(qwen3_dir: Path) -> None:
     learner = Learner(run_config(rollout=SHORT).learner, qwen3_dir)
-    learner.step_index = 9  # version 1 is of step 9, version 9 of step 0
+    learner.worker.step_index = 9  # version 1 is of step 9, version 9 of step 0
     report = learner.step(two_environments(), step_of={1: 9, 9: 0}.__getitem__)
     none, other = report.environments["test/none"], report.environments["test/other"]
     assert none.pass_at == pytest.approx({"1": 2 / 3, "2": 1.0})  # of three scored members two succeeded
@@ -66,7 +66,7 @@ def test_a_step_tells_its_environments_apart(qwen3_dir: Path) -> None:
 
 def test_a_steps_measures_are_of_all_its_tokens_by_age_and_by_turn(qwen3_dir: Path) -> None:
     learner = Learner(run_config(algo=GRPO(kl_weight=0.1), rollout=SHORT).learner, qwen3_dir)
-    learner.step_index = 3
+    learner.worker.step_index = 3
     report = learner.step([random_group(id, seed=id) for id in (1, 2)], step_of={1: 3, 2: 1}.__getitem__)
     assert report.measures is not None and report.measures.tokens == report.tokens_computed
     assert (report.measures.ess, report.measures.kl_k3) == pytest.approx((report.ess, report.kl_k3))

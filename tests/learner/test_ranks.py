@@ -25,6 +25,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.parallel import fsdp
 from agentrl.learner.parallel.pass_schedule import Pass
 from agentrl.learner.parallel.ranks import ALONE, Leader, Ranks
+from agentrl.learner.rank_orders import Forward, ForwardBackward, HashWeights, OptimizerStep, on_every_rank
 from agentrl.records import Group
 from tests.closeness import assert_gradients_alike, assert_moved_alike, norm_of, numbers_of
 
@@ -199,9 +200,9 @@ def stepped(pack: Pack, folder: Path, ranks: Ranks, **train: Any) -> tuple[torch
     learner = Learner(config(GRPO(entropy_weight=0.1), **STEEP, **train).learner, folder, ranks=ranks)
     scaled = pack.having({"weight": pack.columns["weight"] / len(pack.target_K)})
     given = [[Pass(0, scaled, counts=rank < ranks.team)] for rank in range(ranks.size)]
-    (columns,) = ranks.run(learner.forward, given)[0]
-    (seen,) = ranks.run(learner.forward_backward, given)[0]
-    ranks.run(learner.optimizer_step, [(["policy"], seen.loss)] * ranks.size)
+    (columns,) = ranks.run(learner.worker, [Forward(share) for share in given])[0]
+    (seen,) = ranks.run(learner.worker, [ForwardBackward(share) for share in given])[0]
+    on_every_rank(learner.worker, OptimizerStep(["policy"], seen.loss))
     return columns["proximal"], load_file(learner.export(folder / "now.safetensors").path)
 
 
@@ -343,13 +344,13 @@ def test_linear_layers_are_gathered_in_the_dtype_of_a_pass_and_no_bit_changes(
     assert moved == {(torch.bfloat16, matrices), (torch.float32, vectors), (torch.float32, outside)}
     hashes = shared.hashes()
     monkeypatch.setattr(fsdp, "_EXACT", ContextVar("exact", default=True))
-    two.run(shared.hash_weights, [None, At(exact)])  # pyright: ignore[reportArgumentType]
+    two.run(shared.worker, [HashWeights(), At(exact)])
     try:
         wide, _, same = trained(two)
         assert moved == {(torch.float32, size) for size in (matrices, vectors, outside)}
         assert (same, wide.hashes()) == (losses, hashes)
     finally:
-        two.run(shared.hash_weights, [None, At(rounding)])  # pyright: ignore[reportArgumentType]
+        two.run(shared.worker, [HashWeights(), At(rounding)])
     _, alone, others = trained(ALONE)
     assert scores == pytest.approx(alone, abs=1e-5)
     assert losses == pytest.approx(others, abs=1e-3)
@@ -416,7 +417,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
 ) -> None:
     model = mixture_dir if mixed else qwen3_dir
     shared = Learner(settings.learner, model, ranks=two)
-    shared.trained = [()]  # else nothing is to be saved
+    shared.state.trained = [()]  # else nothing is to be saved
     begun = shared.save(tmp_path / "shared")  # no optimizer remembers anything yet
     shared.step(groups(3), step_of=STEP_OF)
     write = shared.copy(tmp_path / "shared")
@@ -440,7 +441,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     again.load(alone.save(tmp_path / "alone"))
     assert again.hashes() == hashes
     for learner in (alone, again):
-        learner.trained = [()]
+        learner.state.trained = [()]
     assert same(alone, again, tmp_path)
     one, both = moments(tmp_path / "0" / folder.name), moments(folder)
     assert one.keys() == both.keys() and all(torch.equal(one[key], both[key]) for key in one)

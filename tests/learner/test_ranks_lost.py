@@ -23,6 +23,7 @@ from agentrl.learner.checkpoints.folders import newest
 from agentrl.learner.learner import Learner
 from agentrl.learner.parallel import optimizer_state
 from agentrl.learner.parallel.ranks import Leader
+from agentrl.learner.rank_orders import HashWeights
 
 from .making import At, run_config
 from .test_ranks import STEP_OF, config, groups
@@ -57,7 +58,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
         (other,) = ranks.processes
 
         def saves(disk: Callable[[], None]) -> Callable[[], object]:
-            ranks.run(learner.hash_weights, [None, At(disk)])  # pyright: ignore[reportArgumentType]
+            ranks.run(learner.worker, [HashWeights(), At(disk)])
             write = learner.copy(tmp_path)
             assert write is not None
             return partial(write, lambda: None)
@@ -72,7 +73,7 @@ def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and
         with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {other}\), last in .* wrote nothing .* for 0.2 s"):
             write()
         ranks._deadline_s, write = 120, saves(stuck)
-        learner.on_pass = lambda *_: os.kill(other, signal.SIGABRT)
+        learner.worker.on_pass = lambda *_: os.kill(other, signal.SIGABRT)
         with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGABRT"):
             learner.step(groups(3), step_of=STEP_OF)
         with pytest.raises(RankLost, match="start the learner again"):
@@ -114,7 +115,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
                 distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
 
         if together is None:
-            learner.on_pass = stop
+            learner.worker.on_pass = stop
         else:  # it hangs in one that computes a pass together, or, where its part was sent, in the one after
             part = learner.model.module.model.layers[0].self_attn
             (part.o_proj if together == "tensor" else part.q_proj).register_forward_pre_hook(stop)

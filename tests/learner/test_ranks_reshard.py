@@ -49,7 +49,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: 
     stepped: dict[str, Any] = {}
 
     def save(kind: str, learner: Learner) -> None:
-        learner.trained = [()]  # else nothing is to be saved
+        learner.state.trained = [()]  # else nothing is to be saved
         saved.setdefault(kind, []).append(learner.save(tmp_path / f"{kind} {len(saved.get(kind, []))}"))
         hashes.setdefault(kind, []).append(learner.hashes())
 

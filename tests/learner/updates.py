@@ -16,6 +16,8 @@ from agentrl.learner.optimizers.optimizers import make
 from agentrl.learner.parallel.fsdp import local, whole
 from agentrl.learner.parallel.layers import ParameterCut
 from agentrl.learner.parallel.ranks import Leader
+from agentrl.learner.rank_orders import HashWeights
+from agentrl.learner.rank_worker import RankWorker
 
 from .making import At
 
@@ -33,13 +35,14 @@ STEPS, LR, DECAY = 4, 0.05, 0.1
 def everywhere(ranks: Leader, learner: Learner, work: Callable[[], T]) -> T:
     """What `work` returns on rank 0 while every other rank does it too."""
 
-    def hash_weights(_: Any) -> T:  # a method that other ranks have
-        found = work()
-        learner.hash_weights(None)
-        return found
+    class Here:
+        def run(self, worker: RankWorker) -> T:
+            result = work()
+            HashWeights().run(worker)
+            return result
 
-    given: list[Any] = [None, *[At(work)] * (ranks.size - 1)]
-    return ranks.run(hash_weights, given)[0]
+    orders: list[Any] = [Here(), *[At(work)] * (ranks.size - 1)]
+    return ranks.run(learner.worker, orders)[0]
 
 
 def updated(size: int, *, tensor: int = 1, offload: bool = False) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The process of every rank but rank 0: `python -m agentrl.learner.parallel.rank_process`, with what `ranks.Leader`
 tells it.
 
-It joins the process group, makes a learner when it is told to, and runs the methods of it that rank 0 orders. An error
-goes to rank 0, and ends it. It ends at once when rank 0 has ended.
+It joins the process group, makes a worker when it is told to, and carries out the orders of rank 0 on it. An error goes
+to rank 0, and ends it. It ends at once when rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from agentrl.host.quick_imports import quick_imports
 with quick_imports():
     import torch
 
-    from agentrl.learner.learner import Learner
     from agentrl.learner.parallel.collectives import Ledger
-    from agentrl.learner.parallel.ranks import RankReply, join, receive, send
+    from agentrl.learner.parallel.ranks import RankOrder, RankReply, join, receive, send
+    from agentrl.learner.rank_orders import BuildWorker
+    from agentrl.learner.rank_worker import RankWorker
 
 
 def serve(
     line: Connection[Any, Any], ledger: Ledger, rank: int, size: int, meeting: Path, device: str, wait_s: float
 ) -> None:
     """Do what rank 0 says on `line`, until it ends the process."""
-    orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[BuildWorker | RankOrder[RankWorker, object]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(line, orders), name="orders", daemon=True).start()
     send(line, RankReply())
     try:
         where = torch.device(device)
         member = join(ledger, meeting, rank=rank, size=size, device=where, deadline_s=wait_s)
-        learner: Learner | None = None
+        worker: RankWorker | None = None
         while True:
-            name, given = orders.get()
-            if name == "build":
-                settings, model_dir, reference_dir, folder_of = given
-                learner = Learner(
-                    settings, model_dir, where, reference_dir=reference_dir, folder_of=folder_of, ranks=member
-                )
+            order = orders.get()
+            if isinstance(order, BuildWorker):
+                worker = order.build(where, member)
                 send(line, RankReply())
             else:
-                send(line, RankReply(getattr(learner, name)(given)))
+                assert worker is not None, "rank 0 has its learner built first"
+                send(line, RankReply(order.run(worker)))
     except Exception as error:  # whatever it is, rank 0 must know before this process ends
         traceback.print_exc()
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -56,7 +55,7 @@ def serve(
         os._exit(1)  # torch's threads may wait for ranks that have ended
 
 
-def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[tuple[str, Any]]) -> None:
+def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[Any]) -> None:
     """Hand on the orders; when rank 0 has ended, so does this process, wherever it waits."""
     while True:
         try:

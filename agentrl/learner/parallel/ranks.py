@@ -1,9 +1,10 @@
 """Orders from rank 0 to the other ranks, and their replies.
 
-Every rank has a `Learner`. Rank 0 calls `run` with one of its methods and the argument of each rank: all run it at the
-same time and meet in its collectives; rank 0 gets what each returned. Between two orders the others wait, without any
-deadline. Within one, each collective has a deadline: if a rank is dead, stopped or late, rank 0 raises `RankLost`
-which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with new ranks.
+Every rank has a worker (`agentrl.learner.rank_worker`). Rank 0 calls `run` with an order for each rank: all carry out
+theirs at the same time and meet in its collectives; rank 0 gets what each returned. Between two orders the others wait,
+without any deadline. Within one, each collective has a deadline: if a rank is dead, stopped or late, rank 0 raises
+`RankLost` which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with
+new ranks.
 
 An order and a reply are pickled over a socket, whose end is also the lifeline of the other rank: it ends when rank 0
 has ended, however that ended. Work beside the next orders runs on a thread of the other ranks, enters no collective,
@@ -148,8 +149,18 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
 
 
-S = TypeVar("S")
+W = TypeVar("W")
+W_contra = TypeVar("W_contra", contravariant=True)
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RankOrder(Protocol[W_contra, T_co]):
+    """Something for one rank to do, as plain data: it is pickled. Its kinds are in `agentrl.learner.rank_orders`."""
+
+    def run(self, worker: W_contra, /) -> T_co:
+        """Carry it out on the worker of this rank."""
+        ...
 
 
 class Ranks(Protocol):
@@ -166,8 +177,8 @@ class Ranks(Protocol):
     @property
     def team(self) -> int: ...
 
-    def building(self, *what: object) -> AbstractContextManager[None]:
-        """Inside, each other rank makes its learner, as `Learner(*what)`, and this one its own."""
+    def building(self, order: object) -> AbstractContextManager[None]:
+        """Inside, each other rank makes its worker, as `order` says, and this one its own."""
         ...
 
     def arrange(self, plan: ParallelPlan) -> None:
@@ -187,8 +198,8 @@ class Ranks(Protocol):
         it together."""
         ...
 
-    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
-        """What the method `work` of the learner of each rank returns for what it is given, by rank."""
+    def run(self, worker: W, orders: Sequence[RankOrder[W, T]]) -> list[T]:
+        """Have each rank carry out its order, this one on `worker`. Returns the results by rank."""
         ...
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
@@ -207,7 +218,7 @@ class Alone:
 
     rank, size, tensor, team = 0, 1, 1, 1
 
-    def building(self, *what: object) -> AbstractContextManager[None]:
+    def building(self, order: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def arrange(self, plan: ParallelPlan) -> None: ...
@@ -220,8 +231,8 @@ class Alone:
     def portion(self, pack: Pack, span: Span | None = None) -> Portion:
         return Portion.whole(pack, span)
 
-    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
-        return [work(given[0])]
+    def run(self, worker: W, orders: Sequence[RankOrder[W, T]]) -> list[T]:
+        return [orders[0].run(worker)]
 
 
 ALONE = Alone()
@@ -248,7 +259,7 @@ class RankMember:
     def team(self) -> int:
         return 1 if self.meshes.team is None else distributed.get_world_size(self.meshes.team)
 
-    def building(self, *what: object) -> AbstractContextManager[None]:
+    def building(self, order: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None: ...
@@ -295,7 +306,7 @@ class RankMember:
 
     def settle(self, key: str, progress: Callable[[], None]) -> None: ...
 
-    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+    def run(self, worker: W, orders: Sequence[RankOrder[W, T]]) -> list[T]:
         raise RuntimeError("only rank 0 gives orders")
 
 
@@ -392,9 +403,9 @@ class Leader:
     # --- orders ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def building(self, *what: object) -> Generator[None]:
+    def building(self, order: object) -> Generator[None]:
         with self._working():
-            self._order("build", [what] * self.size)
+            self._order([order] * self.size)
             yield
             for rank in range(1, self.size):
                 self._reply(rank, self._start_s)
@@ -427,12 +438,12 @@ class Leader:
             self._progress()
             time.sleep(_LOOK_S / 10)
 
-    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
-        """Raises RankLost, also for what `work` raises on another rank, and what it raises on this one."""
+    def run(self, worker: W, orders: Sequence[RankOrder[W, T]]) -> list[T]:
+        """Raises RankLost, also for what an order raises on another rank, and what it raises on this one."""
         with self._working():
-            self._order(work.__name__, given)
-            found = [work(given[0])]
-            return found + [cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]
+            self._order(orders)
+            result = orders[0].run(worker)
+            return [result, *[cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]]
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
 
@@ -483,11 +494,11 @@ class Leader:
         finally:
             self._busy = False
 
-    def _order(self, name: str, given: Sequence[object]) -> None:
+    def _order(self, orders: Sequence[object]) -> None:
         if self._closed.is_set():
             raise RankLost("the ranks have ended: start the learner again")
-        for other, what in zip(self._others, given[1:], strict=True):
-            send(other.line, (name, what))
+        for other, order in zip(self._others, orders[1:], strict=True):
+            send(other.line, order)
 
     def _reply(self, rank: int, deadline_s: float) -> object:
         other, began = self._others[rank - 1], time.monotonic()
