@@ -17,7 +17,7 @@ from _running_shape import TOKENS, TURNS, Lines, memory_kib, settings
 from agentrl.engine.client import EngineClient
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
-from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
 from agentrl.store.journal_writer import JournalWriter

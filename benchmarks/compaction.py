@@ -42,7 +42,8 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.learner.learner import Learner
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Group, GroupState, Message, Task, Trajectory
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl_environments.reading import OPENING, book, question
 

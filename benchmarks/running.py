@@ -36,7 +36,7 @@ from agentrl.engine.http_client import _Door  # pyright: ignore[reportPrivateUsa
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.host.gc_pauses import collect_after_growth, spare_old_objects
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.store import FULL, RunStore
 from agentrl.store.journal_writer import JournalWriter

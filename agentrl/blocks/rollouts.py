@@ -25,8 +25,9 @@ from agentrl.errors import ConfigError, StoreError, UsageError, matters
 from agentrl.protocols import AsyncEnv, Rewarder
 from agentrl.records import Json, Task, Trajectory
 from agentrl.rollout.admitter import Admitter
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.env_calls import make_env
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.episode import play
 from agentrl.rollout.memory_store import MemoryStore
 from agentrl.rollout.worker import Worker
 from agentrl.store.async_calls import Aside

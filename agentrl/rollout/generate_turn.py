@@ -6,14 +6,14 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agentrl.engine.generation import joined
 from agentrl.engine.router.turn_request import Decode, finish_of
 from agentrl.errors import DiskFull, EngineError, StoreError
 from agentrl.protocols import Chunk, Engine, GenerateRequest
-from agentrl.records import Generation, Turn, VersionSpan
+from agentrl.records import Generation, VersionSpan
 from agentrl.store import Partial
 from agentrl.store.interfaces import Posted
 from agentrl.tokens import columns
@@ -25,16 +25,6 @@ class BrokenOff(Exception):
 
 
 Keep = Callable[[Partial], Posted]
-
-
-def untold(turns: Sequence[Turn], parent: int | None) -> int:
-    """The first token of a context, which extends the turn `parent`, whose experts no turn before tells. One that ended
-    with the tokens of an interrupted request tells none."""
-    while parent is not None:
-        if (experts := turns[parent].experts) is not None:
-            return experts.end
-        parent = turns[parent].parent
-    return 0
 
 
 async def sample(

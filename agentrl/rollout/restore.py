@@ -1,48 +1,94 @@
-"""Brings an environment to where a journaled episode stood, by repeating the recorded actions.
+"""Brings a fresh environment to where an unfinished episode stands in the journal.
 
-The observations are compared with the recorded ones: an environment that answers differently is not where the episode
-was. It never writes to the store.
+The newest snapshot is tried first, with a replay of the turns after it; then a replay of all turns from a reset. A
+replay repeats the recorded actions and compares the answers with the recorded ones: an environment that answers
+differently is not where the episode was. If neither works, the episode starts anew as another trial, and the journal
+says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
-from agentrl.protocols import AsyncEnv
-from agentrl.records import Messages, Step, Turn
-from agentrl.store import Claim
+from agentrl.errors import EnvError, InfrastructureError, PolicyFault
+from agentrl.records import Step, Turn
+from agentrl.rollout.env_calls import TimeUp, one_line
+from agentrl.rollout.journal import EpisodeJournal
+from agentrl.rollout.live_env import LiveEnv
 
-Act = Callable[[Turn], Awaitable[Step]]
+Answer = Callable[[Turn], Awaitable[Step]]
 
 
-async def replay(env: AsyncEnv, start: Messages, claim: Claim, act: Act) -> str:
-    """Repeat with `act` the answered actions of `claim` in `env`, which was just reset and answered `start`. The result
-    is empty, or the reason why the episode must start anew."""
-    if claim.turns and not env.replayable:
-        return f"{claim.task.env} does not promise to be replayable"
-    if start != claim.start:
+async def open_at(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> bool:
+    """Open the environment. Returns True if it stands where the journal does; False if it was only reset, and the
+    episode begins with its first messages. `answer` has it answer a turn again. Raises EnvError for a fork whose first
+    turns cannot be repeated: its siblings begin where they end."""
+    await env.open()
+    no_snapshot = await _by_snapshot(env, journal, answer)
+    if no_snapshot == "":
+        return True
+    if no_snapshot is not None:  # where this environment stands now, nobody knows
+        await env.close()
+        await env.open()
+        env.calls.seconds = 0.0
+    await env.reset()
+    if journal.claim.start is None:
+        return False
+    no_replay = await _by_replay(env, journal, answer)
+    if not no_replay:
+        return True
+    of_snapshot = f"and of its snapshot: {no_snapshot}" if no_snapshot else ""
+    reason = "; ".join(filter(None, (no_replay, of_snapshot, await journal.why_no_snapshot())))
+    if journal.claim.fork_turn is not None:
+        raise EnvError(f"a fork cannot be brought to turn {len(journal.claim.turns)}: {reason}")
+    await journal.restart(reason)
+    env.calls.seconds = 0.0
+    await env.reset()
+    return False
+
+
+async def _by_snapshot(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> str | None:
+    """Restore the newest snapshot, and repeat the turns after it. Returns "" if that worked, the reason if it did not,
+    None without a snapshot."""
+    snapshot_env = env.with_snapshots if journal.turns else None
+    snapshot = None if snapshot_env is None else await journal.snapshot()
+    if snapshot_env is None or snapshot is None:
+        return None
+    try:
+        await env.calls("restore", partial(snapshot_env.restore, snapshot.data))
+        step = journal.turns[snapshot.turn].step
+        assert step is not None, "a snapshot is taken of a turn that is answered"
+        env.latest, env.calls.seconds = step, snapshot.seconds
+        later = [turn for turn in journal.turns[snapshot.turn + 1 :] if turn.step is not None]
+        return await _repeat(env, later, answer)
+    except (TimeUp, PolicyFault, InfrastructureError) as error:
+        return one_line(error)
+
+
+async def _by_replay(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> str:
+    """Repeat all turns after a reset. Returns "", or the reason why that did not work."""
+    if (not journal.turns or env.env.replayable) and env.latest.observation != journal.start:
         return "reset gave another first observation"
-    return await _repeat(claim.turns, act)
+    try:
+        return await _repeat(env, journal.turns, answer)
+    except (TimeUp, PolicyFault) as error:
+        return f"an action that was answered before was not: {one_line(error)}"
 
 
-async def replay_after(env: AsyncEnv, turn: int, claim: Claim, act: Act) -> str:
-    """Repeat with `act` the answered actions of `claim` after that of `turn`, where `env` stands. The result is empty,
-    or the reason why it cannot go on."""
-    later = [played for played in claim.turns[turn + 1 :] if played.step is not None]
-    if later and not env.replayable:
-        return f"{claim.task.env} does not promise to be replayable"
-    return await _repeat(later, act)
-
-
-async def _repeat(turns: Sequence[Turn], act: Act) -> str:
+async def _repeat(env: LiveEnv, turns: Sequence[Turn], answer: Answer) -> str:
+    """Repeat actions where the environment stands. Returns "", or the reason why the answers are not the recorded ones.
+    The last turn may have no answer yet; it is not repeated."""
+    if turns and not env.env.replayable:
+        return f"{env.task.env} does not promise to be replayable"
     for turn in turns:
-        if turn.step is None:  # the last one: its answer was not journaled
+        if turn.step is None:
             break
-        step = await act(turn)
+        step, recorded = await answer(turn), turn.step
         if (step.observation, step.terminated, step.truncated) != (
-            turn.step.observation,
-            turn.step.terminated,
-            turn.step.truncated,
+            recorded.observation,
+            recorded.terminated,
+            recorded.truncated,
         ):
             return f"turn {turn.index} was answered differently"
     return ""

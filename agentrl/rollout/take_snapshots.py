@@ -1,6 +1,6 @@
-"""Takes snapshots of environments that offer them, and notes why one could not be taken; keeps artifacts.
+"""Keeps what an environment gives between its answers: snapshots of its state, and artifacts of the policy's work.
 
-Knows neither turns nor engines, and never restores.
+Notes why a snapshot could not be taken. Knows no engine, and never restores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from agentrl.config import Rollout
 from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
 from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedObservations, BoundedSnapshots, SnapshotEnv
 from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line
-from agentrl.store import Claim, EnvSnapshot
-from agentrl.store.interfaces import EpisodeStore
+from agentrl.rollout.journal import EpisodeJournal
 
 MAX_SNAPSHOT_BYTES: Final = 4 << 20
 """An environment that gives more is not asked again in its episode: each turn would write so much to the store."""
@@ -31,49 +30,57 @@ def prepare(env: AsyncEnv, settings: Rollout) -> None:
         env.observation_bytes = settings.observation_bytes
 
 
-async def keep_snapshot(
-    env: AsyncEnv, guard: EnvCalls, store: EpisodeStore, settings: Rollout, claim: Claim, turn: int
-) -> bool:
-    """Keep a snapshot after the answer to `turn`, if the environment offers them and one is due. If that fails, the
-    reason is noted and the result is False: it should not be asked again. The turns can still be replayed, and the
-    policy may have caused the failure."""
-    every = settings.snapshot_every_turns
-    if not (every and isinstance(env, SnapshotEnv) and env.has_snapshots):
-        return False
-    if (turn + 1) % every:
-        return True
+class Snapshots:
+    """Keeps snapshots of an episode's environment as they fall due. After the first one that could not be kept, the
+    environment is not asked again: its turns can still be replayed, and the policy may have caused the failure."""
+
+    __slots__ = ("_every_turns", "_given_up")
+
+    def __init__(self, settings: Rollout) -> None:
+        self._every_turns = settings.snapshot_every_turns
+        self._given_up = not self._every_turns
+
+    async def keep(self, env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal) -> None:
+        """Keep a snapshot after the last answer, if one is due and the environment offers them; note why if not."""
+        if self._given_up:
+            return
+        if not (isinstance(env, SnapshotEnv) and env.has_snapshots):
+            self._given_up = True
+        elif len(journal.turns) % self._every_turns == 0:
+            self._given_up = not await _keep_snapshot(env, calls, journal)
+
+
+async def _keep_snapshot(env: SnapshotEnv, calls: EnvCalls, journal: EpisodeJournal) -> bool:
+    """Returns whether the snapshot was kept; a full disk counts as kept, since the next write raises DiskFull."""
     data, failed = None, ""
     try:
-        data = await guard("snapshot", env.snapshot)
+        data = await calls("snapshot", env.snapshot)
     except InfrastructureError as error:
         failed = one_line(error)
     if isinstance(data, bytes) and len(data) > MAX_SNAPSHOT_BYTES:
         failed = f"it has {len(data)} bytes, more than {MAX_SNAPSHOT_BYTES}"
-    with suppress(DiskFull):  # the next journal call raises it
+    with suppress(DiskFull):
         if isinstance(data, bytes) and not failed:
-            snapshot = EnvSnapshot(turn=turn, data=data, seconds=guard.seconds)
-            await store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
+            await journal.keep_snapshot(data, calls.seconds)
             return True
         failed = failed or f"it is a {type(data).__name__}, not bytes"
-        await store.note_unsaved(claim.episode_id, claim.fence, turn, failed)
+        await journal.note_no_snapshot(failed)
     return not failed
 
 
-async def keep_artifacts(
-    env: AsyncEnv, guard: EnvCalls, store: EpisodeStore, claim: Claim, turn: str, policy_s: float
-) -> None:
-    """Keep the files that a reward source tests, as they stand after a turn; does nothing if the environment declares
-    none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises
+async def keep_artifacts(env: AsyncEnv, calls: EnvCalls, journal: EpisodeJournal, policy_s: float) -> None:
+    """Keep the files that a reward source tests, as they stand after the last turn; does nothing if the environment
+    declares none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises
     InfrastructureError."""
     if not isinstance(env, ArtifactEnv):
         return
     files: Mapping[str, bytes] = {}
     with suppress(TimeUp, PolicyFault):
-        files = await guard("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
+        files = await calls("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
     size = sum(len(path) + len(data) for path, data in files.items())
     if size > _ARTIFACT_BYTES or len(files) > _ARTIFACT_FILES:
         files = {}
-    await store.keep_artifacts(claim.episode_id, claim.fence, turn, files)
+    await journal.keep_artifacts(files)
 
 
 async def _bytes_of(env: ArtifactEnv) -> dict[str, bytes]:

@@ -16,8 +16,10 @@ from agentrl.env.tools.parsers import DEFAULT
 from agentrl.errors import InfrastructureError, Tracebacks, UsageError
 from agentrl.protocols import AsyncEnv, Chunk, GenerateRequest
 from agentrl.records import Generation, Json, Message, Task, Trajectory, VersionSpan
-from agentrl.rollout.episode import RolloutContext, StopCause, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.rollout.memory_store import MemoryStore
+from agentrl.rollout.stop_cause import StopCause
 
 Tools = Sequence[Mapping[str, Json]]
 _MOST_TOKENS = 1 << 20  # of one answer: what a server claims is not believed beyond it

@@ -17,8 +17,9 @@ from agentrl.config import Rollout
 from agentrl.env import sync_async
 from agentrl.errors import DiskFull, WornOut
 from agentrl.host.disk_space import wait_for_space
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.drain import HandedBack
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.episode import play
 from agentrl.store import TRAIN, Claim, LeaseLost
 from agentrl.store.episodes.endings import FAILURES
 from agentrl.store.interfaces import RolloutStore

@@ -21,7 +21,8 @@ from agentrl.engine.weight_sync import adapters
 from agentrl.engine.weight_sync.adapters import AdapterClient, always
 from agentrl.errors import EngineUnavailable
 from agentrl.records import Task, WeightVersion, context_ids
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.rollout.opponents import Opponents
 from agentrl.run.league import League, folders, game
 from agentrl.run.processes.engine_process import ServedWeights, fit

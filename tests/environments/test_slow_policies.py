@@ -22,7 +22,8 @@ import agentrl
 from agentrl.env import ToolEnv
 from agentrl.protocols import SandboxSpec
 from agentrl.records import StopReason, Task, Trajectory
-from agentrl.rollout.episode import StopCause, play
+from agentrl.rollout.episode import play
+from agentrl.rollout.stop_cause import StopCause
 from agentrl_environments.code_repair import CodeRepair
 from agentrl_environments.judging import SourceJudge
 from agentrl_environments.repo_repair import RepoRepair

@@ -15,7 +15,8 @@ import agentrl
 from agentrl.config import Rollout
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.protocols import ExecResult
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.store import RunStore
 from agentrl.store.journal_writer import JournalWriter
 

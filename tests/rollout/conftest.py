@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.config import Rollout
 from agentrl.engine.rendering.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
-from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.context import RolloutContext
 from agentrl.store import Claim, RunStore
 from agentrl.store.journal_writer import JournalWriter
 from tests.parts.fake_engine import FakeEngine

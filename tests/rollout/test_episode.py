@@ -14,7 +14,7 @@ from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError, ToolError, split_place
 from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context_ids
 from agentrl.rollout.episode import play
-from agentrl.rollout.generate_turn import untold
+from agentrl.rollout.routed_experts import first_without_experts
 from agentrl.store import Claim, Ending, RunStore
 from agentrl.store.journal_writer import JournalWriter
 from tests.parts.fake_engine import Failure, FakeEngine
@@ -94,7 +94,7 @@ def test_a_turn_asks_for_the_experts_that_its_parent_does_not_tell() -> None:
         Turn(index=index, parent=parent, finish="stop", experts=experts, **none)  # pyright: ignore[reportArgumentType]
         for index, (parent, experts) in enumerate([(None, told), (0, None), (1, None), (None, None)])
     ]
-    assert [untold(turns, parent) for parent in (None, 0, 1, 2, 3)] == [0, 7, 7, 7, 0]
+    assert [first_without_experts(turns, parent) for parent in (None, 0, 1, 2, 3)] == [0, 7, 7, 7, 0]
 
 
 @pytest.mark.parametrize(

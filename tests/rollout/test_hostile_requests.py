@@ -189,7 +189,7 @@ def parts() -> tuple[Any, Any]:
     """How to claim an episode of a store, and the context to play it in."""
     from agentrl.config import Rollout
     from agentrl.records import Task
-    from agentrl.rollout.episode import RolloutContext
+    from agentrl.rollout.context import RolloutContext
     from agentrl.store.journal_writer import JournalWriter
 
     def claim(store: RunStore) -> Claim:

@@ -15,7 +15,8 @@ from agentrl.engine.router.router import Fleet
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import POLICY, Generation, StopReason, Turn, VersionSpan
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.rollout.worker import Worker
 from agentrl.store import Claim, Partial, RunStore
 from tests.parts.fake_engine import FakeEngine

@@ -13,7 +13,8 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.router.router import Fleet
 from agentrl.errors import ConfigError, LeaseLost
 from agentrl.records import StopReason
-from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
 from agentrl.store.audit import audit
 from tests.parts.fake_engine import FakeEngine, counting_script

@@ -20,9 +20,9 @@ from agentrl.planning.simulate.measured import MeasuredRun, measure, start_up_st
 from agentrl.planning.simulate.simulation import Found
 from agentrl.planning.simulate.sweep import Wishes, plan
 from agentrl.records import Group, Task, Trajectory
-from agentrl.rollout import episode
+from agentrl.rollout import turn_sampler
 from agentrl.rollout.admitter import Admitter, bounds_of
-from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.run.take_orders import returns_of
 from agentrl.store import Patience, RunStore, close_policy
@@ -187,7 +187,7 @@ async def test_a_simulation_gives_the_idle_share_and_the_dropped_tokens_of_its_r
 ) -> None:
     """With one success in four, (3^4 + 1) / 4^4 = 32% of the groups have four equal outcomes. The learner waits for
     those that take their place, if they are skipped; and for the last episodes, which no simulation has."""
-    monkeypatch.setattr(episode, "time", SimpleNamespace(time=trio.current_time))
+    monkeypatch.setattr(turn_sampler, "time", SimpleNamespace(time=trio.current_time))
     run = config(**buffer)
     played = await play(tmp_path, run)
     with played.store as store:
@@ -202,7 +202,7 @@ async def test_law_6_turns_begin_while_the_learner_is_in_a_step(
 ) -> None:
     """Within the lag bound, episodes go on during the eight steps. At a `max_lag` of 0, all groups of a step have ended
     before it starts, and the next ones wait for its weights."""
-    monkeypatch.setattr(episode, "time", SimpleNamespace(time=trio.current_time))
+    monkeypatch.setattr(turn_sampler, "time", SimpleNamespace(time=trio.current_time))
     overlapping = await play(tmp_path, config(steps=8))
     overlapping.store.close()
     assert sum(overlapping.sampled_meanwhile) > 8

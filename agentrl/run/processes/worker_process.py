@@ -31,8 +31,8 @@ from agentrl.host.janitor import watch_lifeline
 from agentrl.models.resolve import model_dir, renderer_of, vocabulary
 from agentrl.protocols import Engine, Rewarder
 from agentrl.records import Json, WeightVersion
+from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.env_calls import make_env
-from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
 from agentrl.run import reward_services

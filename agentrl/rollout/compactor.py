@@ -1,0 +1,67 @@
+"""Compaction within one episode: decides when a conversation is made shorter, and has it done.
+
+It stands between the episode and its environment: it answers the policy's notes itself, and adds to other answers. The
+messages that a conversation goes on from are those of `agentrl.rollout.compaction`. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from agentrl.config import Rollout
+from agentrl.config.sections import CompactionSettings
+from agentrl.errors import EnvError
+from agentrl.records import POLICY, Step, Turn
+from agentrl.rollout import compaction
+from agentrl.rollout.journal import EpisodeJournal
+from agentrl.rollout.live_env import LiveEnv
+from agentrl.rollout.prompts import Prompts
+
+
+class Compactor:
+    """Answers turns: by the environment, and with a shorter conversation behind its answer where one is due."""
+
+    __slots__ = ("_env", "_journal", "_max_context", "_prompts", "_settings")
+
+    def __init__(self, settings: Rollout, journal: EpisodeJournal, env: LiveEnv, prompts: Prompts) -> None:
+        self._settings, self._max_context = settings.compaction, settings.max_context
+        self._journal, self._env, self._prompts = journal, env, prompts
+
+    async def answer(self, turn: Turn) -> Step:
+        """The answer to a turn; one of notes never reaches the environment. If `turn` has an answer in the journal, its
+        compaction is repeated, whatever the settings are now. Raises TimeUp, PolicyFault."""
+        turns = self._journal.turns
+        if compaction.writes_notes(turns, turn.index):
+            before = turns[turn.index - 1].step
+            assert before is not None
+            self._env.charge(turn)  # notes are sampled tokens too
+            return compaction.noted(self._journal.start, before, turn.text)
+        step = await self._env.step(turn)
+        if turn.step is not None:
+            return compaction.as_before(step, turn.step)
+        if self._settings is None or step.terminated or step.truncated or step.history is not None:
+            return step
+        return await self._compacted(self._settings, turn, step)
+
+    async def _compacted(self, settings: CompactionSettings, turn: Turn, step: Step) -> Step:
+        """The answer `step` to `turn`, with the compaction that is due behind it."""
+        journal, prompts = self._journal, self._prompts
+        if step.role is not None or turn.role != POLICY:
+            env = journal.claim.task.env
+            raise EnvError(f"{env}: rollout.compaction is for environments of one role: leave it out")
+        by_policy = settings.how == compaction.SUMMARY
+        asked = compaction.ask(step, settings.request) if by_policy else step
+        tokens_before = len(journal.context_after(turn.index))
+        most = settings.at * self._max_context
+        if tokens_before + compaction.most_tokens(asked.observation) < most:  # so that few answers are rendered twice
+            return step
+        tokens = tokens_before + len(await prompts.extension(turn, asked.observation))
+        if tokens < most or by_policy:
+            return step if tokens < most else asked
+        where = f"rollout.compaction.how = {settings.how!r}"
+        messages = compaction.conversation(journal.start, journal.turns, step)
+        history = await self._env.calls(where, partial(compaction.shortened, settings, messages, where))
+        if len(await prompts.start(history)) >= tokens:
+            return replace(step, compaction=compaction.NO_SHORTER)
+        return replace(step, history=history, compaction=compaction.SHORTENED)

@@ -1,0 +1,99 @@
+"""The prompts of one episode: the tokens up to where the next role speaks.
+
+Each role is a conversation of its own, whose turns extend the role's last one. Sampled tokens stay as they are: a
+prompt only adds the messages that came since (law 1). Knows no engine, and writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from agentrl.protocols import MessageRenderer
+from agentrl.records import POLICY, Messages, Turn
+from agentrl.rollout.journal import EpisodeJournal
+from agentrl.rollout.live_env import LiveEnv
+from agentrl.rollout.render_messages import rendered
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The place where the next turn begins."""
+
+    role: str
+    parent: int | None
+    """The turn that `prompt_ids` extend; None if a conversation starts with them."""
+    prompt_ids: tuple[int, ...]
+    context: tuple[int, ...]
+    """All that `role` has read and said, from the start of its conversation."""
+
+
+class Prompts:
+    """Renders the prompts of an episode."""
+
+    __slots__ = ("_ahead", "_env", "_journal", "_renderer")
+
+    def __init__(self, journal: EpisodeJournal, env: LiveEnv, renderer: MessageRenderer) -> None:
+        self._journal, self._env, self._renderer = journal, env, renderer
+        self._ahead: Prompt | None = None
+
+    async def ahead(self) -> Prompt:
+        """Render the prompt of the next turn already: its length says whether there is a next turn. `next` returns it.
+        Raises PolicyFault if the chat template refuses what the policy's words led to."""
+        self._ahead = await self._rendered()
+        return self._ahead
+
+    async def next(self) -> Prompt:
+        """The prompt of the next turn: the interrupted turn's if there is one. Raises PolicyFault, see `ahead`."""
+        prompt, self._ahead = self._ahead, None
+        if prompt is not None:
+            return prompt
+        journal, interrupted = self._journal, self._journal.partial
+        if interrupted is None:
+            return await self._rendered()
+        context = interrupted.prompt_ids
+        if interrupted.parent is not None:
+            context = journal.context_after(interrupted.parent) + context
+        return Prompt(interrupted.role, interrupted.parent, interrupted.prompt_ids, context)
+
+    async def start(self, messages: Messages) -> tuple[int, ...]:
+        """The tokens of a conversation that starts with `messages`. The environment is asked for its tools at every
+        start but the first one, which has them already: it may not know them earlier, and may have changed them."""
+        acted = bool(self._journal.turns)
+        schemas = await self._env.tool_schemas(again=acted)
+        return await rendered(
+            partial(self._renderer.start, tools=schemas),
+            messages,
+            schemas,
+            env=self._env.task.env,
+            acted=acted,
+            policy_writes=self._env.policy_writes_prompts,
+        )
+
+    async def extension(self, last: Turn, messages: Messages) -> tuple[int, ...]:
+        """The tokens of `messages` behind those of the turn `last`."""
+        schemas = await self._env.tool_schemas()
+        return await rendered(
+            partial(self._renderer.extend, last.token_ids, tools=schemas),
+            messages,
+            env=self._env.task.env,
+            acted=True,
+            policy_writes=self._env.policy_writes_prompts,
+        )
+
+    async def _rendered(self) -> Prompt:
+        """The prompt of the role that acts next, from the last answer."""
+        journal = self._journal
+        if journal.turns:
+            step = journal.turns[-1].step
+            assert step is not None, "the last turn is answered"
+            role, messages, history = step.role, step.observation, step.history
+        else:
+            role, messages, history = self._env.latest.role, journal.start, None
+        role = POLICY if role is None else role
+        last = journal.last_turn_of(role)
+        if history is not None or last is None:
+            prompt_ids = await self.start(messages if history is None else history)
+            return Prompt(role, None, prompt_ids, prompt_ids)
+        prompt_ids = await self.extension(last, messages)
+        return Prompt(role, last.index, prompt_ids, journal.context_after(last.index) + prompt_ids)

@@ -1,0 +1,83 @@
+"""The end of one episode: its outcome and success, from the environment's verdict or from the run's rewarder.
+
+An episode that ended by a failure which the policy could not have caused gets no outcome (law 3). Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agentrl.env import step_results
+from agentrl.errors import InfrastructureError, PolicyFault
+from agentrl.records import StopReason, Trajectory
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.env_calls import TimeUp, rewarded
+from agentrl.rollout.journal import EpisodeJournal
+from agentrl.rollout.live_env import LiveEnv
+from agentrl.rollout.players import Players
+from agentrl.rollout.stop_cause import StopCause, failure
+from agentrl.store import Ending
+
+
+class Scoring:
+    """Scores an episode that has ended; the environment's last answer holds its verdict."""
+
+    __slots__ = ("_context", "_env", "_journal", "_players")
+
+    def __init__(self, context: RolloutContext, journal: EpisodeJournal, env: LiveEnv, players: Players) -> None:
+        self._context, self._journal, self._env, self._players = context, journal, env, players
+
+    async def ending(self, cause: StopCause) -> tuple[StopCause, Ending]:
+        """The end of an episode that `cause` ended. The rewarder may change the cause: if it fails, so has the episode;
+        if it cannot judge the policy's work in time, the outcome is 0."""
+        rewarder, reward = self._context.rewarder, None
+        if rewarder is not None and cause.stop_reason.by_policy:
+            try:
+                reward = await rewarded(rewarder, self._trajectory(cause), self._env.calls)
+            except TimeUp as up:
+                reward, cause = 0.0, StopCause(StopReason.TIME_LIMIT, str(up))
+            except InfrastructureError as error:
+                culprit = error.__cause__ if isinstance(error.__cause__, PolicyFault) else None
+                cause = failure(error, self._journal.claim, self._context.tracebacks, culprit)
+        if not cause.stop_reason.by_policy:
+            return cause, Ending(stop_reason=cause.stop_reason, detail=cause.detail)
+        # With a rewarder all roles have the same outcome.
+        outcomes = {} if rewarder is not None else dict(self._env.latest.outcomes)
+        outcome, success = self._outcome(outcomes) if reward is None else (reward, self._env.latest.success)
+        return cause, Ending(
+            stop_reason=cause.stop_reason, outcome=outcome, success=success, outcomes=outcomes, detail=cause.detail
+        )
+
+    def _outcome(self, outcomes: Mapping[str, float]) -> tuple[float, bool | None]:
+        """Outcome and success by the environment alone. The outcome is that of the one learning role, if `outcomes` are
+        given by role and just one role learns; else the environment's, or 0 without any: step rewards are then the
+        whole signal. Success is the environment's; if it gives none, the one role succeeds from 1.0 on."""
+        verdict = self._env.latest
+        learning = [role for role in outcomes if self._players.learns(role)]
+        if len(learning) != 1:
+            return verdict.outcome or 0.0, verdict.success
+        outcome = outcomes[learning[0]]
+        return outcome, outcome >= 1.0 if verdict.success is None else verdict.success
+
+    def _trajectory(self, cause: StopCause) -> Trajectory:
+        """The episode as a rewarder gets it: with the environment's own verdict, so that a reward may be "the outcome
+        less a penalty"."""
+        journal, claim, verdict = self._journal, self._journal.claim, self._env.latest
+        turns, outcomes = list(journal.turns), dict(verdict.outcomes)
+        outcome, success = self._outcome(outcomes)
+        if turns and (step := turns[-1].step) is not None:  # the verdict at a full context is no turn's answer
+            turns[-1] = replace(turns[-1], step=step_results.joined(step, verdict))
+        return Trajectory(
+            episode_id=claim.episode_id,
+            group_id=claim.group_id,
+            member=claim.member,
+            task=claim.task,
+            start=journal.start,
+            turns=tuple(turns),
+            stop_reason=cause.stop_reason,
+            tools=journal.tools,
+            outcome=outcome,
+            success=success,
+            outcomes=outcomes,
+        )

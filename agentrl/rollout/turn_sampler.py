@@ -1,0 +1,111 @@
+"""Samples the turns of one episode: a prompt becomes a request, and its generation a turn.
+
+A turn that was interrupted goes on from the tokens that the journal has (law 1). Knows no environment.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Generation, Turn, turn_id
+from agentrl.rollout.context import RolloutContext
+from agentrl.rollout.drain import TurnPaused
+from agentrl.rollout.generate_turn import sample
+from agentrl.rollout.journal import EpisodeJournal
+from agentrl.rollout.players import Players
+from agentrl.rollout.prompts import Prompt
+from agentrl.rollout.routed_experts import first_without_experts
+from agentrl.rollout.shown_images import ShownImages
+from agentrl.store import Claim, Partial
+
+
+def request_id(claim: Claim, index: int) -> str:
+    """The id of the request for the turn `index`: engines know the turn by it alone."""
+    return f"{claim.episode_id}-{claim.fence}-{index}"
+
+
+class TurnSampler:
+    """Samples turns. With `unbroken` each comes from one engine alone, and BrokenOff is raised if it cannot."""
+
+    __slots__ = ("_context", "_images", "_journal", "_pauses", "_players", "_unbroken")
+
+    def __init__(self, context: RolloutContext, journal: EpisodeJournal, players: Players, unbroken: bool) -> None:
+        self._context, self._journal, self._players, self._unbroken = context, journal, players, unbroken
+        self._images = ShownImages(journal)
+        self._pauses = 0  # that broke a turn off
+
+    async def sample(self, prompt: Prompt, max_tokens: int) -> Turn:
+        """Sample the turn after `prompt`. If a pause breaks it off, wait for the end of the pause, and go on. Raises
+        the errors of the engine; HandedBack once the worker is leaving."""
+        context, journal = self._context, self._journal
+        while True:
+            request = await self._request(prompt, max_tokens)
+            begun = journal.partial or self._begun(prompt)
+            try:
+                generation = await self._generate(prompt.role, request, begun)
+            except TurnPaused:
+                journal.partial = await journal.reload_partial() or begun
+                self._pauses += 1
+                await context.gate.passed()
+                continue
+            index = len(journal.turns)
+            return Turn(
+                id=turn_id(journal.claim.episode_id, journal.trial, index),
+                index=index,
+                parent=prompt.parent,
+                prompt_ids=prompt.prompt_ids,
+                token_ids=generation.token_ids,
+                logprobs=generation.logprobs,
+                spans=generation.spans,
+                finish=generation.finish,
+                text=context.renderer.decode(generation.token_ids),
+                role=prompt.role,
+                learns=self._players.learns(prompt.role),
+                experts=generation.experts,
+                columns=generation.columns,
+                started_s=begun.started_s,
+                ended_s=time.time(),
+            )
+
+    def _begun(self, prompt: Prompt) -> Partial:
+        """The next turn before its first token."""
+        return Partial(
+            index=len(self._journal.turns),
+            parent=prompt.parent,
+            role=prompt.role,
+            prompt_ids=prompt.prompt_ids,
+            started_s=time.time(),
+        )
+
+    async def _request(self, prompt: Prompt, max_tokens: int) -> GenerateRequest:
+        context, journal, players = self._context, self._journal, self._players
+        learns, sampling = players.learns(prompt.role), players.sampling
+        attempt = f"-{self._pauses}" if self._pauses else ""
+        return GenerateRequest(
+            request_id=request_id(journal.claim, len(journal.turns)) + attempt,
+            session=str(journal.claim.group_id),
+            token_ids=prompt.context,
+            sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
+            deadline_s=context.settings.turn_deadline_s,
+            policy=players.adapter(prompt.role),
+            version=await players.version(prompt.role, journal),
+            experts_from=first_without_experts(journal.turns, prompt.parent) if context.experts and learns else None,
+            kept=players.trains and learns and sampling.cuts,
+            images=self._images.of(prompt),
+        )
+
+    async def _generate(self, role: str, request: GenerateRequest, begun: Partial) -> Generation:
+        context, every = self._context, self._context.settings.checkpoint_tokens
+        generation = sample(
+            self._players.engine(role),
+            request,
+            begun,
+            decode=context.renderer.decode,
+            keep=self._journal.keep_tokens,
+            every=every,
+            unbroken=self._unbroken,
+        )
+        # Without checkpoints nobody could go on from the tokens so far: such a turn is never broken off.
+        return await (context.gate.during(generation, breakable=not self._unbroken) if every else generation)
