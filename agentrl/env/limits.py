@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 from agentrl.errors import ConfigError
 from agentrl.host.clocks import CallDeadlines, watch
-from agentrl.records import StopReason
+from agentrl.records import Json, StopReason
 
 T = TypeVar("T")
 Fault = Literal["structural", "content"]
@@ -98,6 +98,34 @@ class ParsePolicy:
 
     def masks(self, fault: Fault) -> bool:
         return self.mask_structural if fault == "structural" else self.mask_content
+
+
+class FaultCount:
+    """Counts the turns in a row of an episode that had a broken call, and charges each by the `policy`."""
+
+    def __init__(self, policy: ParsePolicy) -> None:
+        self._policy = policy
+        self._in_a_row: dict[Fault, int] = {"structural": 0, "content": 0}
+
+    def charge(self, faults: Collection[Fault], reward: float, info: dict[str, Json]) -> float:
+        """Count the kinds of broken calls of one turn. Returns its `reward` less their penalties, and marks the turn
+        in its `info`."""
+        for fault in self._in_a_row:
+            if fault not in faults:
+                self._in_a_row[fault] = 0
+                continue
+            self._in_a_row[fault] += 1
+            reward -= self._policy.penalty(fault)
+            info.setdefault("parse_failure", fault)
+            if self._policy.masks(fault):
+                info["masked"] = True
+        return reward
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the broken calls have used up the retries of their kind."""
+        counts = ((count, self._policy.retries(fault)) for fault, count in self._in_a_row.items())
+        return any(retries is not None and count > retries for count, retries in counts)
 
 
 class Meter:

@@ -7,60 +7,31 @@ neither tokens nor model, and holds nothing past `aclose`.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import trio
 from gymnasium.error import ResetNeeded
 
-from agentrl import notices
 from agentrl.env import sync_async
 from agentrl.env.core import CLOSE_DEADLINE_S, Info, ResetResult, StepResult
-from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
+from agentrl.env.limits import EpisodeLimits, Fault, FaultCount, Meter, ParsePolicy, settings_as
 from agentrl.env.snapshots import Recorded
 from agentrl.env.tools.by_name import Named, Plugged
-from agentrl.env.tools.calls import Malformed, ToolCall
+from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of, get_format
-from agentrl.env.tools.tools import (
-    ArgumentCheck,
-    CallResult,
-    argument_check,
-    as_result,
-    clean_text,
-    cut,
-    envelope,
-    failed,
-    function_schema,
-    is_tool,
-    said,
-    tool_messages,
-    tools_of,
-)
-from agentrl.errors import (
-    ContentParseError,
-    PolicyFault,
-    StructuralParseError,
-    ToolError,
-    ToolTimeout,
-    UsageError,
-)
-from agentrl.host import json_log
-from agentrl.host.clocks import policy_seconds_left, policy_time, watch
-from agentrl.protocols import Sandbox, Tool, ToolResult
-from agentrl.records import ImagePart, Json, Message, Messages, StopReason
+from agentrl.env.tools.tool_turn import ToolTurn, errors_by_tool, with_cut
+from agentrl.env.tools.toolbox import Toolbox
+from agentrl.env.tools.tools import CallResult, clean_text, envelope, is_tool, said, tool_messages, tools_of
+from agentrl.errors import PolicyFault, StructuralParseError, UsageError
+from agentrl.protocols import Sandbox, Tool
+from agentrl.records import Json, Message, Messages, StopReason
 from agentrl.sandbox.current_box import CurrentBox
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
-
-_NOT_RUN: Final = ToolResult(content="not run: the episode is over", is_error=True)
-_TOOLS_SHARE: Final = 0.75  # of the seconds that a step leaves to the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +48,14 @@ class _Episode:
     """Where the episode stands. `busy` is set while a step runs and stays set if it was cancelled."""
 
     meter: Meter
+    faults: FaultCount
     calls: int = 0
-    turn_s: float = inf  # that the calls of a turn share
-    kept_s: float = 0.0  # of the policy's seconds of a step, for judging what they did
     busy: bool = False
     over: bool = False
     finished: bool = False
     cut_off: bool = False  # finished, but not by the task: a limit of the environment's own
     reward: float = 0.0
     info: Info = field(default_factory=dict[str, Json])
-    faults: dict[Fault, int] = field(default_factory=lambda: {"structural": 0, "content": 0})
 
 
 class ToolEnv(Recorded):
@@ -161,13 +130,12 @@ class ToolEnv(Recorded):
         self.tool_format = tool_format or self.tool_format
         if self.tool_format is not None:
             get_format(self.tool_format)
-        self._tools: dict[str, Tool] = {}
-        self._checks: dict[str, ArgumentCheck] = {}
+        self._tools = Toolbox(type(self).__name__)
         self._plugged = Plugged(tools, box=box, own=self.own_box, boxed=self.boxed)
         self._served = list[str]()
         self.box = self._plugged.box
-        for offered in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
-            self.add_tool(offered)
+        for tool in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
+            self.add_tool(tool)
 
     # --- hooks: what an author writes
 
@@ -188,8 +156,7 @@ class ToolEnv(Recorded):
 
     def on_text(self, text: str) -> MaybeAwaitable[str | Sequence[Message] | None]:
         """Answer an action without any tool call. The default tells the model to make one."""
-        names = ", ".join(self._tools)
-        raise StructuralParseError(f"no tool call found; call one of: {names}")
+        raise StructuralParseError(f"no tool call found; call one of: {self._tools.names}")
 
     def after_turn(self, results: Sequence[CallResult]) -> MaybeAwaitable[float | None]:
         """The process reward of the turn, once its calls are done, beside what `self.reward` adds to it."""
@@ -226,21 +193,14 @@ class ToolEnv(Recorded):
 
     def add_tool(self, tool: Tool) -> None:
         """Offer one more tool. Raises UsageError for a value that is no tool, a taken name or an invalid schema."""
-        if missing := [part for part in ("name", "parallel", "schema", "call") if not hasattr(tool, part)]:
-            raise UsageError(f"{tool!r} is no tool: it has no {' and no '.join(missing)}")
-        if (told := function_schema(tool.schema).get("name")) != tool.name:
-            raise UsageError(f"the tool {tool.name!r} is named {told!r} in its schema: give both one name")
-        if tool.name in self._tools:
-            raise UsageError(f"{type(self).__name__} has two tools named {tool.name!r}: rename one")
-        self._checks[tool.name] = argument_check(tool.schema)
-        self._tools[tool.name] = tool
+        self._tools.add(tool)
 
     # --- the contract
 
     @property
     def schemas(self) -> list[Mapping[str, Json]]:
         """The function schema (name, description, parameters) of every tool."""
-        return [function_schema(tool.schema) for tool in self._tools.values()]
+        return self._tools.schemas
 
     def fresh_box(self, carry: Sequence[str] = ()) -> AbstractAsyncContextManager[Sandbox]:
         """`async with`: another box like `self.box`, for grading the policy's work in a place where it has not been.
@@ -265,18 +225,18 @@ class ToolEnv(Recorded):
         await super().areset(seed=seed)
         self._seed = seed
         self.task = self.make_task(dict(options or {}))
-        episode = self._episode = _Episode(Meter(self.limits), busy=True)
+        episode = self._episode = _Episode(Meter(self.limits), FaultCount(self.parse_policy), busy=True)
         past = self._begin_record(seed, options)
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
-        for offered in await self._plugged.open():
-            self.add_tool(offered)
-            self._served.append(offered.name)
+        for tool in await self._plugged.open():
+            self.add_tool(tool)
+            self._served.append(tool.name)
         opening = _messages(await self._hook(self.prompt, self.task), f"{type(self).__name__}.prompt")
-        alone = bool(self._tools) and not self.tool_schemas()
-        told = [self.system or "", self._format.instructions(self.schemas) if alone else ""]
-        if any(told):
-            opening = (Message(role="system", content="\n\n".join(filter(None, told))), *opening)
+        template_lacks_tools = bool(self._tools) and not self.tool_schemas()
+        system = [self.system or "", self._format.instructions(self.schemas) if template_lacks_tools else ""]
+        if any(system):
+            opening = (Message(role="system", content="\n\n".join(filter(None, system))), *opening)
         past.began(opening)
         episode.busy = False
         info, episode.info = episode.info, {}
@@ -297,23 +257,33 @@ class ToolEnv(Recorded):
     async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
         parsed = self._format.parse(action, self.schemas) if self._tools else None
         if parsed is not None and parsed.calls:
-            results = await self._run_calls(episode, parsed.calls)
+            turn = ToolTurn(
+                tools=self._tools,
+                meter=episode.meter,
+                is_over=lambda: episode.finished,
+                max_calls=self.max_calls,
+                timeout_s=self.tool_timeout_s,
+                output_bytes=self.tool_output_bytes,
+                max_images=getattr(self.observation_space, "max_images", 0),
+                blocking=self.blocking,
+                action_cut=self.action_cut,
+            )
+            results = await turn.run(parsed.calls)
             observation = tool_messages(results, episode.calls)
             if not self.tool_schemas():
                 observation = self._format.answer(observation)
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
-            ran = [one for one in results if one.fault is None and one.result is not _NOT_RUN]
-            if broken := Counter(one.name for one in ran if one.result.is_error):
-                episode.info["tool_errors"] = dict(broken)  # `agentrl health` knows a broken tool by it
+            if tool_errors := errors_by_tool(results):
+                episode.info["tool_errors"] = tool_errors  # `agentrl health` knows a broken tool by it
         else:
             results = []
             observation, faults = await self._answer_text(action)
         episode.calls += len(results)
         earned = await self._hook(self.after_turn, tuple(results))  # awaited apart: the hook may call self.reward
         episode.reward += float(earned or 0.0)
-        failed = self._charge_faults(episode, faults)
+        episode.reward = episode.faults.charge(faults, episode.reward, episode.info)
         episode.meter.turns += 1
-        stop = StopReason.PARSE_FAILURE if failed else episode.meter.exceeded()
+        stop = StopReason.PARSE_FAILURE if episode.faults.exhausted else episode.meter.exceeded()
         if episode.finished:
             stop = StopReason.TRUNCATED if episode.cut_off else StopReason.DONE
         terminated = stop in (StopReason.DONE, StopReason.PARSE_FAILURE)
@@ -365,8 +335,7 @@ class ToolEnv(Recorded):
         if self._needs_teardown:
             self._needs_teardown = False
             while self._served:
-                name = self._served.pop()
-                del self._tools[name], self._checks[name]
+                self._tools.remove(self._served.pop())
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
                 try:
                     await self._plugged.aclose()
@@ -379,130 +348,7 @@ class ToolEnv(Recorded):
             return () if answer is None else _messages(answer, f"{type(self).__name__}.on_text"), set()
         except PolicyFault as error:
             fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
-            return _messages(said(self._told_of_cut(error)), "on_text"), {fault}
-
-    def _charge_faults(self, episode: _Episode, faults: set[Fault]) -> bool:
-        """Count, penalise and mark the turn's parse failures; whether they used up their retries."""
-        failed = False
-        kinds: tuple[Fault, Fault] = ("structural", "content")
-        for fault in kinds:
-            if fault not in faults:
-                episode.faults[fault] = 0
-                continue
-            episode.faults[fault] += 1
-            episode.reward -= self.parse_policy.penalty(fault)
-            episode.info.setdefault("parse_failure", fault)
-            if self.parse_policy.masks(fault):
-                episode.info["masked"] = True
-            retries = self.parse_policy.retries(fault)
-            failed = failed or (retries is not None and episode.faults[fault] > retries)
-        return failed
-
-    async def _run_calls(self, episode: _Episode, calls: Sequence[ToolCall | Malformed]) -> list[CallResult]:
-        """Run the calls in order; neighbours that all allow it run at the same time. All of them share most of the
-        seconds that a step leaves to the policy; the rest is for judging what they did."""
-        results: list[CallResult] = []
-        left_s = policy_seconds_left()
-        episode.turn_s, episode.kept_s = _TOOLS_SHARE * left_s, (1 - _TOOLS_SHARE) * left_s if left_s < inf else 0.0
-        for stage in self._stages(calls[: self.max_calls]):
-            if episode.finished:
-                results.extend(CallResult(call, _NOT_RUN) for call in stage)
-            else:
-                results.extend(await self._run_stage(episode, stage))
-        left = len(calls) - self.max_calls
-        if left > 0:
-            error = ContentParseError(f"{left} more calls were not run: make at most {self.max_calls} at once")
-            results.append(failed(calls[self.max_calls], error))
-        return results
-
-    def _stages(self, calls: Sequence[ToolCall | Malformed]) -> Iterator[list[ToolCall | Malformed]]:
-        stage: list[ToolCall | Malformed] = []
-        for call in calls:
-            tool = self._tools.get(call.name)
-            alone = tool is not None and not tool.parallel and isinstance(call, ToolCall)
-            if alone and stage:
-                yield stage
-                stage = []
-            stage.append(call)
-            if alone:
-                yield stage
-                stage = []
-        if stage:
-            yield stage
-
-    async def _run_stage(self, episode: _Episode, stage: Sequence[ToolCall | Malformed]) -> list[CallResult]:
-        if len(stage) == 1:
-            return [await self._run_call(episode, stage[0])]
-        results: dict[int, CallResult] = {}
-        broken: list[Exception] = []
-
-        async def run(index: int) -> None:
-            try:
-                results[index] = await self._run_call(episode, stage[index])
-            except Exception as error:
-                broken.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(stage)):
-                nursery.start_soon(run, index)
-        if broken:
-            raise broken[0]
-        return [results[index] for index in range(len(stage))]
-
-    async def _run_call(self, episode: _Episode, call: ToolCall | Malformed) -> CallResult:
-        """One call. Raises only what the policy could not have caused."""
-        if isinstance(call, Malformed):
-            return failed(call, self._told_of_cut(call.error))
-        try:
-            tool = self._tools.get(call.name)
-            if tool is None:
-                raise ContentParseError(
-                    f"no tool named {clean_text(call.name)[:100]!r}; known: {', '.join(self._tools)}"
-                )
-            call = ToolCall(call.name, self._checks[call.name](call.arguments))
-            result = await self._call_in_time(episode, tool, call)
-            if len(result.images) > getattr(self.observation_space, "max_images", 0):
-                # Not the environment's failure: what a tool returns may be what the policy put into a file.
-                hint = f"observation_space = Messages(max_images={len(result.images)}) of the environment allows them"
-                what = f"{call.name} returned pictures, and none are shown here: {hint}"
-                notices.note("results of tools", what, by_policy=True)
-                raise ToolError(what)
-        except PolicyFault as error:
-            return failed(call, error, limit=self.tool_output_bytes)
-        content, was_cut = cut(clean_text(result.content), self.tool_output_bytes)
-        if result.truncated and not was_cut:
-            content += "\n[output cut]"
-        truncated = was_cut or result.truncated
-        shown = [ImagePart(at=min(image["at"], len(content)), url=image["url"]) for image in result.images]
-        return CallResult(
-            call,
-            ToolResult(content=content, is_error=result.is_error, truncated=truncated, images=shown, data=result.data),
-        )
-
-    async def _call_in_time(self, episode: _Episode, tool: Tool, call: ToolCall) -> ToolResult:
-        own = cast("float | None", getattr(tool, "timeout_s", None))
-        own_s = min(own if own is not None else self.tool_timeout_s, episode.meter.tool_seconds_left())
-        turn_s = policy_seconds_left() - episode.kept_s
-        shared = f": the calls of a turn share {episode.turn_s:g} s" if turn_s < own_s else ""
-        if turn_s <= 0:
-            raise ToolTimeout(f"{call.name} was not run{shared}, and those before it took them")
-        limit_s = min(own_s, turn_s)
-        with watch(policy_s=limit_s) as calling:
-            try:
-                with policy_time(), json_log.about(tool=call.name):
-                    result = await sync_async.call(tool.call, call.arguments, blocking=self.blocking)
-                    return as_result(result, call.name)
-            finally:
-                episode.meter.tool_seconds += calling.seconds
-                log.info("the tool %s took %.3f s", call.name, calling.seconds)
-        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")
-
-    def _told_of_cut(self, error: PolicyFault) -> PolicyFault:
-        """A turn that was cut in the middle of a call, or before one, is told so."""
-        if self.action_cut and isinstance(error, StructuralParseError):
-            return StructuralParseError(f"{error} (your turn was cut at its limit of tokens: write less at once)")
-        return error
+            return _messages(said(with_cut(error, self.action_cut)), "on_text"), {fault}
 
 
 def _messages(value: str | Sequence[Message], what: str) -> Messages:

@@ -28,6 +28,7 @@ from agentrl.env.spaces import Messages as MessagesSpace
 from agentrl.env.spaces import Text
 from agentrl.env.tools.calls import ToolCall
 from agentrl.env.tools.parsers import ToolFormat, format_of
+from agentrl.env.tools.toolbox import Toolbox
 from agentrl.env.tools.tools import function_schema
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
@@ -252,9 +253,10 @@ def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
 
 def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
     """The functions behind the calls of an action, in order."""
-    tools = cast("Mapping[str, Any]", getattr(env, "_tools", {}))
-    calls = format_of(env).parse(action).calls if tools and action else ()
-    for call in calls:
+    tools = getattr(env, "_tools", None)
+    if not isinstance(tools, Toolbox) or not tools or not action:
+        return
+    for call in format_of(env).parse(action).calls:
         if (tool := tools.get(call.name)) is not None:
             yield getattr(tool, "_function", None) or tool.call
 

@@ -1,0 +1,171 @@
+"""One turn's calls of tools: run in order, within the turn's time, each result as the model reads it.
+
+A mistake of the policy becomes a result. Only a failure that it could not have caused is raised (law 3). Knows neither
+rewards nor the end of an episode.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, cast
+
+import trio
+
+from agentrl import notices
+from agentrl.env import sync_async
+from agentrl.env.limits import Meter
+from agentrl.env.tools.calls import Malformed, ToolCall
+from agentrl.env.tools.toolbox import Toolbox
+from agentrl.env.tools.tools import CallResult, as_result, clean_text, cut, failed
+from agentrl.errors import ContentParseError, PolicyFault, StructuralParseError, ToolError, ToolTimeout
+from agentrl.host import json_log
+from agentrl.host.clocks import policy_seconds_left, policy_time, watch
+from agentrl.protocols import Tool, ToolResult
+from agentrl.records import ImagePart
+
+log = logging.getLogger(__name__)
+
+_NOT_RUN: Final = ToolResult(content="not run: the episode is over", is_error=True)
+_TOOLS_SHARE: Final = 0.75  # of the seconds that a step leaves to the policy; the rest is for judging the calls
+
+Call = ToolCall | Malformed
+
+
+@dataclass(slots=True, kw_only=True)
+class ToolTurn:
+    """Runs the calls of one turn."""
+
+    tools: Toolbox
+    meter: Meter
+    """Counts the seconds that the tools take."""
+    is_over: Callable[[], bool]
+    """True once a call has ended the episode; calls behind it are not run."""
+    max_calls: int
+    timeout_s: float
+    """Seconds that one call may take if its tool does not say."""
+    output_bytes: int
+    max_images: int
+    """Images that the environment shows of one result."""
+    blocking: bool
+    action_cut: bool
+    """True if the model's turn was cut before it ended."""
+    _turn_s: float = inf
+    """Seconds that all calls share."""
+    _judging_s: float = 0.0
+    """Seconds that a step keeps for judging what the calls did."""
+
+    async def run(self, calls: Sequence[Call]) -> list[CallResult]:
+        """Run the calls in order; neighbours that all allow it run at the same time."""
+        results: list[CallResult] = []
+        left_s = policy_seconds_left()
+        self._turn_s, self._judging_s = _TOOLS_SHARE * left_s, (1 - _TOOLS_SHARE) * left_s if left_s < inf else 0.0
+        for stage in self._stages(calls[: self.max_calls]):
+            if self.is_over():
+                results.extend(CallResult(call, _NOT_RUN) for call in stage)
+            else:
+                results.extend(await self._run_stage(stage))
+        surplus = len(calls) - self.max_calls
+        if surplus > 0:
+            error = ContentParseError(f"{surplus} more calls were not run: make at most {self.max_calls} at once")
+            results.append(failed(calls[self.max_calls], error))
+        return results
+
+    def _stages(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
+        """Split the calls into groups that run one after the other."""
+        stage: list[Call] = []
+        for call in calls:
+            tool = self.tools.get(call.name) if isinstance(call, ToolCall) else None
+            alone = tool is not None and not tool.parallel
+            if alone and stage:
+                yield stage
+                stage = []
+            stage.append(call)
+            if alone:
+                yield stage
+                stage = []
+        if stage:
+            yield stage
+
+    async def _run_stage(self, stage: Sequence[Call]) -> list[CallResult]:
+        """Run calls at the same time. The first failure cancels the others, and is raised by itself, not in a group."""
+        if len(stage) == 1:
+            return [await self._run_call(stage[0])]
+        results: dict[int, CallResult] = {}
+        failures: list[Exception] = []
+
+        async def run(index: int) -> None:
+            try:
+                results[index] = await self._run_call(stage[index])
+            except Exception as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(stage)):
+                nursery.start_soon(run, index)
+        if failures:
+            raise failures[0]
+        return [results[index] for index in range(len(stage))]
+
+    async def _run_call(self, call: Call) -> CallResult:
+        if isinstance(call, Malformed):
+            return failed(call, with_cut(call.error, self.action_cut))
+        try:
+            tool, call = self.tools.checked(call)
+            return self._shown(call, await self._call_in_time(tool, call))
+        except PolicyFault as error:
+            return failed(call, error, limit=self.output_bytes)
+
+    async def _call_in_time(self, tool: Tool, call: ToolCall) -> ToolResult:
+        tool_s = cast("float | None", getattr(tool, "timeout_s", None))
+        call_s = min(self.timeout_s if tool_s is None else tool_s, self.meter.tool_seconds_left())
+        turn_s = policy_seconds_left() - self._judging_s
+        shared = f": the calls of a turn share {self._turn_s:g} s" if turn_s < call_s else ""
+        if turn_s <= 0:
+            raise ToolTimeout(f"{call.name} was not run{shared}, and those before it took them")
+        limit_s = min(call_s, turn_s)
+        with watch(policy_s=limit_s) as calling:
+            try:
+                with policy_time(), json_log.about(tool=call.name):
+                    result = await sync_async.call(tool.call, call.arguments, blocking=self.blocking)
+                    return as_result(result, call.name)
+            finally:
+                self.meter.tool_seconds += calling.seconds
+                log.info("the tool %s took %.3f s", call.name, calling.seconds)
+        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")
+
+    def _shown(self, call: ToolCall, result: ToolResult) -> CallResult:
+        """A result as the model reads it. Raises ToolError for images that the environment does not show."""
+        if len(result.images) > self.max_images:
+            # Not the environment's failure: what a tool returns may be what the policy put into a file.
+            hint = f"observation_space = Messages(max_images={len(result.images)}) of the environment allows them"
+            reason = f"{call.name} returned pictures, and none are shown here: {hint}"
+            notices.note("results of tools", reason, by_policy=True)
+            raise ToolError(reason)
+        content, was_cut = cut(clean_text(result.content), self.output_bytes)
+        if result.truncated and not was_cut:
+            content += "\n[output cut]"
+        truncated = was_cut or result.truncated
+        images = [ImagePart(at=min(image["at"], len(content)), url=image["url"]) for image in result.images]
+        return CallResult(
+            call,
+            ToolResult(content=content, is_error=result.is_error, truncated=truncated, images=images, data=result.data),
+        )
+
+
+def errors_by_tool(results: Sequence[CallResult]) -> dict[str, int]:
+    """How many calls of each tool ended with an error of the tool."""
+    ran = (result for result in results if result.fault is None and result.result is not _NOT_RUN)
+    return dict(Counter(result.name for result in ran if result.result.is_error))
+
+
+def with_cut(error: PolicyFault, action_cut: bool) -> PolicyFault:
+    """The error of a call as the model reads it: it is told if its turn was cut in the middle of the call, or before
+    one."""
+    if action_cut and isinstance(error, StructuralParseError):
+        return StructuralParseError(f"{error} (your turn was cut at its limit of tokens: write less at once)")
+    return error
