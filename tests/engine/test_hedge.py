@@ -53,12 +53,12 @@ class Engine(FakeEngine):
         return self.lives
 
 
-async def fleet_of(*engines: Engine, after: float | None = 4.0) -> Fleet:
+async def fleet_of(*engines: Engine, after: float | None = 4.0, outage_deadline_s: float = 600.0) -> Fleet:
     """A fleet whose median time to a first token is 1 s; the session's home is the first engine."""
-    fleet = Fleet(engines, hedge_after=after, stall_s=30.0)
+    fleet = Fleet(engines, hedge_after=after, stall_s=30.0, outage_deadline_s=outage_deadline_s)
     for _ in range(20):
         fleet.hedges.took(1.0)
-    fleet._homes.move("s", fleet.replicas[0])
+    fleet._choice.move("s", fleet.replicas[0])
     return fleet
 
 
@@ -186,8 +186,7 @@ async def test_when_every_engine_is_slow_few_turns_are_doubled(autojump_clock: t
 async def test_the_waiting_of_both_engines_counts_once(autojump_clock: trio.testing.MockClock) -> None:
     """A turn may wait for engines for 100 s. Two wait 90 s for it side by side: not 180."""
     engines = [Engine(1, first_s=49.0), Engine(2, first_s=49.0, error=EngineUnavailable("gone"))]
-    fleet = await fleet_of(*engines)
-    fleet._outage_deadline_s = 100.0
+    fleet = await fleet_of(*engines, outage_deadline_s=100.0)
     assert (await fleet.generate(ask())).token_ids == tuple(range(100, 108))
 
 
@@ -204,6 +203,6 @@ def test_an_engine_that_sends_no_first_token_alone_is_refused() -> None:
 async def test_until_the_usual_wait_is_known_nobody_else_is_asked(autojump_clock: trio.testing.MockClock) -> None:
     home, other = Engine(1, first_s=20.0), Engine(2)
     fleet = Fleet([home, other], hedge_after=1.0)
-    fleet._homes.move("s", fleet.replicas[0])
+    fleet._choice.move("s", fleet.replicas[0])
     assert [(await fleet.generate(ask(str(n)))).token_ids[0] for n in range(16)] == [100] * 16
     assert (other.requests, fleet.hedges.wait_s) == ([], 20.0)

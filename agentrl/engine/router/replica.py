@@ -34,7 +34,7 @@ class Servable(Protocol):
 
 
 class ReplicaState(StrEnum):
-    """A replica's state; see the diagram in `agentrl.engine.router.router`."""
+    """A replica's state; see the diagram in `agentrl.engine.router.health`."""
 
     READY = "ready"
     BROKEN = "broken"

@@ -1,0 +1,175 @@
+"""One attempt at a turn: chunks from one replica, or from two until one brings the first token.
+
+Names whose fault a failure is. A replica that fails a request is broken. A request that a replica refuses is offered to
+one other: if that takes it, the first is broken. A request that several replicas took and failed is given up: it may be
+the cause. Chooses no replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import trio
+
+from agentrl.engine.router.choice import Choice
+from agentrl.engine.router.health import Health
+from agentrl.engine.router.hedging import Hedges, race
+from agentrl.engine.router.replica import Replica, ReplicaState, Wait
+from agentrl.engine.router.turn_request import TurnRequest
+from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
+from agentrl.protocols import Chunk
+
+Knows = Callable[[int], Awaitable[bool]]
+"""Whether the run made a weight version."""
+
+Chunks = AsyncGenerator[tuple[Replica, Chunk], None]
+"""Chunks, each with the replica that it comes from."""
+
+
+async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
+    """Raises EngineBroke if tokens of a chunk come from weights that the run never made, EngineError if tokens before
+    it do, which the turn has already."""
+    for span in chunk.spans:
+        if not await knows(span.version):
+            kind = EngineBroke if span.start >= 0 else EngineError
+            other = "does another run send it weights? Each run needs engines of its own (engine.urls)"
+            raise kind(f"{url} samples from version {span.version}, which this run never made: {other}")
+
+
+class Attempts:
+    """Makes attempts at turns. A wait at one silent replica is bounded by half of `outage_deadline_s`. `knows` says
+    whether the run made a weight version; None: it made all."""
+
+    def __init__(
+        self,
+        health: Health,
+        choice: Choice,
+        hedges: Hedges,
+        *,
+        knows: Knows | None,
+        outage_deadline_s: float,
+        max_faults: int,
+    ) -> None:
+        self._health, self._choice, self._hedges, self._knows = health, choice, hedges, knows
+        self._outage_deadline_s, self._max_faults = outage_deadline_s, max_faults
+
+    def at(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
+        """The chunks of an attempt at `replica`, or at a second one if that brings the first token sooner. They end
+        early, without an error, if the turn should go on elsewhere."""
+        attempt = self._hedged if self._hedges.on else self._single
+        return attempt(replica, turn, wait)
+
+    async def _hedged(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
+        hedges, began, waited_s, seconds = self._hedges, trio.current_time(), turn.waited_s, 0
+
+        def second() -> Chunks | None:
+            nonlocal seconds
+            other = self._choice.second(turn, replica)
+            if other is None or not hedges.allows(sum(replica.running for replica in self._health.replicas)):
+                return None
+            seconds = 1
+            hedges.asked, hedges.running = hedges.asked + 1, hedges.running + 1
+            wait_there = Wait(watchers=wait.watchers)
+            if wait.watchers is not None:
+                wait.watchers.start_soon(self._health.watch, wait_there)
+            return self._single(other, turn, wait_there)
+
+        def answers(item: tuple[Replica, Chunk]) -> bool:
+            return bool(item[1].token_ids) or item[1].finish not in (None, "abort")
+
+        first = self._single(replica, turn, wait)
+        try:
+            winner = await race(first, second, wait_s=hedges.wait_s, answers=answers)
+        finally:
+            hedges.running -= seconds
+            turn.waited_s = waited_s + trio.current_time() - began  # once, however many waited
+        if winner is None:
+            return
+        chunks, item = winner
+        if chunks is not first:
+            hedges.won += 1
+            self._choice.move(turn.request.session, item[0])
+        async with aclosing(chunks):
+            yield item
+            async for item in chunks:
+                yield item
+
+    async def _single(self, replica: Replica, turn: TurnRequest, wait: Wait) -> Chunks:
+        replica.running += 1
+        began = trio.current_time()
+        sampling = False  # whether a token of this attempt has come
+        try:
+            async with aclosing(replica.client.stream(turn.rest())) as chunks:
+                while True:
+                    chunk = await self._next(chunks, replica, turn, wait, sampling=sampling)
+                    if chunk is None:
+                        return
+                    if self._knows is not None and turn.request.version is None:  # else the turn is a past self's
+                        await check_version(chunk, replica.client.url, self._knows)
+                    if chunk.token_ids and not sampling:
+                        sampling = True
+                        self._hedges.took(trio.current_time() - began)
+                        self._blame_refusers(turn)
+                    yield replica, chunk
+                    if chunk.finish == "abort":
+                        self._health.broke(replica, "it aborts")
+                    if chunk.finish is not None:
+                        return
+        except EngineRefusal as refused:
+            if turn.received:
+                self._failed(replica, turn, refused)  # another engine took it
+            else:
+                turn.refusals[replica.client.url] = refused
+                if len(turn.refusals) > 1 or not self._choice.ready(turn):
+                    raise
+        except EngineBroke as broke:
+            self._failed(replica, turn, broke)
+        except (EngineUnavailable, EngineTimeout) as gone:
+            self._health.broke(replica, str(gone))
+        except EngineError as wrong:  # the tokens that the turn has are no good
+            self._health.broke(replica, str(wrong))
+            raise
+        finally:
+            replica.running -= 1
+            self._health.announce()
+
+    async def _next(
+        self, chunks: AsyncGenerator[Chunk, None], replica: Replica, turn: TurnRequest, wait: Wait, *, sampling: bool
+    ) -> Chunk | None:
+        """The next chunk; None if the replica hangs, is drained, or has no time left."""
+        wait.replica, wait.since, wait.asleep_s = replica, trio.current_time(), 0.0
+        left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
+        # Each wait has its own scope, cancelled when its replica hangs or is drained.
+        wait.scope = trio.CancelScope(deadline=wait.since + left_s)
+        replica.waits.add(wait)
+        chunk: Chunk | None = None
+        try:
+            with wait.scope:
+                chunk = await anext(chunks, None)
+        finally:
+            replica.waits.discard(wait)
+            wait.replica = None
+        gap_s = trio.current_time() - wait.since
+        spent_s = replica.pace.sampling(gap_s) if sampling and chunk is not None else 0.0
+        turn.spent_s += spent_s
+        turn.waited_s += max(0.0, gap_s - spent_s - wait.asleep_s)
+        if chunk is not None:
+            self._health.heard(replica, token=bool(chunk.token_ids))
+        elif replica.state is not ReplicaState.DRAINING:
+            self._failed(replica, turn, EngineBroke(f"{replica.client.url} fell silent"))
+        return chunk
+
+    def _failed(self, replica: Replica, turn: TurnRequest, why: EngineError) -> None:
+        """A replica took a request and failed it: the replica's fault, or the request's if other replicas fail too."""
+        self._health.broke(replica, str(why))
+        turn.faults += 1
+        if turn.faults >= self._max_faults:
+            id = turn.request.request_id
+            raise EngineBroke(f"{id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
+
+    def _blame_refusers(self, turn: TurnRequest) -> None:
+        """Note that another replica took a request: a replica that refused it is at fault, and the request is not."""
+        for replica in self._health.replicas:
+            if (refusal := turn.refusals.pop(replica.client.url, None)) is not None:
+                self._health.broke(replica, str(refusal))
