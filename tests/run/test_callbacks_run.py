@@ -20,7 +20,7 @@ from agentrl import Callback, Trainer
 from agentrl.errors import CallbackError
 from agentrl.run.run_folder import RunDir
 
-from .test_run import DEADLINE_S, assert_nothing_remains, wait_until
+from .test_run import DEADLINE_S, assert_nothing_remains, last_step, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ small = {
     "train": {"steps": int(steps), "checkpoint_every": 2},
 }
 if resumed:
-    agentrl.Trainer.resume(out, callbacks=[Log(), tracker])
+    agentrl.Trainer.resume(out, settings=[f"train.steps={steps}"], callbacks=[Log(), tracker])
 else:
     data = {"dataset": rows, "reward_funcs": vowels, "eval_dataset": rows[:1]}
     agentrl.Trainer("agentrl/tiny-coder", **data, config=small, out=out, callbacks=[Log(), tracker]).train()
@@ -67,15 +67,17 @@ def told(tmp_path: Path) -> list[str]:
 
 @pytest.mark.long
 def test_killed_and_resumed_a_run_has_told_everything_and_its_trackers_file_has_it_once(tmp_path: Path) -> None:
-    process = script(tmp_path, 6)
+    process = script(tmp_path, 5_000)  # so that the kill comes before its end
     wait_until(lambda: "step:1:3" in told(tmp_path), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=DEADLINE_S)
-    before = told(tmp_path)
-    resumed = script(tmp_path, 6, "resumed")
+    before, run = told(tmp_path), RunDir.open(tmp_path / "run")
+    with run.lock():  # its learner, too, has ended
+        last = last_step(run) + 3
+    resumed = script(tmp_path, last, "resumed")
     _, errors = resumed.communicate(timeout=DEADLINE_S)
     assert resumed.returncode == 0, errors
-    assert_nothing_remains(RunDir.open(tmp_path / "run"))
+    assert_nothing_remains(run)
 
     with closing(sqlite3.connect(tmp_path / "run" / "store.sqlite")) as db:
         steps = db.execute(
@@ -87,7 +89,7 @@ def test_killed_and_resumed_a_run_has_told_everything_and_its_trackers_file_has_
             "SELECT version FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
         ).fetchall()
         evaluations = db.execute("SELECT COUNT(DISTINCT purpose) FROM groups WHERE purpose LIKE 'eval:%'").fetchone()[0]
-    assert sorted(step for _, step in steps) == [1, 2, 3, 4, 5, 6]
+    assert sorted(step for _, step in steps) == list(range(1, last + 1))
     expected = {f"step:{attempt}:{step}" for attempt, step in steps} | {f"episode:{id}" for (id,) in episodes}
     expected |= {f"weights:{version}" for (version,) in versions}
     counts = Counter(told(tmp_path))
@@ -101,7 +103,7 @@ def test_killed_and_resumed_a_run_has_told_everything_and_its_trackers_file_has_
     ids = Counter(line["id"] for line in lines)
     assert max(ids.values()) == 1
     assert {id for id in ids if not id.startswith("eval:")} == {id for id in expected if not id.startswith("weights:")}
-    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, last + 1))
 
 
 def vowels(prompt: Any, completion: str, row: Any) -> float:

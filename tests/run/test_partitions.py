@@ -27,7 +27,7 @@ from agentrl.store.databases.open_store import ADDRESS
 
 from . import network
 from .network import Network
-from .test_run import DEADLINE_S, command, last_step, run_file, wait_for_step
+from .test_run import DEADLINE_S, command, last_step, run_file, wait_for_step, wait_until
 
 addresses = pytest.importorskip("agentrl.store.databases.postgres.address")
 session = pytest.importorskip("agentrl.store.databases.postgres.connection")
@@ -169,7 +169,7 @@ def test_law_2_a_run_on_three_hosts_goes_on_after_each_was_cut_off(
     ):
         wait_for_step(run.path, 1, process)
         for name, port in (("database", 5432), ("engine", PORT)):
-            assert reaches(hosts, name, port)
+            wait_until(lambda name=name, port=port: reaches(hosts, name, port), process)  # a slow host may take long
             hosts.order("cut", name)
             assert not reaches(hosts, name, port)
             hosts.order("mend", name)

@@ -23,7 +23,7 @@ from .test_run import DEADLINE_S, ENVS, run_file, started
 
 
 def until(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + DEADLINE_S
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -43,14 +43,20 @@ def steps(run: RunDir) -> int:
         return max((row.step for row in store.metrics.values("step")), default=0)
 
 
+def learns(run: RunDir) -> bool:
+    """Whether the learner has taken the groups of a step that it has not recorded yet."""
+    with RunStore.read(run.store_path) as store:
+        return bool(store.lineage.episodes_of(steps(run) + 1))
+
+
 def stand_still(run: RunDir) -> dict[int, Partial]:
-    """Pause the run until nothing is written any more; the turns that it broke off."""
+    """Pause the run until nothing is written any more and no step is under way; the turns that it broke off."""
     steering.pause(run, now=True)
     seen: list[object] = []
 
     def still() -> bool:
         seen.append((under_way(run), steps(run)))
-        return len(seen) > 30 and all(one == seen[-1] for one in seen[-30:])
+        return len(seen) > 30 and all(one == seen[-1] for one in seen[-30:]) and not learns(run)
 
     until(still)
     return under_way(run)
