@@ -29,6 +29,8 @@ from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
 
 DEADLINE_S = 60
+HANGS_AFTER_4_S = {"rollout": {"lease_s": 8.0}, "train": {"liveness_deadline_s": 4.0}}
+"""Settings under which a process hangs when it makes no mark for 4 s, which a busy machine does to nobody who marks."""
 NAMES = ("silent_s", "stopped_s")
 
 
@@ -149,8 +151,8 @@ from pathlib import Path
 from agentrl.run.processes.heartbeat import DUMP, Heartbeat
 faulthandler.register(DUMP)
 heartbeat = Heartbeat.of_process()
-heartbeat.mark()
 def stands_still():
+    heartbeat.mark()
     while True:
         time.sleep(0.01)
 stands_still()
@@ -191,8 +193,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     marks = "import time\nfrom agentrl.run.processes.heartbeat import Heartbeat\nbeat = Heartbeat.of_process()\n"
     marks += "while True:\n    beat.mark(); time.sleep(0.01)\n"
     monkeypatch.setattr(RunProcesses, "_child", _runs(marks, RunProcesses._child))
-    document = {"rollout": {"lease_s": 2.0}, "train": {"liveness_deadline_s": 0.5}}
-    config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **document})
+    config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
     try:
@@ -214,7 +215,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
                 nursery.cancel_scope.cancel()
     finally:
         run.clear_scratch()
-    assert processes.restarts.keys() == {"worker-0", "learner"}, "a busy machine may stop one for a second, too"
+    assert processes.restarts.keys() == {"worker-0", "learner"}
 
 
 def _runs(code: str, make: Callable[..., Child]) -> Callable[..., Child]:

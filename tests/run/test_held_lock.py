@@ -20,7 +20,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
 
-from .test_heartbeat import DEADLINE_S, _runs
+from .test_heartbeat import DEADLINE_S, HANGS_AFTER_4_S, _runs
 
 MARKS = """
 import time
@@ -42,8 +42,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
     """A worker and a learner of a run, who mark and do nothing else."""
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
     monkeypatch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
-    document = {"rollout": {"lease_s": 2.0}, "train": {"liveness_deadline_s": 0.5}}
-    config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **document})
+    config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
     try:

@@ -26,7 +26,6 @@ import os, signal, sys, time
 from pathlib import Path
 from agentrl.run.processes.heartbeat import Heartbeat
 beat = Heartbeat.of_process()
-beat.mark()
 """
 
 
@@ -38,7 +37,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kept:
-    """Runs `lives`, one after the other; the last one again and again."""
+    """Runs `lives`, one after the other; the last one again and again.
+
+    A life marks last, if at all: until its first mark it has the minutes of a start, however busy the machine is."""
 
     def __init__(self, folder: Path, *lives: str, hang_s: float = 30.0) -> None:
         self.folder, self.lives, self.started = folder, lives, 0
@@ -57,7 +58,7 @@ class Kept:
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 CRASHES = "raise KeyError('a bug')"
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
-STANDS = "time.sleep(600)"
+STANDS = "beat.mark()\ntime.sleep(600)"
 
 
 @pytest.mark.parametrize("life", [DIES, CRASHES, STOPS, STANDS])
