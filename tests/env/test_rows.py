@@ -248,8 +248,8 @@ def busy(prompt: Any, completion: str, row: Any) -> float:
 
 
 def test_waiting_for_a_process_is_the_hosts_time(tmp_path: Path) -> None:
-    """Ten answers at once, two functions, one process that takes 2 s to start: the last answer waits for some 5 s, and
-    neither its step (1.5 s) nor a function (1.5 s) has run out of time. An answer that nobody waits for is not judged.
+    """Ten answers at once, two functions, one process that takes 2 s to start: the last answer waits for some 6 s, and
+    neither its step (4 s) nor a function (4 s) has run out of time. An answer that nobody waits for is not judged.
     """
     log, module = tmp_path / "judged", tmp_path / "slow_to_import.py"
     module.write_text(
@@ -258,8 +258,8 @@ def test_waiting_for_a_process_is_the_hosts_time(tmp_path: Path) -> None:
     )
     results: list[tuple[Any, Any]] = []
 
-    async def play(action: str, own_s: float = 1.5) -> None:
-        one = RowsEnv(rewards=[f"{HERE}:busy", f"{module}:note"], reward_s=1.5, processes=1)
+    async def play(action: str, own_s: float = 4.0) -> None:
+        one = RowsEnv(rewards=[f"{HERE}:busy", f"{module}:note"], reward_s=4.0, processes=1)
         await one.areset(seed=0, options={"prompt": "q"})
         with watch(own_s=own_s) as watching:
             info = (await one.astep(action))[4]
@@ -295,9 +295,9 @@ def test_a_function_that_abstains_has_no_score(processes: int) -> None:
 
 
 def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pytest.LogCaptureFixture) -> None:
-    one = env("same", "hangs", reward_s=2.0, processes=1)
+    one = env("same", "hangs", reward_s=5.0, processes=1)
     assert outcome(one, "hang", answer="hang") == 1.0, "what has answered counts"
-    assert "hangs' had not judged an answer within reward_s = 2" in caplog.text
+    assert "hangs' had not judged an answer within reward_s = 5" in caplog.text
     one.reset(seed=0, options={"prompt": "q", "answer": "hang"})
     info = one.step("hang")[4]
     assert [list(info["scores"]), info["scores_late"]] == [[one._names[0]], [one._names[1]]]

@@ -205,11 +205,11 @@ def test_the_reason_of_a_missed_outcome_is_shown(tmp_path: Path) -> None:
     }
     rows = [json.dumps({**ROW, "instance_id": id, **change}) for id, change in changes.items()]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    kwargs: dict[str, Any] = {"tasks": str(tmp_path / "rows.jsonl"), "repositories": str(tmp_path), "tests_s": 2.0}
+    kwargs: dict[str, Any] = {"tasks": str(tmp_path / "rows.jsonl"), "repositories": str(tmp_path), "tests_s": 5.0}
     reasons = {fault.task: fault.reason for fault in validate("agentrl/SWE-v0", seeds=None, kwargs=kwargs).missed}
     for id, words in (
         ("misfit", "hunk 1 does not fit m.py"),
-        ("late", "the test run was ended at its deadline of 2 s"),
+        ("late", "the test run was ended at its deadline of 5 s"),
         ("no-runner", "No module named no_such_pytest"),
         ("contradiction", "exit code 3, and no test of the log has failed"),
     ):

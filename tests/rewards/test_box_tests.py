@@ -85,7 +85,7 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "hidden.py").write_text(TESTS)
     worked(store, HALF, RIGHT, WRONG, b"import os; os._exit(0)", b"while True: pass")
-    scorer = scorer_of(store, files=str(tmp_path / "tests"), box_s=3.0)
+    scorer = scorer_of(store, files=str(tmp_path / "tests"), box_s=8.0)  # in which a busy machine starts Python, too
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
         await eventually(lambda: len(store.scores.recorded()) == 5)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import trio
 from each_case import each_case
+from trio.testing import MockClock
 
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
@@ -108,7 +109,7 @@ async def test_a_turn_whose_episode_was_lost_ends_at_the_next_chunk() -> None:
     assert engine.sent <= 4
 
 
-async def test_an_interrupted_turn_gives_the_rest_also_while_a_part_is_under_way() -> None:
+async def test_an_interrupted_turn_gives_the_rest_also_while_a_part_is_under_way(autojump_clock: MockClock) -> None:
     keep = Slow()
     engine = Engine(keep, TOKENS + 1, halts=6)
     with trio.move_on_after(0.01):

@@ -404,7 +404,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
     assert [each.stop_reason for each in trajectories[:4]] == [StopReason.ENV_FAILED] * 4, "each hangs once, and here"
     assert trajectories[5].stop_reason is None
     assert len(trajectories[5].turns) == 1, "the turn under way was ended and journaled"
-    mock_clock.rate = 5.0  # of polls; a step has five seconds for what takes it a moment
+    # The clock keeps its rate: a step has twenty seconds for what takes it a moment.
     await until(lambda: not sync_async.worn_out())
     # another process has threads of its own
     await run(worker(lambda task: Stuck()), lambda: store.groups.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)

@@ -167,7 +167,8 @@ def test_a_call_with_broken_arguments_reaches_the_environment_as_text(server: An
 
 
 class Ladder(agentrl.Env):
-    """Seeds that are even are climbed in one turn; the others in none, and are worth half at a limit."""
+    """Seeds that are even are climbed in one turn; the others in none, and are worth half at a limit. A turn on which
+    the climb goes on takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Ladder(agentrl.Env):
         return ({"role": "user", "content": f"task {seed}"},), {}
 
     async def astep(self, action: str) -> Any:
-        if self._seconds:
+        if self._seconds and not self._even:
             with policy_time():
                 await trio.sleep(self._seconds)
         info = {"outcome": 1.0} if self._even else {}
@@ -201,7 +202,7 @@ def measured(
     transport = httpx.MockTransport(
         lambda request: handler(json.loads(request.content)) if request.method == "POST" else httpx.Response(404)
     )
-    client = ScoringClient(url, model="m", transport=transport, deadline_s=5)
+    client = ScoringClient(url, model="m", transport=transport, deadline_s=60)
     served = of_endpoint.Endpoint(client=client, options=of_endpoint.sampling(config))
     return of_endpoint.evaluate(config, served, n, out, on_result=lambda _: None)
 
@@ -299,7 +300,7 @@ def test_sampling_is_that_of_evaluation_and_what_no_chat_server_takes_is_refused
 
 
 def test_an_episode_has_its_deadline_and_its_most_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = ("rollout.episode_deadline_s=0.05", "env.kwargs.seconds=0.02")
+    limits = ("rollout.episode_deadline_s=3", "env.kwargs.seconds=600")
     result = measured(lambda _: says("go on"), tmp_path / "slow", *limits)
     assert (result.outcome, result.failed) == (0.75, 0)
     assert [row["stop_reason"] for row in rows_of(tmp_path / "slow") if row["seed"] % 2] == ["time_limit"]

@@ -17,7 +17,7 @@ from .test_run import DEADLINE_S, assert_nothing_remains, command, run_file
 
 ENVS = Path(failing_envs.__file__)
 TINY: dict[str, Any] = {
-    "rollout": {"group_size": 2, "max_running": 8, "max_tokens_per_turn": 4, "step_deadline_s": 3},
+    "rollout": {"group_size": 2, "max_running": 8, "max_tokens_per_turn": 4},
     "train": {"steps": 2},
 }
 
@@ -109,7 +109,7 @@ FAILING = [
     pytest.param("LaterResetRaises", {}, "reset raised FileNotFoundError: tasks/", marks=LONG),
     ("StepRaises", {}, "step raised KeyError: 'missing'"),
     pytest.param("HalfRaises", {"train": {"steps": 200}}, "by an exception (rollout.failure_budget = 0.2)", marks=LONG),
-    pytest.param("StepHangs", {}, "step took over 3 s", marks=LONG),
+    pytest.param("StepHangs", {"rollout": {"step_deadline_s": 3}}, "step took over 3 s", marks=LONG),
     pytest.param("AnswersNone", {}, "step of turn 0 returned a NoneType", marks=LONG),
     pytest.param("OutcomeIsNan", {}, "info['outcome'] = nan: give a finite number", marks=LONG),
     pytest.param("HostIsDown", {}, "the game server at 10.0.0.7 does not answer: start it", marks=LONG),

@@ -29,8 +29,8 @@ from .play import admit, serve
 from .proxy import Proxy, before
 from .server import Server
 
-ANSWER_S = 4.0  # how long a call waits for a silent server here
-LATE_S = 2.0  # how late a busy machine may wake a task
+ANSWER_S = 12.0  # how long a call waits for a silent server here
+LATE_S = 8.0  # how late a busy machine may wake a task
 
 
 class Slow:
@@ -60,7 +60,7 @@ async def test_a_read_of_a_file_is_made_at_once_and_one_of_a_server_in_a_thread(
 async def test_law_4_a_read_ends_at_its_deadline_a_cancelled_one_at_once_and_both_leave_one_thread() -> None:
     slow = Slow()
     looks = Looks(slow, deadline_s=0.05)
-    with trio.fail_after(30.0):
+    with trio.fail_after(60.0):
         with pytest.raises(StoreAway, match=r"within 0\.05 s: start it"):
             await looks(Slow.call)
         with trio.move_on_after(0.01) as cancelled:
@@ -203,7 +203,7 @@ async def test_law_4_nothing_in_a_loop_is_late_while_the_database_is_silent(
                 "turns to score": partial(desk.awaiting, "tests", 8),
                 "episodes": partial(desk.wait_for_work, "rollout", 60.0),
             }
-            with trio.fail_after(5 * ANSWER_S):
+            with trio.fail_after(10 * ANSWER_S):
                 await again("control", 60.0)  # it is connected
                 async with trio.open_nursery() as beating:
                     beating.start_soon(beat)

@@ -75,7 +75,7 @@ async def test_python_errors_are_tracebacks_of_the_code(box: Sandbox) -> None:
 
 
 async def test_python_session_that_hangs_or_dies_starts_afresh(box: Sandbox) -> None:
-    python = Python(box, timeout_s=5.0)  # which it has to start in, too
+    python = Python(box, timeout_s=10.0)  # which it has to start in, too
     await python.call({"code": "kept = 1"})
     result = await python.call({"code": "while True: pass"})
     assert result.is_error and "restarted" in result.content
