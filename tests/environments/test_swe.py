@@ -363,9 +363,10 @@ async def test_a_reward_that_is_a_folder_has_earned_nothing(tmp_path: Path) -> N
 FORGER = """python3 -c 'import os, time
 if os.fork() == 0:
     os.setsid()
-    for _ in range(400):
+    for _ in range(2000):
         os.makedirs("/workspace/.harbor/logs/verifier", exist_ok=True)
-        open("/workspace/.harbor/logs/verifier/reward.txt", "w").write("1")
+        open("/workspace/.harbor/logs/forged", "w").write("1")
+        os.rename("/workspace/.harbor/logs/forged", "/workspace/.harbor/logs/verifier/reward.txt")
         time.sleep(0.005)
 '"""
 
@@ -377,7 +378,8 @@ async def test_a_program_under_test_forges_a_shared_verifier_and_no_separate_one
     shutil.copytree(shipped, tmp_path / "mend-totals")
     (tmp_path / "mend-totals/task.toml").write_text("")
     (tmp_path / "mend-totals/tests/test.sh").write_text(
-        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py; sleep 0.2\n"
+        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py\n"
+        "until grep -q 1 /logs/verifier/reward.txt; do sleep 0.01; done\n"  # the forger may be late
     )
     write = f"cat > totals.py <<'END'\nimport os\nos.system({FORGER!r})\nEND\n"
     for harbor, outcome in ((Harbor(tasks=str(tmp_path), shared_verifier=True), 1.0), (Harbor(), 0.0)):

@@ -92,7 +92,7 @@ def written(run: RunDir) -> int:
 
 
 def metric(engine: Server, name: str) -> float:
-    lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{engine.url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 

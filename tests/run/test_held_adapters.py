@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,13 @@ async def test_an_adapter_outlives_its_folder_for_as_long_as_the_engine_has_it(
             raise AssertionError("there is no such adapter")
 
 
+async def until(done: Callable[[], bool]) -> None:
+    """Threads link the files of an adapter: that no task runs does not say that they have."""
+    with trio.fail_after(60):
+        while not done():  # noqa: ASYNC110 - it is a list that grows
+            await trio.sleep(0.001)
+
+
 async def test_more_adapters_than_the_engine_holds_wait_in_their_order(
     held: HeldAdapters, fake: FakeVLLM, tmp_path: Path
 ) -> None:
@@ -76,14 +83,15 @@ async def test_more_adapters_than_the_engine_holds_wait_in_their_order(
     async with trio.open_nursery() as nursery:
         for number, one in adapters.items():
             nursery.start_soon(use, number, one)
-            await wait_all_tasks_blocked(0.01)
+            await until(lambda number=number: len(came) == min(number, 2))
+            await wait_all_tasks_blocked()  # the others stand in line
         assert len(fake.adapters) == 2 and came == ["w1", "w2"]
         async with held.held(None) as name:  # the base model waits for nobody
             assert name is None
         for number, waits in ((2, "w3"), (1, "w4")):
             leave[number].set()
-            await wait_all_tasks_blocked(0.01)
-            assert came[-1] == waits and f"w{number}" not in fake.adapters and len(fake.adapters) == 2
+            await until(lambda waits=waits: came[-1] == waits)
+            assert f"w{number}" not in fake.adapters and len(fake.adapters) == 2
         leave[3].set()
         leave[4].set()
     assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["w3", "w4"]

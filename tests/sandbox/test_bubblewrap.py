@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from agentrl.errors import SandboxError, SandboxUnavailable
-from agentrl.protocols import Limits, SandboxSpec
+from agentrl.protocols import BoxProcess, Limits, SandboxSpec
 from agentrl.sandbox.bubblewrap.backend import Bubblewrap, BubblewrapBox
 from agentrl.testing.sandbox import CASES
 from tests.parts.kill_sweep import left_by, sweep
@@ -60,13 +60,22 @@ async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewra
     """Twenty processes of 40 MB each pass the bound of one process, not that of the box."""
     if os.geteuid() != 0:
         pytest.skip("control groups need root")
-    spec = SandboxSpec(limits=Limits(memory_bytes=200 << 20, disk_bytes=1 << 20, wall_s=30))
+    spec = SandboxSpec(limits=Limits(memory_bytes=200 << 20, disk_bytes=1 << 20, wall_s=600))
     box = await backend.create(spec)
-    program = "b = bytearray(40 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nimport time; time.sleep(5)"
+    program = "b = bytearray(40 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nimport time; time.sleep(600)"
     started = [await box.start(["python3", "-c", program]) for _ in range(20)]
+    ended = list[int]()
+
+    async def wait_for(process: BoxProcess) -> None:
+        if result := await process.wait():
+            ended.append(result.exit_code)
+            nursery.cancel_scope.cancel()
+
     with trio.fail_after(60):
-        results = [await process.wait() for process in started]
-    assert any(result and result.exit_code == 137 for result in results)
+        async with trio.open_nursery() as nursery:
+            for process in started:
+                nursery.start_soon(wait_for, process)
+    assert ended and set(ended) == {137}
 
 
 OWNER = """
@@ -190,7 +199,7 @@ async def test_open_network_is_the_host_s(backend: Bubblewrap) -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         box = await backend.create(SandboxSpec(network=True))
-        program = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=5)"
+        program = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=60)"
         assert (await box.exec(["python3", "-c", program])).exit_code == 0
 
 

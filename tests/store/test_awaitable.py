@@ -56,14 +56,18 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def statements(store: RunStore, first: str = "") -> Iterator[list[str]]:
-    """The statements that are run meanwhile and begin with `first`."""
+    """The statements that are run meanwhile and begin with `first`. One that waits for the lock is run once, however
+    long the lock is held."""
     found: list[str] = []
     connection = store._db.driver.connection  # pyright: ignore[reportPrivateUsage]
+    (moment_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    connection.execute("PRAGMA busy_timeout = 60000")
     connection.set_trace_callback(lambda sql: found.append(sql) if sql.startswith(first) else None)
     try:
         yield found
     finally:
         connection.set_trace_callback(None)
+        connection.execute(f"PRAGMA busy_timeout = {moment_ms}")
 
 
 transactions = partial(statements, first="BEGIN IMMEDIATE")
@@ -160,7 +164,9 @@ async def test_an_error_is_that_of_the_call_that_made_it(
         async with trio.open_nursery() as nursery:
             with locked(store.path):
                 nursery.start_soon(begin, claims[0], claims[0].fence)
-                await trio.testing.wait_all_tasks_blocked(0.01)
+                with trio.fail_after(60):
+                    while not began:  # noqa: ASYNC110 - the thread takes its time
+                        await trio.sleep(0.001)
                 nursery.start_soon(begin, lost, lost.fence - 1)
                 nursery.start_soon(begin, claims[2], claims[2].fence)
                 await trio.testing.wait_all_tasks_blocked(0.01)
