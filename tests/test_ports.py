@@ -22,11 +22,10 @@ def test_a_port_is_none_that_the_system_gives_unasked() -> None:
 
 
 def test_a_port_that_somebody_has_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken, socket.socket() as free:
+    ours = free_port()
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        free.bind(("127.0.0.1", 0))
-        ours, theirs = free.getsockname()[1], taken.getsockname()[1]
-        free.close()
+        theirs = taken.getsockname()[1]
         monkeypatch.setattr(ports, "_PORTS", (theirs, ours))
         assert {free_port() for _ in range(20)} == {ours}
         monkeypatch.setattr(ports, "_PORTS", (theirs,))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import signal
-import socket
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ import trio.testing
 from safetensors import SafetensorError
 
 from agentrl.errors import DiskFull
+from agentrl.host.ports import free_port
 from agentrl.learner.adapter_learner import AdapterLearner
 from agentrl.models.resolve import model_dir
 from agentrl.run.training_server import disk_waits
 from agentrl.run.training_server.call_log import Call, CallAnswer, CallEffects, CallLog
 from agentrl.run.training_server.training_calls import TrainingCalls, model_id
 
-from .training_servers import MODEL, in_process
+from .training_servers import MODEL, START_S, in_process
 
 pytestmark = [
     pytest.mark.tinker,
@@ -217,7 +217,7 @@ async def test_a_disk_that_stays_full_ends_the_server(tmp_path: Path, autojump_c
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_S
     while not true():
         assert time.monotonic() < deadline
 
@@ -227,9 +227,7 @@ def test_a_client_goes_on_over_kills_of_its_server(tmp_path: Path) -> None:
     import tinker
     from tinker import types
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()  # none of those that the system gives to others while the server is away
     state = tmp_path / "state"
     params = types.AdamParams(learning_rate=1e-2, eps=1e-2)
     data = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from agentrl.errors import UsageError
+from agentrl.host.ports import free_port
 from agentrl.run.processes.engine_metrics import EngineFigures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -41,7 +41,7 @@ def families(address: str) -> dict[str, dict[tuple[str, ...], float]]:
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(httpx.get(address, timeout=30).text):
+    for family in text_string_to_metric_families(httpx.get(address, timeout=DEADLINE_S).text):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("run") == "made"
@@ -125,9 +125,7 @@ def test_the_dashboard_asks_for_figures_that_there_are() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus server (apt-get install prometheus)")
 def test_the_real_server_scrapes_a_run(runs: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with exported([runs], port=0) as address:
         job = {"job_name": "agentrl", "static_configs": [{"targets": [address.split("/")[2]]}]}
         settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
@@ -139,7 +137,7 @@ def test_the_real_server_scrapes_a_run(runs: Path, tmp_path: Path) -> None:
             everything = {row["metric"]["__name__"] for row in _query(port, '{run="made"}')}
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(30)
+            server.wait(DEADLINE_S)
     assert float(found[0]["value"][1]) == pytest.approx(1 / 3) and found[0]["metric"]["run"] == "made"
     assert {"agentrl_step_total", "agentrl_episodes_total", "agentrl_engine_ready"} <= everything
 
@@ -149,7 +147,8 @@ def _query(port: int, expression: str) -> list[dict[str, Any]]:
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         try:
-            answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expression}, timeout=10)
+            url = f"http://127.0.0.1:{port}/api/v1/query"
+            answer = httpx.get(url, params={"query": expression}, timeout=DEADLINE_S)
             if answer.status_code == 200 and (found := answer.json()["data"]["result"]):
                 return found
         except httpx.TransportError:
