@@ -334,7 +334,7 @@ def test_a_command_in_the_background_of_a_shell_goes_on_at_ctrl_c() -> None:
     assert done.stdout.startswith("agentrl ") and not done.stderr
 
 
-CTRL_C_S = 60.0
+CTRL_C_S = 300.0
 WAITS = """
 import agentrl, trio
 

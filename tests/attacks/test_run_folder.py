@@ -109,8 +109,8 @@ def test_scratch_that_somebody_else_planted_holds_up_no_start(other_user: OtherU
 
         thread = threading.Thread(target=starts, daemon=True)
         thread.start()
-        assert made.wait(30), "it waits for somebody else's pipe"
-        thread.join(30)
+        assert made.wait(60), "it waits for somebody else's pipe"
+        thread.join(60)
         assert len([*shared.iterdir()]) == 2, "and removes nothing that is not its own"
 
 

@@ -131,7 +131,7 @@ def test_a_group_is_taken_once_with_its_record_and_is_there_after_a_crash(
     buffer.put(own)
     buffer.close()  # as good as a crash: nothing else was written
     with Buffer(tmp_path / "b", groups_per_step=1, max_lag=1) as again:
-        batch = again.take(timeout_s=5)
+        batch = again.take(timeout_s=60)
         assert batch.step == 1 and len(batch.trajectories) == 4
         by_member = {one.member: one.turns for one in own}  # they end in any order
         assert {one.member: one.turns for one in batch.trajectories} == by_member
@@ -142,7 +142,7 @@ def test_a_group_is_taken_once_with_its_record_and_is_there_after_a_crash(
         assert again.resume() is None, "no checkpoint: what was taken is there again"
         minted = again.mint(0)
         again.confirm(minted)
-        assert len(again.take(timeout_s=5).trajectories) == 4
+        assert len(again.take(timeout_s=60).trajectories) == 4
 
 
 def test_tokens_too_old_are_not_taken_and_foreign_versions_are_refused(
@@ -158,7 +158,7 @@ def test_tokens_too_old_are_not_taken_and_foreign_versions_are_refused(
         groups = [[_of_version(o, first.version) for o in played if o.task.seed == seed] for seed in (0, 1)]
         for group in (*groups, groups[0]):
             buffer.put(group)
-        assert [buffer.take(timeout_s=5).step for _ in range(2)] == [1, 2]
+        assert [buffer.take(timeout_s=60).step for _ in range(2)] == [1, 2]
         with pytest.raises(RunFailed):  # in step 3 they are two steps old
             buffer.take(timeout_s=0)
     with pytest.raises(UsageError, match="a group has one task"):

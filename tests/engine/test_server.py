@@ -196,7 +196,7 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
 )
 async def test_a_bad_request_gets_400_and_says_why(server: Server, body: object, words: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with httpx.AsyncClient(base_url=server.url) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         answer = await http.post(GENERATE, content=content)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]

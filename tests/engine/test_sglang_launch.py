@@ -183,7 +183,7 @@ def test_the_interpreter_is_found_or_named(stand_in: Callable[..., Path], monkey
 async def test_it_ends_with_its_lifeline_and_so_do_its_children(stand_in: Callable[..., Path], tmp_path: Path) -> None:
     build = Build(python=stand_in(SLEEPER), version="0.5.23")
     own, log = a_server(build=build, key=EngineKey.of("-secret")), tmp_path / "log"
-    with trio.fail_after(60):
+    with trio.fail_after(300):
         async with server_process(own.build.python, own.argv(), own.env(), log) as process:
             while b"child" not in log.read_bytes():  # noqa: ASYNC110 - of a file nobody tells us
                 await trio.sleep(0.01)

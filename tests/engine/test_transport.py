@@ -65,7 +65,7 @@ async def serving(handler: Handler, **settings: float) -> AsyncIterator[tuple[ht
         nursery.start_soon(trio.serve_listeners, accept, listeners)
         port = listeners[0].socket.getsockname()[1]
         transport = TrioTransport(**settings)
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{port}") as client:
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client, connections
         nursery.cancel_scope.cancel()
 

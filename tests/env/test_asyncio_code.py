@@ -29,7 +29,7 @@ async def fetched(url: str) -> str:
             await asyncio.sleep(0)
             return text
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return "".join(await asyncio.gather(part("page of "), part(url)))
 
 

@@ -242,7 +242,7 @@ async def test_an_mcp_server_is_named_and_dies_with_the_episode() -> None:
     descriptor = os.pidfd_open(int(await told(env, "pid")))
     try:
         await env.aclose()
-        with trio.fail_after(60):
+        with trio.fail_after(300):
             await trio.lowlevel.wait_readable(descriptor)
     finally:
         os.close(descriptor)

@@ -63,7 +63,7 @@ class Boxed(ToolEnv):
     @agentrl.tool
     async def run(self, command: str) -> str:
         """Run a command."""
-        result = await self.box.exec(["sh", "-c", command], timeout_s=5.0)
+        result = await self.box.exec(["sh", "-c", command], timeout_s=60.0)
         self.seen.add(command)
         self.note(luck=int(self.np_random.integers(1 << 30)))
         return f"{next(self.numbers)} {result.stdout.decode()} {len(result.stderr)}"
@@ -149,7 +149,7 @@ async def test_an_environment_that_goes_another_way_is_noticed() -> None:
         @agentrl.tool
         async def run(self, command: str) -> str:
             """Run a command."""
-            return (await self.box.exec(["sh", "-c", command], timeout_s=5.0)).stdout.decode()
+            return (await self.box.exec(["sh", "-c", command], timeout_s=60.0)).stdout.decode()
 
     for make, words in (
         (Otherwise, "reset gave another first observation"),

@@ -295,9 +295,9 @@ def test_a_function_that_abstains_has_no_score(processes: int) -> None:
 
 
 def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pytest.LogCaptureFixture) -> None:
-    one = env("same", "hangs", reward_s=5.0, processes=1)
+    one = env("same", "hangs", reward_s=2.0, processes=1)
     assert outcome(one, "hang", answer="hang") == 1.0, "what has answered counts"
-    assert "hangs' had not judged an answer within reward_s = 5" in caplog.text
+    assert "hangs' had not judged an answer within reward_s = 2" in caplog.text
     one.reset(seed=0, options={"prompt": "q", "answer": "hang"})
     info = one.step("hang")[4]
     assert [list(info["scores"]), info["scores_late"]] == [[one._names[0]], [one._names[1]]]

@@ -223,7 +223,7 @@ def test_slurm_s_directives_are_known_and_its_script_starts_the_run(programs: Pa
     assert directives.keys() <= SBATCH and directives["ntasks-per-node"] == "1" and "exclusive" in directives
     room = [int(directives["cpus-per-task"])] * int(directives["nodes"])
     assert fits(run_file(), room)
-    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    subprocess.run(["bash", "-n", script], check=True, timeout=60)
     store, folder = "postgresql://u@h/d", str(tmp_path / "run")
     srun, ray, agentrl = calls(programs, "bash", str(script), **SLURM, STORE=store, FOLDER=folder)
     assert " ray symmetric-run " in srun
@@ -252,7 +252,7 @@ def test_the_end_of_slurm_s_time_stops_the_run_and_queues_it_again(programs: Pat
         while not (tmp_path / "calls").exists() or "agentrl train" not in (tmp_path / "calls").read_text():
             assert process.poll() is None
         process.send_signal(10)  # SIGUSR1, as --signal asks for
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     finally:
         process.kill()
     written = (tmp_path / "calls").read_text()

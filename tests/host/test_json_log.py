@@ -11,7 +11,7 @@ from each_case import each_case
 
 from agentrl.host import json_log
 
-_DEADLINE_S = 60
+_DEADLINE_S = 300
 NOISY = r"""
 import os, signal, subprocess, sys
 print('{"time": "forged", "level":', "\x1b[31mred\x1b[0m")

@@ -86,7 +86,7 @@ def stopped(pid: int) -> Generator[None]:
     """A process stands still for the time of the block. Raises NoEffect if the kernel does not say that it does."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while state(pid) not in "TtXZ":
             if time.monotonic() > deadline:
                 raise NoEffect(f"process {pid} was stopped and goes on")

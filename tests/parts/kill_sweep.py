@@ -28,7 +28,8 @@ MAKING = frozenset({"fork_exec", "mkdir", "chmod", "chown", "write"})
 REPOSITORY = Path(__file__).resolve().parents[2]
 """Where the scripts find this module: it is not installed."""
 
-_GONE_S = 20.0  # time for processes to end after their owner, by themselves or by a janitor
+_SWEEP_S = 500.0  # time for all forks of a sweep
+_GONE_S = 120.0  # time for processes to end after their owner, by themselves or by a janitor
 
 
 def sweep(script: str, marker: str, *arguments: str) -> int:
@@ -37,7 +38,7 @@ def sweep(script: str, marker: str, *arguments: str) -> int:
     processes that they start. Raises AssertionError with the remains."""
     command = [sys.executable, "-c", script, marker, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_SWEEP_S, check=True, env=environment)
     owners = [int(line) for line in done.stdout.split()]
     deadline = time.monotonic() + _GONE_S
     while left := [found for owner in owners for found in left_by(owner, marker)]:

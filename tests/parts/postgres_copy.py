@@ -66,7 +66,7 @@ def _connected(address: Path) -> Generator[tuple[psycopg.Connection[tuple[Any, .
     """A transaction that sees one state and writes nothing, and the run's schema."""
     place = json.loads(address.read_text())
     options = f"-c statement_timeout={1000 * _ANSWER_S}"
-    with closing(psycopg.connect(place["url"], connect_timeout=10, options=options)) as source:
+    with closing(psycopg.connect(place["url"], connect_timeout=_ANSWER_S, options=options)) as source:
         source.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         source.read_only = True
         yield source, place["schema"]

@@ -26,7 +26,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 _SET_INTERFACE, _TAP, _BARE = 0x400454CA, 0x0002, 0x1000
 _NET = "10.99.0"
-_DEADLINE_S = 60
+_DEADLINE_S = 300
 
 
 class Network:

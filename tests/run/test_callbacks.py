@@ -26,7 +26,7 @@ from agentrl.run.run_folder import RunDir
 from agentrl.run.stop_request import StopRequest
 from agentrl.store import Ending, RunStore
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture

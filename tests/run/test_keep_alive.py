@@ -20,7 +20,7 @@ from agentrl.run.processes import heartbeat, restart
 from agentrl.run.processes.keep_alive import keep_alive
 from agentrl.run.supervisor import Interrupted, _interrupt  # pyright: ignore[reportPrivateUsage]
 
-DEADLINE_S = 60
+DEADLINE_S = 300
 BEGIN = """
 import os, signal, sys, time
 from pathlib import Path

@@ -286,7 +286,8 @@ def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and nobody ever answers
         cluster = {"launcher": "ray", "address": f"127.0.0.1:{silent.getsockname()[1]}", "place_deadline_s": 1.0}
         file = run_file(tmp_path, "agentrl/Calculator-v0", cluster=cluster)
-        done = subprocess.run(command("train", file, "--out", tmp_path / "run"), capture_output=True, timeout=120)
+        train = command("train", file, "--out", tmp_path / "run")
+        done = subprocess.run(train, capture_output=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and b"the head does not answer within 1 s" in done.stderr, done
 
 
@@ -298,5 +299,6 @@ def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path: Path) -> 
     )
 
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert "start one (ray start --head)" in done.stdout, done.stdout + done.stderr

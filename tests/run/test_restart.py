@@ -18,7 +18,7 @@ from agentrl.errors import RunFailed
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.restart import Child, RestartBudget
 
-DEADLINE_S = 60
+DEADLINE_S = 300
 
 
 def child(tmp_path: Path, code: str) -> Child:

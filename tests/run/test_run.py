@@ -149,7 +149,7 @@ def command_line(pid: int) -> str:
 
 
 def assert_nothing_remains(run: RunDir) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     while (left := children(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, [command_line(pid) for pid in left]

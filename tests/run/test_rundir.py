@@ -120,7 +120,7 @@ def test_law_4_scratch_and_processes_go_with_a_killed_supervisor_and_the_next_on
     run = RunDir.create(tmp_path / "run", CONFIG)
     env = {**os.environ, "MARKER": f"4327.{os.getpid()}", "PYTHONPATH": str(REPOSITORY)}
     script = [sys.executable, "-c", EACH_CALL, str(run.path)]
-    done = subprocess.run(script, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
+    done = subprocess.run(script, env=env, stdout=subprocess.PIPE, timeout=500, check=True)
     assert int(done.stdout) >= 7
     with run.lock():
         assert not run.scratch.exists() and not host_processes(env["MARKER"])
@@ -144,7 +144,7 @@ with run.lock() as lock, run.owned_scratch(lock):
 def dead(tmp_path: Path) -> Iterator[RunDir]:
     """A run whose supervisor was killed together with its janitor: its scratch is still there."""
     run = RunDir.create(tmp_path / "dead", CONFIG)
-    subprocess.run([sys.executable, "-c", KILLED_WITH_ITS_JANITOR, str(run.path)], timeout=60)
+    subprocess.run([sys.executable, "-c", KILLED_WITH_ITS_JANITOR, str(run.path)], timeout=500)
     assert (run.scratch / "weights" / "7.safetensors").exists()
     yield run
     run.clear_scratch()

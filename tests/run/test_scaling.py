@@ -290,7 +290,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
     run, launcher = made(folder, engine=URLS, rollout={"step_deadline_s": 0.05}), Full(full)
     run.make_scratch()
     try:
-        with RunStore.open(run.store_path) as store, trio.fail_after(60):
+        with RunStore.open(run.store_path) as store, trio.fail_after(300):
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(run, run.config(), Looks(store), Aside(store), nursery, {}, launcher)
                 await processes.start_workers()

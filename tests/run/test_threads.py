@@ -19,7 +19,7 @@ from agentrl.run.supervisor import Interrupted, Supervisor, run_to_end
 from agentrl.run.trainer import evaluate
 
 DOCUMENT = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TinyCoder-v0"}}
-DEADLINE_S = 60
+DEADLINE_S = 300
 
 
 @pytest.fixture

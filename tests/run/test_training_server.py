@@ -350,7 +350,7 @@ def test_a_request_that_cannot_be_is_refused_in_a_few_words(server: tuple[Runnin
         reply = httpx.post(f"{running.url}/api/v1/{route}", content=body, headers=headers, timeout=60)
         assert 400 <= reply.status_code < 500, (route, reply.status_code)
         assert len(reply.content) < 5000 and reply.json()["error"], route
-    assert httpx.get(f"{running.url}/api/v1/healthz").json() == {"status": "ok"}
+    assert httpx.get(f"{running.url}/api/v1/healthz", timeout=60).json() == {"status": "ok"}
 
 
 def test_a_state_folder_that_was_open_is_closed_to_others(

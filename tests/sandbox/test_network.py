@@ -24,7 +24,7 @@ from . import certificates
 from .conftest import IMAGE, docker_engine  # noqa: F401  (a fixture)
 
 LARGE = bytes(range(256)) * 8_000  # two megabytes, more than any buffer on the way
-FETCH = "import sys, urllib.request; sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1], timeout=20).read())"
+FETCH = "import sys, urllib.request; sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1], timeout=60).read())"
 
 
 @pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.long])])
@@ -32,7 +32,7 @@ async def box(request: pytest.FixtureRequest) -> AsyncGenerator[Sandbox]:
     backend: Any = Bubblewrap()
     if request.param == "docker":
         backend = Docker(image=IMAGE, base_url=request.getfixturevalue("docker_engine"))
-    limits = Limits(wall_s=60.0, cpu_s=60.0, memory_bytes=1 << 30, output_bytes=4 << 20)
+    limits = Limits(wall_s=120.0, cpu_s=60.0, memory_bytes=1 << 30, output_bytes=4 << 20)
     yield await backend.create(SandboxSpec(limits=limits))
     await backend.aclose()
 
@@ -84,7 +84,7 @@ async def fetched(way: Network, box: Sandbox, url: str) -> tuple[int, bytes, byt
 async def spoken(way: Network, box: Sandbox, said: bytes) -> bytes:
     """What the proxy answers a client that writes bytes of its own."""
     client = (
-        "import socket, sys; s = socket.create_connection(('127.0.0.1', 3128)); s.settimeout(20)\n"
+        "import socket, sys; s = socket.create_connection(('127.0.0.1', 3128)); s.settimeout(60)\n"
         "data = bytes.fromhex(sys.argv[1]); s.sendall(data)\n"
         "while (got := s.recv(65536)): sys.stdout.buffer.write(got)"
     )
@@ -195,7 +195,7 @@ async def test_a_tunnel_is_tls_for_the_host_that_was_asked_for(
     context.sni_callback = lambda _, name, __: asked.append(name)
 
     async def serve(stream: trio.SocketStream) -> None:
-        with trio.move_on_after(20):
+        with trio.move_on_after(60):
             try:
                 tls = trio.SSLStream(stream, context, server_side=True)
                 await tls.receive_some()
@@ -209,7 +209,7 @@ async def test_a_tunnel_is_tls_for_the_host_that_was_asked_for(
     named(monkeypatch, registry_example="127.0.0.1")
     client = f"""
 import socket, ssl, sys
-s = socket.create_connection(("127.0.0.1", 3128)); s.settimeout(20)
+s = socket.create_connection(("127.0.0.1", 3128)); s.settimeout(60)
 s.sendall(b"CONNECT registry.example:{port} HTTP/1.1\\r\\n\\r\\n")
 assert s.recv(1000).startswith(b"HTTP/1.1 200"), "no tunnel"
 c = ssl.create_default_context(); c.check_hostname = False; c.verify_mode = ssl.CERT_NONE

@@ -168,7 +168,7 @@ trio.run(main)
     owner.wait()
     owner.stdout.close()
     trio.run(must_vanish, mark)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while folder.parent.exists() and time.monotonic() < deadline:
         time.sleep(0.05)  # the janitor removes it after the processes
     assert not folder.parent.exists()
@@ -187,16 +187,16 @@ def test_a_box_of_a_machine_of_its_own_ends_without_its_owner(tmp_path: Path) ->
     text = base64.b64encode(json.dumps(request).encode()).decode()
     (tmp_path / "helper.py").write_text(remote_box._helper())
     # nobody inside can end process 1, but it ends with its child
-    inside = f"{sys.executable} -I {tmp_path}/helper.py {text}; sleep 1000; exit 5"
+    inside = f"{sys.executable} -I {tmp_path}/helper.py {text}; sleep 10000; exit 5"
     began = time.monotonic()
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", inside],
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=500,
         check=False,
     )
     assert b'{"watched": true}' in done.stdout and done.returncode == 5
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 400
 
 
 def test_a_watch_never_ends_this_machine(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ async def test_a_worker_goes_on_while_the_database_is_away_and_its_calls_are_mad
                 await what()
                 began.append(name)
 
-            with trio.fail_after(60):
+            with trio.fail_after(300):
                 async with trio.open_nursery() as nursery:
                     journal = partial(desk.journal_turn, one.episode_id, one.fence, turn(0, 1))
                     nursery.start_soon(call, journal, "turn")

@@ -56,7 +56,7 @@ async def test_law_4_server_dies_with_the_episode(server: McpServer) -> None:
     try:
         await server.aclose()
         await server.aclose()
-        with trio.fail_after(60):
+        with trio.fail_after(300):
             await trio.lowlevel.wait_readable(descriptor)
     finally:
         os.close(descriptor)

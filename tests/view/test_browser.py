@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,10 +19,10 @@ from agentrl.view.bundle import write_bundle
 from agentrl.view.page_server import served
 from agentrl.view.recorded_run import recorded_run
 
+from .chromium import DEADLINE_MS, launched
 from .made_run import FILE, HOSTILE, make_run
 
 pytestmark = pytest.mark.chromium
-_DEADLINE_MS = 60_000
 PICTURE_SHOWN = "[...document.querySelectorAll('main img')].map((one) => one.naturalWidth).join() === '12'"
 # What a screen reader or a keyboard would stumble over: controls without a name, a level of headings left out, a
 # region that scrolls and cannot be reached.
@@ -42,17 +41,13 @@ UNREADABLE = """
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with launched() as found:
         yield found
-        found.close()
 
 
 def until_shown(page: Any) -> None:
     """Until the picture is there. Playwright's own wait is a script of the page's, which its policy refuses."""
-    for _ in range(_DEADLINE_MS // 50):
+    for _ in range(DEADLINE_MS // 50):
         if page.evaluate(PICTURE_SHOWN):
             return
         page.wait_for_timeout(50)
@@ -66,7 +61,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
     with served([tmp_path]) as address:
         origin = address.partition("#")[0]
         context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
-        context.set_default_timeout(_DEADLINE_MS)
+        context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()
         page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}") if said.type != "info" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -135,6 +130,7 @@ def test_a_reader_finds_from_the_list_of_runs_to_a_token(browser: Any, tmp_path:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
         stranger = browser.new_context().new_page()
+        stranger.set_default_timeout(DEADLINE_MS)
         stranger.goto(origin)
         stranger.wait_for_selector("text=This page needs its token")
         context.close()
@@ -167,7 +163,7 @@ def test_the_health_of_a_run_says_what_to_type_as_text(
         store.metrics.record(KIND, 0, {"source": "judge", "life": "a", "texts_failed": 0, "texts": [], **judge})  # pyright: ignore[reportArgumentType]
     with served([tmp_path]) as address:
         context = browser.new_context(viewport={"width": 390, "height": 844})
-        context.set_default_timeout(_DEADLINE_MS)
+        context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()
         page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}") if said.type != "info" else None)
         page.goto(address)
@@ -196,7 +192,7 @@ KEPT = """
 def test_an_episode_is_copied_as_a_test_that_passes(browser: Any) -> None:
     with recorded_run() as folder, served([folder]) as address:
         context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
-        context.set_default_timeout(_DEADLINE_MS)
+        context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()
         page.add_init_script(KEPT)
         page.goto(address)
@@ -230,7 +226,7 @@ def test_a_run_as_static_files_shows_the_same(browser: Any, tmp_path: Path) -> N
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         context = browser.new_context()
-        context.set_default_timeout(_DEADLINE_MS)
+        context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()
         page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
         page.on("pageerror", lambda error: wrong.append(str(error)))

@@ -433,7 +433,7 @@ def test_a_run_that_begins_later_or_anew_is_seen(tmp_path: Path) -> None:
 def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> None:
     with served([folder]) as address:
         base, _, token = address.partition("/#token=")
-        answer = httpx.get(f"{base}/api/runs", headers={"authorization": f"Bearer {token}"}, timeout=30)
+        answer = httpx.get(f"{base}/api/runs", headers={"authorization": f"Bearer {token}"}, timeout=60)
         assert [run["id"] for run in answer.json()] == ["made"] and len(token) >= 32
         port = int(base.rpartition(":")[2])
         with (
@@ -442,7 +442,7 @@ def test_the_server_serves_and_ends_and_says_where_it_cannot(folder: Path) -> No
         ):
             pass
     with pytest.raises(httpx.TransportError):
-        httpx.get(base, timeout=30)
+        httpx.get(base, timeout=60)
 
 
 @pytest.mark.parametrize("kind", ["page", "figures"])
@@ -461,10 +461,10 @@ def test_half_requests_of_another_keep_the_owner_out_of_no_server(
         others = [stack.enter_context(socket.create_connection(place)) for _ in range(320)]  # type: ignore[arg-type]
         for other in others:
             other.sendall(b"GET /api/runs HTTP/1.1\r\nHost: x\r\nX-Half: ")
-        answer = httpx.get(url, headers={"authorization": f"Bearer {token or None}"}, timeout=30)
+        answer = httpx.get(url, headers={"authorization": f"Bearer {token or None}"}, timeout=60)
         assert answer.status_code == 200
         for other in others:
-            other.settimeout(30)
+            other.settimeout(60)
             with suppress(ConnectionResetError):
                 assert other.recv(1) == b""  # closed, without an answer
 

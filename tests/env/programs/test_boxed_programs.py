@@ -32,7 +32,7 @@ def ask(messages, url=base):
 
 def connects(port):
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
     except OSError:
         return False
     return True
@@ -120,7 +120,7 @@ async def test_a_connection_to_a_port_that_nobody_serves_ends_alone() -> None:
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listeners[0].socket.getsockname()[1]
     await listeners[0].aclose()
-    look = "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:3128/', timeout=20)"
+    look = "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:3128/', timeout=60)"
     boxes = Bubblewrap()
     try:
         box = await boxes.create()

@@ -86,7 +86,7 @@ async def test_without_the_key_no_body_is_read() -> None:
         async with stream:
             head = "POST /wrong/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 67000000\r\n\r\n"
             await stream.send_all(head.encode())
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 got = await stream.receive_some(1_000)
     assert got.startswith(b"HTTP/1.1 404 ") and b"no such episode" in got
 
@@ -97,7 +97,7 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
         async with stream:
             head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 13\r\n\r\n"
             await stream.send_all(head.encode())
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 assert await stream.receive_some(1_000) == b"HTTP/1.1 100 Continue\r\n\r\n"
                 await stream.send_all(b'{"answer": 1}')
                 assert (await stream.receive_some(1_000)).endswith(b"\r\n\r\n1")
