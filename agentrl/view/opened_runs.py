@@ -47,7 +47,9 @@ class OpenedRun:
     def store(self) -> Generator[RunStore]:
         """The run's store, to look at. A handle of a store that failed, or was replaced, is opened anew next time."""
         with self._lock:
-            inode = self.run.store_path.stat().st_ino if self.run.store_path.exists() else 0
+            inode = 0
+            with suppress(FileNotFoundError):  # a run may be made anew meanwhile
+                inode = self.run.store_path.stat().st_ino
             if inode != self._inode:
                 self._forget()
             if self._handle is None:

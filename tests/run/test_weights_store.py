@@ -226,6 +226,9 @@ def test_what_does_not_arrive_whole_makes_no_folder(tmp_path: Path, monkeypatch:
     assert [came.receive(message) for message in sent][-1] == {"path": str(place / "x-1")}
     assert (place / "x-1" / "weights").read_bytes() == (source / "weights").read_bytes()
     assert place.stat().st_mode & 0o777 == 0o700 and came.holds(str(place / "x-1"))
+    second = uploads.Inbox(str(place))  # of another worker, which gets the same
+    assert [second.receive(message) for message in sent][-1] == {"path": str(place / "x-1")}
+    assert [path.name for path in place.iterdir()] == ["x-1"]
     for bad in ({"folder": "../x", "drop": True}, {"folder": "x", "file": "../../y", "start": 0, "data": ""}, [], {}):
         assert "error" in came.receive(json.dumps(bad))
     assert uploads.forgetting("/etc/x-1") is None

@@ -149,7 +149,7 @@ class WeightPublisher:
         paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
             if path not in paths:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     # --- one delivery
 

@@ -124,10 +124,12 @@ class Inbox:
                 with os.fdopen(os.open(_checked(file), os.O_RDONLY | _FILE, dir_fd=folder), "rb") as opened:
                     if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
                         raise ValueError(f"{file} has another SHA-256 than it was sent with")
-        if name in os.listdir(root):  # a worker beside this one was first, or it was sent twice
-            shutil.rmtree(draft, dir_fd=root)
-        else:
+        try:
             os.rename(draft, name, src_dir_fd=root, dst_dir_fd=root)
+        except OSError:  # a worker beside this one was first, or it was sent twice
+            if name not in os.listdir(root):
+                raise
+            shutil.rmtree(draft, dir_fd=root)
         return {"path": str(self.place / name)}
 
     def _remove(self, root: int, name: str) -> None:

@@ -97,7 +97,7 @@ def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None]
         raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
     root.mkdir(parents=True, exist_ok=True)
     for draft in root.glob(".draft-*"):
-        shutil.rmtree(draft)
+        shutil.rmtree(draft, ignore_errors=True)  # a learner that another has replaced may write into its own, still
     draft = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
     (draft / SHARDS if shards else draft).mkdir(parents=True)
     return draft
