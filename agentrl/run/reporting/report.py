@@ -90,7 +90,9 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
     }
-    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    whole = run.summary.with_name(f"{run.summary.name}.new")
+    whole.write_text(json.dumps(summary, indent=2) + "\n")
+    whole.replace(run.summary)  # others read it as soon as it is there
     return summary
 
 

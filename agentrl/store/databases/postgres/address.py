@@ -66,8 +66,10 @@ class Address(NamedTuple):
             raise UsageError(f"{path} does not say where the run's store is ({error})") from None
 
     def write(self, path: Path) -> None:
-        """Write an address file."""
-        path.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
+        """Write an address file, whole or not at all: others open the run as soon as it is there."""
+        draft = path.with_name(f"{path.name}.new")
+        draft.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
+        draft.replace(path)
 
     def connect(self, *, reads: bool = False) -> DeadlineConnection:
         """A new connection, outside any transaction. Raises psycopg.Error."""
