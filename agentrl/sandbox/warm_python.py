@@ -158,9 +158,13 @@ class WarmPython:
     async def _take(self) -> _Interpreter | None:
         while self._idle:
             interpreter = self._idle.pop()
-            if await interpreter.alive():
-                return interpreter
-            await interpreter.close()
+            alive = False
+            try:
+                if alive := await interpreter.alive():
+                    return interpreter
+            finally:
+                if not alive:  # or the run was cancelled, and nobody else knows of it
+                    await interpreter.close()
         if self._failures >= _TRIES:
             return None
         interpreter = None
