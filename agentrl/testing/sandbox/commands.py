@@ -8,8 +8,9 @@ import os
 
 import trio
 
-from agentrl.protocols import Limits
-from agentrl.testing.sandbox.case import Bench, Case, case, output, py, sh
+from agentrl.errors import SandboxPathError
+from agentrl.protocols import Limits, Sandbox
+from agentrl.testing.sandbox.case import GUARD_S, Bench, Case, case, output, py, sh
 
 _ALL_BYTES = bytes(range(256))
 
@@ -216,8 +217,8 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """a timeout ends the command soon and is flagged; what it wrote before is kept"""
     async with bench.box() as box:
-        with trio.fail_after(15):
-            result = await sh(box, "echo before; sleep 60; echo after", timeout_s=1.0)
+        with trio.fail_after(GUARD_S):
+            result = await sh(box, "echo before; sleep 600; echo after", timeout_s=3.0)
         assert result.timed_out and result.exit_code == 137 and result.stdout == b"before\n", result
 
 
@@ -225,15 +226,15 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """the default deadline is the limit's wall_s"""
     async with bench.box(limits=Limits(wall_s=1.0)) as box:
-        with trio.fail_after(15):
-            assert (await sh(box, "sleep 60")).timed_out
+        with trio.fail_after(GUARD_S):
+            assert (await sh(box, "sleep 600")).timed_out
 
 
 @promise()
 async def _(bench: Bench) -> None:
     """a command that ignores SIGTERM is ended by its timeout too"""
     async with bench.box() as box:
-        with trio.fail_after(15):
+        with trio.fail_after(GUARD_S):
             result = await sh(box, "trap '' TERM INT HUP; while :; do sleep 1; done", timeout_s=0.5)
         assert result.timed_out, result
 
@@ -242,8 +243,8 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """children that hold the output open do not delay the end of a command for long"""
     async with bench.box() as box:
-        with trio.fail_after(15):
-            result = await sh(box, "sleep 60 & echo done", timeout_s=10.0)
+        with trio.fail_after(GUARD_S):
+            result = await sh(box, "sleep 600 & echo done", timeout_s=10.0)
         assert result.stdout == b"done\n", result
 
 
@@ -251,7 +252,7 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """after a timeout the box is as good as before"""
     async with bench.box(files={"kept": b"1"}) as box:
-        await sh(box, "sleep 60", timeout_s=0.3)
+        await sh(box, "sleep 600", timeout_s=0.3)
         assert await output(box, "cat kept") == "1"
 
 
@@ -259,11 +260,23 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """cancelling the caller ends the command; the box is as good as before"""
     async with bench.box() as box:
-        with trio.move_on_after(0.5):
-            await sh(box, "while :; do date +%N > beat; sleep 0.02; done")
-        with trio.fail_after(15):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sh, box, "while :; do date +%N > beat; sleep 0.02; done")
+            with trio.fail_after(GUARD_S):
+                while not await _holds(box, "beat"):  # noqa: ASYNC110 - of a file nobody tells us
+                    await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+        with trio.fail_after(GUARD_S):
             first = await output(box, "cat beat")
             assert await output(box, "sleep 0.3; cat beat") == first, "the cancelled command still runs"
+
+
+async def _holds(box: Sandbox, path: str) -> bool:
+    """Whether a file is there and holds something."""
+    try:
+        return bool(await box.read(path))
+    except SandboxPathError:
+        return False
 
 
 # --- output bounds ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,18 @@ import trio
 
 from agentrl.errors import SandboxPathError
 from agentrl.testing.sandbox import walls
-from agentrl.testing.sandbox.case import Bench, Case, case, host_processes, must_refuse, must_vanish, output, py, sh
+from agentrl.testing.sandbox.case import (
+    GUARD_S,
+    Bench,
+    Case,
+    case,
+    host_processes,
+    must_refuse,
+    must_vanish,
+    output,
+    py,
+    sh,
+)
 
 CASES: list[Case] = []
 attack = functools.partial(case, CASES, "red team")
@@ -108,7 +119,7 @@ while True:
     with secret_file() as (path, secret):
         async with bench.box() as box:
             await box.start(["python3", "-c", f"TARGET = {str(path.parent)!r}\n{swap}"])
-            with trio.fail_after(30):
+            with trio.fail_after(GUARD_S):
                 while (await sh(box, "test -e real/l || test -e real/d")).exit_code:
                     pass
             enough = trio.current_time() + 10.0
@@ -142,7 +153,7 @@ async def _(bench: Bench) -> None:
     async with bench.box() as box:
         await py(box, "import os, socket; os.mkfifo('fifo'); socket.socket(socket.AF_UNIX).bind('sock')")
         await sh(box, "mknod null c 1 3; mknod disk b 8 0; mkdir out; ln -s /dev/zero zero; cp -a fifo out/")
-        with trio.fail_after(20), tempfile.TemporaryDirectory() as name:
+        with trio.fail_after(GUARD_S), tempfile.TemporaryDirectory() as name:
             for path in ("fifo", "sock", "null", "disk", "zero"):
                 await must_refuse(box.read(path))
             await must_refuse(box.write("fifo", b"x"))
@@ -403,7 +414,7 @@ if os.fork() == 0:
 os.wait()
 """
     async with bench.box() as box:
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             await py(box, program)
             await must_vanish(marker)
 
@@ -414,7 +425,7 @@ async def _(bench: Bench) -> None:
     marker = f"98765.{secrets.randbelow(10**9)}"
     script = f"setsid sh -c 'trap \"\" HUP TERM; (sleep {marker} & sleep {marker}) & ' ; sleep {marker}"
     async with bench.box() as box:
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             assert (await sh(box, script, timeout_s=1.0)).timed_out
             await must_vanish(marker)
 
@@ -426,7 +437,7 @@ async def _(bench: Bench) -> None:
     async with bench.box() as box:
         script = f"setsid sh -c 'sleep {marker} & echo ready; sleep {marker}' & sleep {marker}"
         process = await box.start(["sh", "-c", script])
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             assert await process.receive() == b"ready\n"
         assert host_processes(marker), "the case looks in the wrong place"
     await must_vanish(marker)

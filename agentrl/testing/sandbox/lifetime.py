@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from agentrl.protocols import Limits
-from agentrl.testing.sandbox.case import Bench, Case, case, must_fail, must_refuse, output, py, sh
+from agentrl.testing.sandbox.case import GUARD_S, Bench, Case, case, must_fail, must_refuse, output, py, sh
 
 CASES: list[Case] = []
 promise = functools.partial(case, CASES, "conformance")
@@ -62,7 +62,7 @@ async def _(bench: Bench) -> None:
         process = await box.start(["sh", "-c", 'while read line; do echo "got $line"; done'])
         for word in ("one", "two"):
             await process.send(f"{word}\n".encode())
-            with trio.fail_after(20):
+            with trio.fail_after(GUARD_S):
                 answer = b""
                 while not answer.endswith(b"\n"):
                     answer += await process.receive()
@@ -75,7 +75,7 @@ async def _(bench: Bench) -> None:
     """a background process ends with its status and the output not yet received"""
     async with bench.box() as box:
         process = await box.start(["sh", "-c", "echo out; echo err >&2; exit 5"])
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             result = await process.wait()
         assert result and (result.exit_code, result.stdout, result.stderr) == (5, b"out\n", b"err\n"), result
         assert await process.wait() == result
@@ -85,10 +85,10 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """waiting for a process that runs on, or for output that does not come, gives up at the timeout"""
     async with bench.box() as box:
-        process = await box.start(["sleep", "60"])
+        process = await box.start(["sleep", "600"])
         assert await process.wait(0.1) is None
         assert await process.receive(0.1) == b""
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             assert (await process.kill()).exit_code == 137
             assert (await process.kill()).exit_code == 137
 
@@ -99,7 +99,7 @@ async def _(bench: Bench) -> None:
     async with bench.box() as box:
         process = await box.start(["sh", "-c", "until [ -e go ]; do sleep 0.05; done; echo went > done"])
         await box.write("go", b"")
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             await process.wait()
         assert await box.read("done") == b"went\n"
 
@@ -109,7 +109,7 @@ async def _(bench: Bench) -> None:
     """the output of a background process is bounded and flagged"""
     async with bench.box(limits=Limits(output_bytes=1000)) as box:
         process = await box.start(["sh", "-c", "head -c 200000 /dev/zero; exit 3"])
-        with trio.fail_after(30):
+        with trio.fail_after(GUARD_S):
             result = await process.wait()
         assert result and (result.exit_code, len(result.stdout), result.truncated) == (3, 1000, True), result
 
@@ -119,7 +119,7 @@ async def _(bench: Bench) -> None:
     """a background command that cannot run has ended with code 126 or 127"""
     async with bench.box() as box:
         for argv in (["no-such-program"], [], ["a\0b"]):
-            with trio.fail_after(20):
+            with trio.fail_after(GUARD_S):
                 result = await (await box.start(argv)).wait()
             assert result and result.exit_code in (126, 127), result
 
@@ -129,10 +129,10 @@ async def _(bench: Bench) -> None:
     """closing the box ends its background processes"""
     async with bench.box() as box:
         process = await box.start(["sh", "-c", "while :; do date +%N; sleep 0.02; done"])
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             assert await process.receive()
         await box.close()
-        with trio.fail_after(20):
+        with trio.fail_after(GUARD_S):
             while await process.receive():
                 pass
 
@@ -171,8 +171,8 @@ async def _(bench: Bench) -> None:
             await box.close()
 
         nursery.start_soon(close_soon)
-        with trio.fail_after(20):
-            await must_fail(box.exec(["sleep", "60"]))
+        with trio.fail_after(GUARD_S):
+            await must_fail(box.exec(["sleep", "600"]))
 
 
 @promise(deadline_s=300)  # nine boxes, one after the other, of an engine that others may use
@@ -187,7 +187,7 @@ async def _(bench: Bench) -> None:
             await box.exec(["true"])
             await box.exec(["no-such-program"])
             await box.restore(await box.snapshot())
-            process = await box.start(["sleep", "60"])
+            process = await box.start(["sleep", "600"])
             await process.kill()
 
     for _ in range(3):  # a client may keep some connections of its own
@@ -222,7 +222,7 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """cpu time of a process is bounded by the limits"""
     async with bench.box(limits=Limits(cpu_s=1.0, wall_s=30.0)) as box:
-        with trio.fail_after(40):
+        with trio.fail_after(GUARD_S):
             result = await sh(box, "while :; do :; done")
         assert result.exit_code in (137, 152) and not result.timed_out, result
 
