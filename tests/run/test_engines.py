@@ -195,6 +195,19 @@ async def test_a_version_that_is_nowhere_is_said_to_be_gone(going: Any) -> None:
         await found.replica.weights()
 
 
+async def test_weights_that_the_learner_removes_as_they_are_looked_for_give_way_to_the_next(
+    going: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await going()
+    found.checkpoint(5)
+    removed, newest = found.version(6, kept=False), found.version(7, kept=True)
+    versions = type(found.store.versions)
+    seen, current = [removed], versions.current_version
+    monkeypatch.setattr(versions, "current_version", lambda store: seen.pop() if seen else current(store))
+    assert (await found.replica.weights()).current == newest
+    assert not seen
+
+
 async def test_an_engine_started_again_is_proved(replica: Start, second: ServedWeights, monkeypatch: Any) -> None:
     found: list[float] = []
     check = canary.check

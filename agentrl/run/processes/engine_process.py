@@ -85,9 +85,13 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role:
     path = None if path is None else file_of(path, role)
     found = path if path is not None and path.exists() else None
     if found is None and current.step != start.version.step:
+        if store.versions.current_version() != current:  # the learner has sent others since, and removed these
+            return current_weights(config, store, start, role)
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
-    kept = None if found is None else canary.beside(found)
-    proof = Canary.read(kept) if kept is not None and kept.exists() else None
+    proof = None
+    if found is not None:
+        with suppress(FileNotFoundError):  # there was none, or the learner removes both
+            proof = Canary.read(canary.beside(found))
     remote = objects_of(config.engine, config.name, store.meta, role)
     if not config.sends_adapters:
         base = current if found is None else start.version  # versions of one step have the same weights
