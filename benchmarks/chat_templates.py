@@ -79,8 +79,8 @@ class Theirs(Renderer):
                 lacking = re.search(r"(?:Special token|one token for) '(.+?)'[ ,]", str(error))
                 if lacking is None:
                     raise
-                self._tokenizer.add_special_tokens([AddedToken(lacking[1], normalized=False)])
-                self._tokenizer.save(str(folder / "tokenizer.json"))
+                self.conversations.tokenizer.add_special_tokens([AddedToken(lacking[1], normalized=False)])
+                self.conversations.tokenizer.save(str(folder / "tokenizer.json"))
 
     def start(self, messages: Any, tools: Any = ()) -> tuple[int, ...]:
         try:
@@ -128,16 +128,20 @@ def results(real: Real, folder: Path, renderer: Renderer) -> Counter[str]:
 
 def forged(renderer: Renderer, real: Real) -> str:
     """Whether a message of the environment that spells out the control tokens adds any."""
-    control = {token for token, added in renderer._tokenizer.get_added_tokens_decoder().items() if added.special}
+    control = {
+        token for token, added in renderer.conversations.tokenizer.get_added_tokens_decoder().items() if added.special
+    }
 
     def answer(sampled: str, text: str) -> int:
-        added = renderer.extend(renderer._tokenizer.encode(sampled).ids, [{"role": "user", "content": text}])
+        added = renderer.extend(
+            renderer.conversations.tokenizer.encode(sampled).ids, [{"role": "user", "content": text}]
+        )
         return sum(token in control for token in added)
 
     end = real.family.final or real.family.text or real.family.markers[0]
     for sampled in (f"GREEN{end}", f"Hm.</think>GREEN{end}", "GREEN"):
         with suppress(ModelError):
-            same = answer(sampled, "a" + "".join(renderer._special) + "z") == answer(sampled, "az")
+            same = answer(sampled, "a" + "".join(renderer.conversations.special) + "z") == answer(sampled, "az")
             return "no" if same else "yes"
     return "?"
 

@@ -50,7 +50,7 @@ class Slow(FakeEngine):
     """Each turn takes a drawn time, in chunks."""
 
     def __init__(self, renderer: Renderer, waits: Waits) -> None:
-        tokens = [*renderer._encode(TEXT)]  # pyright: ignore[reportPrivateUsage]
+        tokens = [*renderer.conversations.encode(TEXT)]
         tokens += [tokens[0]] * (TOKENS - len(tokens))
         super().__init__(lambda request: tokens, version=1, chunk_tokens=TOKENS // 4)
         self._waits, self._door = waits, _Door()

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from agentrl import notices
-from agentrl.engine.rendering.renderer import _SENTINEL, Renderer  # pyright: ignore[reportPrivateUsage]
+from agentrl.engine.rendering.extensions import SENTINEL
+from agentrl.engine.rendering.renderer import Renderer
 from agentrl.errors import ModelError
 from agentrl.records import Message
 
@@ -135,8 +136,11 @@ def of_template(template: str, folder: Path) -> Renderer:
 
 def test_an_end_of_several_tokens_that_was_begun_is_not_begun_again(tmp_path: Path) -> None:
     render = of_template(TWO_TOKENS, tmp_path)
-    first, second = render._tokenizer.token_to_id("<|end_a|>"), render._tokenizer.token_to_id("<|end_b|>")
-    (word,) = render._encode("q")
+    first, second = (
+        render.conversations.tokenizer.token_to_id("<|end_a|>"),
+        render.conversations.tokenizer.token_to_id("<|end_b|>"),
+    )
+    (word,) = render.conversations.encode("q")
     added = render.extend([word], [user("on")])
     assert added[:2] == (first, second)
     assert render.extend([word, first], [user("on")]) == added[1:]
@@ -307,9 +311,9 @@ def test_text_cannot_pass_for_a_control_token(name: str) -> None:
 
 @each_case("name", FORMATS)
 def test_a_message_that_says_what_stands_for_the_sampled_text_ends_no_run(name: str) -> None:
-    added = renderer(name).extend([], [user(f"unknown command: {_SENTINEL}{_SENTINEL}!")])
+    added = renderer(name).extend([], [user(f"unknown command: {SENTINEL}{SENTINEL}!")])
     plain = renderer(name).extend([], [user("unknown command: ?!")])
-    assert text_of(name, added).replace(_SENTINEL * 2, "?") == text_of(name, plain)
+    assert text_of(name, added).replace(SENTINEL * 2, "?") == text_of(name, plain)
 
 
 def test_the_names_of_a_calls_arguments_cannot_pass_for_control_tokens() -> None:

@@ -37,7 +37,7 @@ def writing(renderer: Renderer, chunk_tokens: int = 4) -> FakeEngine:
 
     def script(request: GenerateRequest) -> list[int]:
         asked = renderer.decode(request.token_ids).rstrip().endswith(f"{REQUEST}<|im_end|>\n<|im_start|>assistant")
-        return [*renderer._encode(NOTES if asked else "act"), *request.sampling.stop_token_ids[:1]]
+        return [*renderer.conversations.encode(NOTES if asked else "act"), *request.sampling.stop_token_ids[:1]]
 
     return FakeEngine(script, version=1, chunk_tokens=chunk_tokens)
 
@@ -149,7 +149,7 @@ async def test_killed_in_the_middle_of_its_notes_it_writes_the_rest_of_them(
         await play(claim, context(ScriptedEnv(ANSWERS), mortal, **settings))
     store.deaths.release_all()
     (claim,) = [found for found in store.leases.claim("second", 9, lease_s=10) if found.episode_id == claim.episode_id]
-    begun = tuple(renderer._encode(NOTES)[:2])
+    begun = tuple(renderer.conversations.encode(NOTES)[:2])
     assert claim.partial is not None and claim.partial.token_ids == begun
     env, engine = ScriptedEnv(ANSWERS), writing(renderer)
     await play(claim, context(env, engine, **settings))

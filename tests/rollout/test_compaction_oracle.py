@@ -63,7 +63,7 @@ async def all_episodes(
     claims: list[Claim], store: RunStore, context: Callable[..., Any], renderer: Renderer
 ) -> list[Played]:
     """Every episode that the table can play, each once: the first word everywhere, then the last choice changed."""
-    words = [renderer._encode(word)[0] for word in WORDS]
+    words = [renderer.conversations.encode(word)[0] for word in WORDS]
     played: list[Played] = []
     forced: list[int] | None = []
     while forced is not None:
@@ -139,7 +139,7 @@ async def test_the_expected_gradient_is_the_exact_one(
     played = await all_episodes(claims, store, context, renderer)
     # a, a, · plays 2; a, b, · and b, a, · write notes once, 4 each; b, b, · twice, 8
     assert len(played) == 18
-    policy = Policy(played, [renderer._encode(word)[0] for word in WORDS])
+    policy = Policy(played, [renderer.conversations.encode(word)[0] for word in WORDS])
     mass_P = torch.stack([policy.logprob(one.choices) for one in played]).exp()
     assert float(mass_P.detach().sum()) == pytest.approx(1.0)
     outcome_P = torch.tensor([one.trajectory.outcome for one in played], dtype=torch.float64)

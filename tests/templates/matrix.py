@@ -87,7 +87,7 @@ def oracle(real: Real, messages: Sequence[dict[str, Any]], tools: bool, asks: bo
 def cells(real: Real, folder: Path, renderer: Renderer | None = None) -> Iterator[Cell]:
     """Every way to end a turn, with every kind of next message. Raises ModelError for a folder that is refused."""
     renderer = renderer or Renderer(folder)
-    encode = renderer._tokenizer.encode
+    encode = renderer.conversations.tokenizer.encode
     for next in NEXTS:
         family, called = real.family, next != "user"
         try:
@@ -133,10 +133,14 @@ def cells(real: Real, folder: Path, renderer: Renderer | None = None) -> Iterato
             if way.endswith(" instead") and added == encode(whole[closing:]).ids:
                 yield Cell(next, way, "kept; what the template ends the turn with follows")
             elif added != expected:
-                yield Cell(next, way, f"OTHERWISE: {renderer._tokenizer.decode(added, skip_special_tokens=False)!r}")
+                yield Cell(
+                    next,
+                    way,
+                    f"OTHERWISE: {renderer.conversations.tokenizer.decode(added, skip_special_tokens=False)!r}",
+                )
             elif not whole.startswith(before):
                 yield Cell(next, way, "equal; the template rewrites what stands before")
-            elif called and not renderer._template(tools=True).writes_tools:
+            elif called and not renderer.conversations.template(tools=True).writes_tools:
                 yield Cell(next, way, "equal; the tools stand in the system message")
             elif (
                 not way.endswith(" instead")
@@ -154,8 +158,10 @@ def next_marker(whole: str, at: int, markers: Sequence[str]) -> str:
 
 def _as_text(renderer: Renderer, history: list[dict[str, Any]]) -> str:
     """A template that leaves out calls or answers: whether ours are in what the renderer makes of it."""
-    added = renderer._tokenizer.decode(list(renderer.extend((), history[2:], TOOLS)), skip_special_tokens=False)
-    fork = renderer._tokenizer.decode(list(renderer.start(history, TOOLS)), skip_special_tokens=False)
+    added = renderer.conversations.tokenizer.decode(
+        list(renderer.extend((), history[2:], TOOLS)), skip_special_tokens=False
+    )
+    fork = renderer.conversations.tokenizer.decode(list(renderer.start(history, TOOLS)), skip_special_tokens=False)
     count = len(history) - 2
     told = "Does run_tests" in fork or "run_tests" in fork.partition("Is it green?")[0]
     if added.count("says GOOD") == fork.count("says GOOD") == count and "LAST" in fork and told:
@@ -175,9 +181,9 @@ def demonstration(real: Real, renderer: Renderer) -> str:
             turns, how = renderer.demonstrated(thoughtful, TOOLS), "trained with its reasoning"  # type: ignore[arg-type]
         except ModelError:
             return "refused: " + str(error).partition("' ")[2].partition(":")[0].replace("|", "\\|")
-    said = [renderer._tokenizer.decode(list(own), skip_special_tokens=False) for _, own in turns]
+    said = [renderer.conversations.tokenizer.decode(list(own), skip_special_tokens=False) for _, own in turns]
     call, text = said
     if "run_tests" in call and "LAST" in call and "GREEN" in text:
-        ends = all(own[-1] in renderer._ends for _, own in turns)
+        ends = all(own[-1] in renderer.extensions.ends for _, own in turns)
         return how if ends else f"LOST the end: {said}"
     return f"LOST: {said}"

@@ -130,13 +130,15 @@ def lets_no_answer_pass_for_control_tokens(real: Real) -> None:
     if row_of(real).refused:
         return
     one, _ = rendering(real)
-    control = {token for token, added in one._tokenizer.get_added_tokens_decoder().items() if added.special}
+    control = {
+        token for token, added in one.conversations.tokenizer.get_added_tokens_decoder().items() if added.special
+    }
 
     def answer(text: str) -> list[int]:
         message: Message = {"role": "tool", "name": "run_tests", "tool_call_id": real.ids[0], "content": text}
         return [token for token in one.extend((), [message], TOOLS) if token in control]
 
-    assert answer("a" + "".join(one._special) + "z") == answer("az")
+    assert answer("a" + "".join(one.conversations.special) + "z") == answer("az")
 
 
 CHOICES = {

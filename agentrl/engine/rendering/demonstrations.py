@@ -1,0 +1,95 @@
+"""Demonstrations: conversations whose assistant turns are learned from, as what the policy would see and should say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from agentrl import notices
+from agentrl.engine.rendering.conversations import Conversations, Tools, unread
+from agentrl.engine.rendering.extensions import Extensions
+from agentrl.errors import ModelError
+from agentrl.records import Message
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class Demonstrations:
+    """Splits demonstrations into turns."""
+
+    def __init__(self, conversations: Conversations, extensions: Extensions) -> None:
+        self._conversations, self._extensions = conversations, extensions
+        self._template_name = f"the chat template of {conversations.folder!r}"
+
+    def turns(self, messages: Sequence[Message], tools: Tools = ()) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The turns of a conversation, as `Renderer.demonstrated` gives them."""
+        if any(message.get("images") for message in messages):
+            raise ModelError("demonstrations with images are not learned from: leave the images out")
+        plain, tools = self._conversations.plain(messages), self._conversations.guards.tools(tools)
+        turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for at in (at for at, message in enumerate(plain) if message["role"] == "assistant"):
+            before = self._conversations.text(plain[:at], tools)
+            whole = self._conversations.text(plain[: at + 1], tools, asks=False)
+            if not whole.startswith(before):
+                raise ModelError(
+                    f"{self._template_name} does not write message {at} where the assistant "
+                    f"speaks{self._thinking_hint(plain[at], before)}"
+                )
+            self._check_whole(at, plain[at], whole[len(before) :])
+            self._check_parts(plain[: at + 1], tools, whole)
+            thoughts = plain[at].get("reasoning_content", "").strip()
+            openings = tuple(opening for opening, _ in self._conversations.text_format.thoughts)
+            if thoughts and plain[at]["content"].lstrip().startswith(openings):
+                raise ModelError(f"message {at} has thoughts in its content and beside it: give one of them")
+            if thoughts and thoughts not in whole[len(before) :]:
+                notices.note("demonstrations", "the chat template leaves out the thoughts of an assistant's message")
+            turn_ids = self._conversations.encode(whole[len(before) :])
+            ends = [place for place, token in enumerate(turn_ids) if token in self._extensions.ends]
+            turn_ids = turn_ids[: ends[-1] + 1] if ends else self._extensions.ended(turn_ids, plain[at], tools)
+            turns.append((self._conversations.encode(before), turn_ids))
+        return turns
+
+    def name_unread(self, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Name the keys of demonstrated messages that the chat template does not read."""
+        template = self._conversations.template(tools=bool(tools))
+        for key in (key for message in messages for key in unread(template, message)):
+            notices.note("demonstrations", f"the key {key!r} of a message is not read by the chat template")
+        for role in sorted({message["role"] for message in messages} - _ROLES):
+            if not template.reads(role):
+                notices.note("demonstrations", f"the role {role!r} is not known to the chat template: it is context")
+
+    def _thinking_hint(self, message: Message, before: str) -> str:
+        """What to give for a template that opens a block of reasoning where the assistant speaks."""
+        opens = before.rstrip().endswith(tuple(opening for opening, _ in self._conversations.text_format.thoughts))
+        if not opens or "reasoning_content" in message:
+            return ""
+        return ": give its reasoning_content, or a template argument without reasoning ({ enable_thinking = false })"
+
+    def _check_whole(self, at: int, message: Message, written: str) -> None:
+        """Raises ModelError if a call of the message is not in what the template wrote."""
+        for call in message.get("tool_calls", ()):
+            function = cast("dict[str, Any]", call["function"])
+            if str(function.get("name")) not in written:
+                raise ModelError(
+                    f"{self._template_name} leaves out the call of {function.get('name')!r} in message {at}"
+                )
+
+    def _check_parts(self, messages: list[Message], tools: Tools, written: str) -> None:
+        """Raise ModelError for one of several calls of the last message that makes no difference in what the template
+        wrote (gpt-oss' writes the first alone), and name its text if that makes none (Mistral's leaves out words beside
+        calls)."""
+        message, at = messages[-1], len(messages) - 1
+        calls = message.get("tool_calls", [])
+
+        def is_without(**changes: Any) -> bool:
+            changed = [*messages[:-1], cast("Message", {**message, **changes})]
+            return self._conversations.text(changed, tools, asks=False) == written
+
+        for left_out in range(len(calls) if len(calls) > 1 else 0):
+            if is_without(tool_calls=[*calls[:left_out], *calls[left_out + 1 :]]):
+                raise ModelError(
+                    f"{self._template_name} leaves out call {left_out} of message {at}: give one call a message"
+                )
+        content = message["content"].strip()
+        if content and content not in written and is_without(content=""):
+            notices.note("demonstrations", "the chat template leaves out the text of an assistant's message")

@@ -1,0 +1,185 @@
+"""The tokens behind a turn's sampled ones: the end of the turn, new messages, the opening of the next turn.
+
+It renders a small conversation whose assistant turn is a sentinel, followed by the new messages, and the same without
+them. Both go on behind the sentinel with the end of the assistant's turn; what follows it in the first is the new part.
+In front of the answers to tool calls the small turn makes these calls, since many templates write an answer only to a
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Final, cast
+
+from agentrl.engine.rendering.chat_template import ChatTemplate
+from agentrl.engine.rendering.conversations import Conversations, Tools
+from agentrl.engine.rendering.model_folder import ModelFolder
+from agentrl.engine.rendering.prefilled import PREFIX_END, ends_with_prefix, marked, unused
+from agentrl.errors import ModelError
+from agentrl.records import Json, Message
+
+SENTINEL: Final = "zqTURNqz"
+_ASKED: Final[Message] = {"role": "user", "content": "."}
+_ANSWER: Final[Message] = {"role": "tool", "content": "."}
+
+
+class Extensions:
+    """Extends conversations. `ends` are the tokens that end a turn in a history, `stop_token_ids` those that a model
+    may end it with. Raises ModelError for a template that ends no turn with a special token."""
+
+    def __init__(self, conversations: Conversations, folder: ModelFolder) -> None:
+        self._conversations, self._template_name = conversations, f"the chat template of {conversations.folder!r}"
+        self._encode_again = lru_cache(maxsize=16)(conversations.encode)  # for a text that each turn has
+        self.ends: set[int] = set()
+        self.ends, self.stop_token_ids = self._find_stops(folder)
+
+    def extended(self, sampled: Sequence[int], news: list[Message], tools: Tools) -> tuple[int, ...]:
+        """The tokens to append after a turn's `sampled` ones."""
+        template = self._conversations.template(tools=bool(tools))
+        behind, alone, called = self._continued(template, self._conversations.readable(template, news), tools)
+        end, closed = self._end_of_turn(behind, alone)
+        last = sampled[-1] if sampled else None
+        if last == behind[end] or (closed and last in self.stop_token_ids):
+            return tuple(behind[end + 1 :])
+        if called:  # the call may be broken off anywhere: nothing of its syntax is added
+            return tuple(behind[end:])
+        return tuple(behind[_overlap(sampled, behind[:end]) :])
+
+    def ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
+        """A message that the template ends only where another one follows, with the token that a model ends it with."""
+        news = _ANSWER if message.get("tool_calls") else _ASKED
+        template = self._conversations.template(tools=bool(tools))
+        behind, alone, _ = self._continued(template, self._conversations.readable(template, [news]), tools)
+        end, _ = self._end_of_turn(behind, alone)
+        return (*turn_ids, behind[end])
+
+    def _continued(
+        self, template: ChatTemplate, news: Sequence[Message], tools: Tools
+    ) -> tuple[list[int], list[int], bool]:
+        """The tokens behind the sentinel of a small conversation with and without the new messages, and whether its
+        turn made calls. Raises ModelError for messages that the template refuses behind every kind of turn."""
+        sentinel, refusal = unused(SENTINEL, news), ModelError("")
+        prefix_end = unused(PREFIX_END, news) if ends_with_prefix(news) else ""
+        kinds = _turns_before(news, sentinel)
+        if not template.writes_tools:
+            tools = ()
+        for turn, answers in kinds:
+            try:
+                behind = template.render([_ASKED, turn, *marked(answers, prefix_end)], tools, asks=not prefix_end)
+                behind = behind.rpartition(prefix_end)[0] if prefix_end else behind
+                alone = template.render([_ASKED, turn], tools, asks=False)
+            except ModelError as error:
+                refusal = error if not str(refusal) else refusal
+                continue
+            places = alone.count(sentinel) or behind.count(sentinel)
+            talk = [_ASKED, turn, *answers]
+            if places and all(self._shown(template, talk, at, behind) for at in range(2, len(talk))):
+                ended, last = (text.split(sentinel, places)[-1] if sentinel in text else "" for text in (behind, alone))
+                return list(self._conversations.encode(ended)), list(self._encode_again(last)), "tool_calls" in turn
+        if str(refusal):
+            raise refusal
+        raise ModelError(
+            f"{self._template_name} does not write an assistant's text as it is, once, and what follows it"
+        )
+
+    def _shown(self, template: ChatTemplate, messages: list[Message], at: int, written: str) -> bool:
+        """Whether the answer at this place is in what was written, if need be by the difference that it makes."""
+        if messages[at]["role"] != "tool" or (content := messages[at]["content"].strip()) in written:
+            return True
+        without = cast("Message", {**messages[at], "content": ""})
+        return bool(content) and template.render([*messages[:at], without, *messages[at + 1 :]]) != written
+
+    def _end_of_turn(self, behind: list[int], alone: list[int]) -> tuple[int, bool]:
+        """Where the assistant's turn ends in the tokens `behind` it, which are `alone` if no message follows; and
+        whether a token there ends it, as against the first one of the next message."""
+        same = _common(behind, alone)
+        for at in range(same):
+            if behind[at] in self.ends:
+                return at, not self._opens_block(behind[at])
+        special = self._conversations.added_tokens
+        if same < len(alone) and alone[same] in self.ends and behind[same : same + 1] and behind[same] in special:
+            return same, True  # a last turn ends with another token
+        mark = next((at for at in range(same, len(behind)) if behind[at] in special), same)
+        if mark > same and behind[mark] in self.ends:  # a last turn ends with none
+            return mark, True
+        return min(same, len(behind) - 1), False
+
+    def _opens_block(self, token: int) -> bool:
+        """Gemma's `<|tool_response>`, with which a turn ends, is the head of the answer, which ends with
+        `<tool_response|>`."""
+        text = self._conversations.tokenizer.id_to_token(token) or ""
+        return text.startswith("<|") and not text.endswith("|>")
+
+    def _find_stops(self, folder: ModelFolder) -> tuple[set[int], tuple[int, ...]]:
+        """The tokens that end a turn in a history; and those with which a model may end it: the end tokens of its
+        generation settings and the tokenizer's. Where the folder has no generation settings, also what the template
+        writes there. (A format may close messages inside a turn with it.) Raises ModelError if no special token follows
+        a turn."""
+        conversations, given = self._conversations, folder.generation_ends
+        eos_text = folder.token_texts.get("eos_token")
+        eos = conversations.tokenizer.token_to_id(eos_text) if eos_text else None
+        known = set(given or ()) if eos is None else {eos, *(given or ())}
+        ends, written = set(known), set[int]()
+        special = conversations.added_tokens
+        for news in (_ASKED, _ANSWER) if given is None else (_ASKED,):
+            try:
+                behind, alone, _ = self._continued(conversations.template(tools=news is _ANSWER), [news], ())
+            except ModelError:
+                if news is _ASKED:
+                    raise
+                continue  # it knows no tools
+            same = _common(behind, alone)
+            marks = [
+                token
+                for token in behind
+                if token in special and (news is _ASKED or special[token].content in conversations.special)
+            ]
+            common = [token for token in behind[:same] if token in marks]
+            if any(token in known for token in common) or (marks and marks[0] in known):
+                continue
+            if common:  # a mark may close the text before the token that ends the turn
+                ends.add(common[-1])
+                written.add(common[-1])
+            elif behind[same : same + 1] and behind[same] in marks:
+                written.add(behind[same])
+            elif news is _ASKED:
+                raise ModelError(f"{self._template_name} does not end an assistant's turn with a special token")
+        return ends, tuple(sorted(known if given is not None else known | written))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return same
+
+
+def _overlap(sampled: Sequence[int], behind: Sequence[int]) -> int:
+    """How many of the first tokens `behind` the turn are its last ones already."""
+    most = min(len(sampled), len(behind))
+    return next((n for n in range(most, 0, -1) if list(sampled[-n:]) == list(behind[:n])), 0)
+
+
+def _turns_before(news: Sequence[Message], sentinel: str) -> Iterator[tuple[Message, list[Message]]]:
+    """Turns that may stand before the new messages, with these, the likeliest first: one that makes the calls that the
+    messages answer, with their ids or with such as the strictest template takes; only the last call, for templates that
+    know one at a time; a text."""
+    first_other = next((at for at, message in enumerate(news) if message["role"] != "tool"), len(news))
+    if answered := news[:first_other]:
+        named = [cast("Message", {"name": "tool", **message}) for message in answered]
+        counted = [cast("Message", {**one, "tool_call_id": f"call{at:05d}"}) for at, one in enumerate(named)]
+        given = [cast("Message", {**count, **one}) for count, one in zip(counted, named, strict=True)]
+        for last in (0, len(named) - 1)[: len(named)]:
+            for answers in (given, counted):
+                calls = [_call_answered(answer, sentinel) for answer in answers[last:]]
+                turn = cast("Message", {"role": "assistant", "content": "", "tool_calls": calls})
+                yield turn, [*answers, *news[first_other:]]
+        news = [*given, *news[first_other:]]
+    yield {"role": "assistant", "content": sentinel}, list(news)
+
+
+def _call_answered(answer: Message, sentinel: str) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": answer.get("name", ""), "arguments": {"key": sentinel}}
+    return {"id": answer.get("tool_call_id"), "type": "function", "function": function}
