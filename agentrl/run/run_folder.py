@@ -219,7 +219,7 @@ class RunDir:
             return (), {}
         key = engine.api_key_env
         keys = {key: os.environ[key]} if key and key in os.environ else {}
-        return [sys.executable, "-m", "agentrl.run.processes.attached_engines", str(self.path.resolve())], keys
+        return [sys.executable, "-m", "agentrl.run.children.attached_engines", str(self.path.resolve())], keys
 
     def make_scratch(self) -> None:
         """Make an empty scratch space that is ours alone; files of an earlier start are removed."""

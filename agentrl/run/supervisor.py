@@ -45,6 +45,7 @@ from agentrl.host.janitor import OwnedFolder
 from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.branching import Pivots
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.autoscaler import Controller
 from agentrl.run.cluster.scaling import Size, wanted
@@ -54,7 +55,6 @@ from agentrl.run.processes.exit_status import leave_note
 from agentrl.run.processes.heartbeat import Heartbeat
 from agentrl.run.processes.keep_alive import live_with_parent
 from agentrl.run.processes.launcher import LOCAL, Launcher
-from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import notice_counts
 from agentrl.run.reporting.failed_tasks import skips
 from agentrl.run.reward_services import declare
@@ -113,7 +113,7 @@ class Supervisor:
     store: RunStore
     writes: Aside[RunStore]
     telemetry: Telemetry
-    processes: RunProcesses
+    children: RunChildren
     start: StartPoint
     on_tick: Callable[[Supervisor], None]
     stop: StopRequest = field(default_factory=StopRequest)
@@ -146,13 +146,13 @@ class Supervisor:
             said = "the data set has changed since the run went on last: from now on its tasks are others"
             print(f"agentrl: warning: {name}: {said}", file=sys.stderr)
         apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
-        learned = self.processes.start_learner() if apart else trio.Event()
-        await self.processes.start_workers()
-        await self.processes.start_engines(self.start)
+        learned = self.children.start_learner() if apart else trio.Event()
+        await self.children.start_workers()
+        await self.children.start_engines(self.start)
         await self._with_space(_enter("eval"))
-        self.processes.follow_size()
+        self.children.follow_size()
         measuring = self._measuring()
-        learned = learned if apart else self.processes.start_learner()
+        learned = learned if apart else self.children.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
@@ -204,8 +204,8 @@ class Supervisor:
         """What measures on engines of its own, from now on; None if evaluation shares those of training."""
         if not self.config.eval.engines:
             return None
-        measuring = PinnedEvaluations(self.run, lambda: self.config, self._with_space, self.processes.pin)
-        self.processes.nursery.start_soon(measuring.keep_measuring)
+        measuring = PinnedEvaluations(self.run, lambda: self.config, self._with_space, self.children.pin)
+        self.children.nursery.start_soon(measuring.keep_measuring)
         return measuring
 
     async def obey(self) -> None:
@@ -225,16 +225,16 @@ class Supervisor:
             looks=self._looks,
             writes=self.writes,
             telemetry=self.telemetry,
-            engines=lambda: len(self.processes.present("engine")),
-            engine_start_s=lambda: self.processes.engine_start_s,
+            engines=lambda: len(self.children.present("engine")),
+            engine_start_s=lambda: self.children.engine_start_s,
         )
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
         self._more, self.phase = "", MEASURING  # the run is seldom kept
         await self._with_space(_go_on)
-        await self.processes.start_workers()
-        await self.processes.start_engines(self.start)
+        await self.children.start_workers()
+        await self.children.start_engines(self.start)
         await self._with_space(_enter("eval"))
         await self.evaluate("now")
 
@@ -323,8 +323,8 @@ class Supervisor:
         await self._follow_the_clock()
         await self._follow_settings()
         await self._look_at_pause()
-        excused = self._paused_at is not None or self.processes.engines_start
-        progress.saw(await self.writes(_progress), excused=excused, processes=self.processes)
+        excused = self._paused_at is not None or self.children.engines_are_restarting
+        progress.saw(await self.writes(_progress), excused=excused, children=self.children)
         if self._paused_at is None:
             await self._with_space(self._expire)
         try:
@@ -405,7 +405,7 @@ class _Progress:
         self._last: object = None
         self._since = trio.current_time()
 
-    def saw(self, value: object, *, excused: bool, processes: RunProcesses) -> None:
+    def saw(self, value: object, *, excused: bool, children: RunChildren) -> None:
         """Note the number. Time that is `excused` does not count: the run is paused, or every engine is restarting, and
         other deadlines hold then."""
         now = trio.current_time()
@@ -413,7 +413,7 @@ class _Progress:
             self._last, self._since = value, now
         elif now - self._since > self._deadline_s:
             stood = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"
-            raise RunFailed("; ".join([stood, *processes.troubles, "see the logs folder"]))
+            raise RunFailed("; ".join([stood, *children.troubles, "see the logs folder"]))
 
 
 @asynccontextmanager
@@ -447,7 +447,7 @@ async def supervise(
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
             async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, looks, writes, nursery, mark, launcher, size, sockets)
+                children = RunChildren(run, config, looks, writes, nursery, mark, launcher, size, sockets)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, looks)
@@ -457,14 +457,14 @@ async def supervise(
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
                 wish = stop or StopRequest()
-                supervisor = Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick, wish)
+                supervisor = Supervisor(run, config, reader, writes, telemetry, children, start, on_tick, wish)
                 nursery.start_soon(supervisor.obey)
                 try:
                     notice_counts.record(store.metrics, 0, last=True)  # of the start: data, tasks, model folder
                     yield supervisor
                 finally:
                     store.hurry(_LAST_WORD_S)
-                    await processes.stop()
+                    await children.stop()
                     await _forget_objects(config, looks)
                 nursery.cancel_scope.cancel()
         finally:

@@ -51,11 +51,11 @@ from agentrl.run import resume_overrides
 from agentrl.run.callbacks.callback import Callback, check_callbacks
 from agentrl.run.callbacks.delivery import telling
 from agentrl.run.callbacks.tracker import hand_over, made
+from agentrl.run.children.engine_process import check_arguments
 from agentrl.run.dataset import TRL_ID, Rewards, Rows, document_of, reference_of, write_run_file
 from agentrl.run.evaluation import held_out as evaluation
 from agentrl.run.evaluation.of_checkpoint import Adapters, measured
 from agentrl.run.preflight import check_limits, check_tasks
-from agentrl.run.processes.engine_process import check_arguments
 from agentrl.run.reporting import failed_tasks, report
 from agentrl.run.reporting.live_view import LiveView, Warnings
 from agentrl.run.reward_services import check_teachers
@@ -449,7 +449,7 @@ def finish_training(run: RunDir, view: View, callbacks: Sequence[Callback] = ())
             try:
                 await supervisor.train()
             finally:
-                restarts.update(supervisor.processes.restarts)
+                restarts.update(supervisor.children.restarts)
 
     with view, _stoppable(run, stop):
         run_to_end(run, body, on_tick=view.tick, stop=stop)

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.host.installation import install_command
 from agentrl.records import Json
-from agentrl.run.processes.engine_metrics import figures
+from agentrl.run.children.engine_metrics import figures
 from agentrl.view.opened_runs import OpenedRun, OpenedRuns, is_live
 from agentrl.view.page_server import in_thread
 

@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError, RunFailed, UsageError
 from agentrl.host.ports import free_port
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey, WeightVersion
-from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
 from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS
 

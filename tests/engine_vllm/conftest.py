@@ -32,7 +32,7 @@ from agentrl.errors import UsageError
 from agentrl.host.janitor import OwnedFolder
 from agentrl.host.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import ServedWeights, attach
+from agentrl.run.children.engine_process import ServedWeights, attach
 from tests.parts.served_vllm import listening
 from tests.parts.vllm_server import FakeVLLM
 

@@ -19,7 +19,7 @@ from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build, VLLMServer, find_build
 from agentrl.errors import ConfigError, UsageError
 from agentrl.run import trainer
-from agentrl.run.processes import engine_process
+from agentrl.run.children import engine_process
 
 from .policy import make_model
 

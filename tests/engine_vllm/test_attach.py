@@ -15,7 +15,7 @@ from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import Parcel
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import ServedWeights, attach
+from agentrl.run.children.engine_process import ServedWeights, attach
 
 from .conftest import Started
 from .policy import Policy

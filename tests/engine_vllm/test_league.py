@@ -24,8 +24,8 @@ from agentrl.records import Task, WeightVersion, context_ids
 from agentrl.rollout.context import RolloutContext
 from agentrl.rollout.episode import play
 from agentrl.rollout.opponents import Opponents
+from agentrl.run.children.engine_process import ServedWeights, fit
 from agentrl.run.league import League, folders, game
-from agentrl.run.processes.engine_process import ServedWeights, fit
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit

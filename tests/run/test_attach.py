@@ -24,8 +24,8 @@ from agentrl.config import Rollout
 from agentrl.engine.client import EngineClient
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import WeightVersion
-from agentrl.run.processes import attached_engines
-from agentrl.run.processes.engine_process import ServedWeights, attach
+from agentrl.run.children import attached_engines
+from agentrl.run.children.engine_process import ServedWeights, attach
 from agentrl.run.run_folder import RunDir
 from tests.parts.served_vllm import in_thread, listening
 from tests.parts.vllm_server import FakeVLLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from each_case import each_case
@@ -15,11 +15,11 @@ from agentrl.errors import ConfigError
 from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import resume_overrides
+from agentrl.run.children.learner import KeptLearner
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import autoscaler, scale_requests, scaling
 from agentrl.run.cluster.scaling import NoRoom, Size
 from agentrl.run.cluster.split_gains import gains
-from agentrl.run.processes.launcher import LOCAL
-from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
@@ -118,9 +118,10 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
     run = made(tmp_path)
     with RunStore.open(run.store_path) as store:
         scale_requests.move(store, ONE, was=TWO)
-        processes = RunProcesses(run, run.config(), Looks(store), Aside(store, inline=True), None, {}, LOCAL)  # type: ignore[arg-type]
-        processes.launcher = full = Full(lambda: scale_requests.ranks(run.config(), store.meta))  # type: ignore[assignment]
-        await processes._reseat(processes._child("learner", [], 1))
+        full: Any = Full(lambda: scale_requests.ranks(run.config(), store.meta))
+        writes, nobody = Aside(store, inline=True), cast("Any", None)
+        children = RunChildren(run, run.config(), Looks(store), writes, nobody, {}, full)
+        await KeptLearner(children.registry).renew()
         assert full.seats == [0, 1]
         assert scaling.wanted(run.config(), store.meta).engines == 2
         assert scale_requests.refused(store.meta) == "no node has two"

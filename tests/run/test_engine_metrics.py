@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.errors import EngineUnavailable
-from agentrl.run.processes.engine_metrics import DEADLINE_S, EVERY_S, EngineFigures, EngineMetrics, figures
+from agentrl.run.children.engine_metrics import DEADLINE_S, EVERY_S, EngineFigures, EngineMetrics, figures
 
 
 class Engine:

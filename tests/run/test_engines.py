@@ -28,8 +28,9 @@ from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import export_weights
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, current_weights
-from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, current_weights
+from agentrl.run.children.learning_engines import LearningEngines
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import LOCKS, RunDir
 from agentrl.run.start_point import StartPoint, start_point
@@ -143,17 +144,17 @@ async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """`going()` starts a run, or resumes it where its newest checkpoint is, up to the start of an engine's process."""
     started: list[SupervisedEngine] = []
 
-    async def serve(_: RunProcesses, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
+    async def serve(_: LearningEngines, replica: SupervisedEngine, limiter: trio.CapacityLimiter) -> None:
         started.append(replica)
 
-    monkeypatch.setattr(RunProcesses, "_serve", serve)
+    monkeypatch.setattr(LearningEngines, "_serve", serve)
     run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(FOLDER)}))
     with RunStore.open(run.store_path) as store:
         async with trio.open_nursery() as nursery:
 
             async def start() -> Going:
-                processes = RunProcesses(run, run.config(), Looks(store), Aside(store), nursery, mark={})
-                await processes.start_engines(start_point(run, store))
+                children = RunChildren(run, run.config(), Looks(store), Aside(store), nursery, mark={})
+                await children.start_engines(start_point(run, store))
                 return Going(run, store, started[-1])
 
             yield start  # pyright: ignore[reportReturnType]
@@ -285,12 +286,12 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     started: list[tuple[str, str | None]] = []
 
-    async def serve(_: RunProcesses, replica: SupervisedEngine, at_once: trio.CapacityLimiter) -> None:
+    async def serve(_: LearningEngines, replica: SupervisedEngine, limiter: trio.CapacityLimiter) -> None:
         with pytest.raises(RunFailed, match="vLLM ended before it was ready"):
             await replica.up()
         started.append((replica.child.name, replica.child.env.get("CUDA_VISIBLE_DEVICES")))
 
-    monkeypatch.setattr(RunProcesses, "_serve", serve)
+    monkeypatch.setattr(LearningEngines, "_serve", serve)
     for name, engine in (("a", {"gpus": [[1], [2, 3]]}), ("b", {"replicas": 1})):
         config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
         run = RunDir.create(tmp_path / name, config)
@@ -298,7 +299,7 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
             first = store.versions.mint_version(0)
             store.versions.confirm_version(first)
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
-                await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
+                children = RunChildren(run, config, Looks(store), Aside(store), nursery, mark={})
+                await children.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
                 nursery.cancel_scope.cancel()
     assert sorted(started[:2]) == [("engine-0", "1"), ("engine-1", "2,3")] and started[2:] == [("engine-0", None)]

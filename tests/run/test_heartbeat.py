@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import trio
@@ -20,9 +22,11 @@ from agentrl.config import EnvSource, Rollout, RunConfig
 from agentrl.engine import embedded_process
 from agentrl.errors import RunFailed
 from agentrl.host.clocks import HostClock
+from agentrl.run.children.kept import Kept
+from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Heartbeat, Pulse
-from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
@@ -147,7 +151,9 @@ def test_nobody_is_ended_after_the_machine_was_suspended(process: Process) -> No
 
 STANDS = """
 import faulthandler, os, time
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 from agentrl.run.processes.heartbeat import DUMP, Heartbeat
 faulthandler.register(DUMP)
 heartbeat = Heartbeat.of_process()
@@ -192,37 +198,37 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
     marks = "import time\nfrom agentrl.run.processes.heartbeat import Heartbeat\nbeat = Heartbeat.of_process()\n"
     marks += "while True:\n    beat.mark(); time.sleep(0.01)\n"
-    monkeypatch.setattr(RunProcesses, "_child", _runs(marks, RunProcesses._child))
+    monkeypatch.setattr(ChildRegistry, "create", _runs(marks, ChildRegistry.create))
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
-                await processes.start_workers()
-                processes.start_learner()
+                children = RunChildren(run, config, Looks(store), Aside(store), nursery, mark={})
+                await children.start_workers()
+                children.start_learner()
                 for name in ("worker-0", "learner"):
-                    child = next(one for one in processes._children if one.name == name)
+                    child = children.registry.children[name]
                     assert child.beat is not None
                     while not heartbeat.read(child.beat):  # noqa: ASYNC110 - it marks in a file
                         await trio.sleep(0.01)
                     assert child.pid is not None
                     os.kill(child.pid, signal.SIGSTOP)
-                    while not processes.restarts.get(name):  # noqa: ASYNC110
+                    while not children.restarts.get(name):  # noqa: ASYNC110
                         await trio.sleep(0.01)
-                await processes.stop()
+                await children.stop()
                 nursery.cancel_scope.cancel()
     finally:
         run.clear_scratch()
-    assert processes.restarts.keys() == {"worker-0", "learner"}
+    assert children.restarts.keys() == {"worker-0", "learner"}
 
 
 def _runs(code: str, make: Callable[..., Child]) -> Callable[..., Child]:
-    def child(self: RunProcesses, name: str, argv: list[str], threads: int, *own: object) -> Child:
-        return make(self, name, ["-c", code], threads)
+    def create(self: ChildRegistry, name: str, argv: list[str], *, threads: int, **_: object) -> Child:
+        return make(self, name, ["-c", code], threads=threads)
 
-    return child
+    return create
 
 
 async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -255,9 +261,11 @@ async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autoj
     child = Hangs()
     with pytest.raises(ExceptionGroup) as raised:
         async with trio.open_nursery() as nursery:
-            processes = RunProcesses(RunDir(tmp_path), config, None, unheard, nursery, mark={})  # type: ignore[arg-type]
-            watch = Pulse(process=child, start_s=60.0, silent_s=30.0, stopped_s=30.0, names=NAMES)
-            nursery.start_soon(processes._keep, child, None, watch)
+            children = RunChildren(RunDir(tmp_path), config, None, unheard, nursery, mark={})  # type: ignore[arg-type]
+            kept = Kept(cast("Any", child), children.registry)
+            pulse = Pulse(process=child, start_s=60.0, silent_s=30.0, stopped_s=30.0, names=NAMES)
+            kept.watch = partial(pulse.run, child.kill)
+            nursery.start_soon(kept.keep)
     (error,) = raised.value.exceptions
     assert isinstance(error, RunFailed)
     assert "came no further for 30 s" in str(error) and "started again 5 times" in str(error)

@@ -14,8 +14,9 @@ import trio
 from store.test_outside import held
 
 from agentrl.config import RunConfig
+from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes import heartbeat
-from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks
@@ -38,10 +39,10 @@ async def until(condition: object) -> None:
 
 
 @asynccontextmanager
-async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tuple[RunProcesses, RunStore]]:
+async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tuple[RunChildren, RunStore]]:
     """A worker and a learner of a run, who mark and do nothing else."""
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
-    monkeypatch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
+    monkeypatch.setattr(ChildRegistry, "create", _runs(MARKS, ChildRegistry.create))
     config = RunConfig.model_validate({"model": "unused", "env": {"id": "test/none"}, **HANGS_AFTER_4_S})
     run = RunDir.create(tmp_path / "run", config)
     run.make_scratch()
@@ -49,13 +50,13 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
         with RunStore.open(run.store_path) as store, RunStore.read(run.store_path) as reader:
             with trio.fail_after(DEADLINE_S):
                 async with trio.open_nursery() as nursery:
-                    processes = RunProcesses(run, config, Looks(reader), Aside[RunStore](store), nursery, mark={})
-                    await processes.start_workers()
-                    processes.start_learner()
-                    for child in processes._children:
+                    children = RunChildren(run, config, Looks(reader), Aside[RunStore](store), nursery, mark={})
+                    await children.start_workers()
+                    children.start_learner()
+                    for child in children.registry.children.values():
                         await until(lambda child=child: child.beat is not None and heartbeat.read(child.beat))
-                    yield processes, store
-                    await processes.stop()
+                    yield children, store
+                    await children.stop()
                     nursery.cancel_scope.cancel()
     finally:
         run.clear_scratch()
@@ -65,22 +66,22 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
 async def test_a_hang_is_noticed_while_the_write_after_another_death_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with family(tmp_path, monkeypatch) as (processes, store):
-        pids = processes.pids()
+    async with family(tmp_path, monkeypatch) as (children, store):
+        pids = children.pids()
         with held(store.path):
             os.kill(pids["worker-0"], signal.SIGKILL)
             await until(lambda: store.waits)  # its episodes are to be freed
             os.kill(pids["learner"], signal.SIGSTOP)
-            await until(lambda: processes.restarts.get("learner"))
-            assert store.waits and not processes.restarts.get("worker-0")
-        await until(lambda: processes.restarts.get("worker-0"))
+            await until(lambda: children.restarts.get("learner"))
+            assert store.waits and not children.restarts.get("worker-0")
+        await until(lambda: children.restarts.get("worker-0"))
 
 
 async def test_a_run_ends_in_order_although_somebody_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with family(tmp_path, monkeypatch) as (processes, store):
+    async with family(tmp_path, monkeypatch) as (children, store):
         with held(store.path):
             store.hurry(0.0)  # as `supervise` does
-            await processes.stop()
-            assert all(child.poll() is not None for child in processes._children)
+            await children.stop()
+            assert all(child.poll() is not None for child in children.registry.children.values())

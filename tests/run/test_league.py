@@ -19,9 +19,9 @@ from agentrl.learner.model import lora
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.models.resolve import model_dir
 from agentrl.records import Turn, WeightVersion
+from agentrl.run.children.engine_process import current_weights
 from agentrl.run.evaluation.of_checkpoint import measured
 from agentrl.run.league import League, folders, game
-from agentrl.run.processes.engine_process import current_weights
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import start_point
 from agentrl.run.trainer import Trainer, evaluate

@@ -28,9 +28,9 @@ from agentrl.learner.model.policy import PolicyModel
 from agentrl.learner.weight_export import WeightFile, export_weights, take
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
+from agentrl.run.children import engine_process
 from agentrl.run.learning.weight_parcels import ParcelMaker
 from agentrl.run.learning.weight_push import LeaderMeta, WeightPush
-from agentrl.run.processes import engine_process
 from agentrl.run.start_point import StartPoint
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.trainer import Trainer, evaluate

@@ -23,8 +23,8 @@ from agentrl.models.resolve import model_dir
 from agentrl.offline.export_model import export
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams, WeightVersion
+from agentrl.run.children.engine_process import current_weights
 from agentrl.run.evaluation.of_checkpoint import measured
-from agentrl.run.processes.engine_process import current_weights
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
 from agentrl.run.trainer import Trainer, check_startable

@@ -19,12 +19,13 @@ from trio.testing import MockClock
 from agentrl.config import parse
 from agentrl.errors import AgentRLError, ConfigError, EngineBroke, EngineTimeout, UsageError
 from agentrl.run import resume_overrides
+from agentrl.run.children import engine_process as engines
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
+from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import scaling
 from agentrl.run.cluster.scaling import Kind, NoRoom, ScaledChild, Scaler, Size
-from agentrl.run.processes import engine_process as engines
-from agentrl.run.processes.engine_process import ServedWeights, SupervisedEngine, WrongWeights
 from agentrl.run.processes.launcher import Local
-from agentrl.run.processes.processes import RunProcesses
 from agentrl.run.reporting import status
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore, run_values
@@ -286,36 +287,36 @@ class Full(Local):
 @asynccontextmanager
 async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> AsyncIterator[Any]:
     """Processes whose workers mark and know no store, and their launcher."""
-    patch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
+    patch.setattr(ChildRegistry, "create", _runs(MARKS, ChildRegistry.create))
     run, launcher = made(folder, engine=URLS, rollout={"step_deadline_s": 0.05}), Full(full)
     run.make_scratch()
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(300):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, run.config(), Looks(store), Aside(store), nursery, {}, launcher)
-                await processes.start_workers()
-                processes.follow_size()
-                yield processes
-                await processes.stop()
+                children = RunChildren(run, run.config(), Looks(store), Aside(store), nursery, {}, launcher)
+                await children.start_workers()
+                children.follow_size()
+                yield children
+                await children.stop()
                 nursery.cancel_scope.cancel()
     finally:
         run.clear_scratch()
 
 
-def there(processes: RunProcesses) -> list[int]:
-    return json.loads(processes.looks._store.meta(run_values.WORKERS.key) or "")  # pyright: ignore[reportPrivateUsage]
+def there(children: RunChildren) -> list[int]:
+    return json.loads(children.looks._store.meta(run_values.WORKERS.key) or "")  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does not leave by itself is ended."""
-    async with family(tmp_path, monkeypatch) as processes:
-        first = processes.pids()["worker-0"]
-        scaling.ask(processes.run, engines=None, workers=2)
-        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
-        second = processes.pids()["worker-1"]
-        scaling.ask(processes.run, engines=None, workers=1)
-        await until(lambda: list(processes.pids().values()) == [first])
-        assert there(processes) == [0] and processes.launcher.released == ["worker-1"]
+    async with family(tmp_path, monkeypatch) as children:
+        first = children.pids()["worker-0"]
+        scaling.ask(children.run, engines=None, workers=2)
+        await until(lambda: there(children) == [0, 1] and len(children.pids()) == 2)
+        second = children.pids()["worker-1"]
+        scaling.ask(children.run, engines=None, workers=1)
+        await until(lambda: list(children.pids().values()) == [first])
+        assert there(children) == [0] and children.launcher.released == ["worker-1"]
         with pytest.raises(ProcessLookupError):
             os.kill(second, 0)
 
@@ -323,11 +324,11 @@ async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monke
 async def test_a_worker_whose_node_is_lost_is_awaited_while_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with family(tmp_path, monkeypatch, full=2) as processes:
-        first = processes.pids()["worker-0"]
-        scaling.ask(processes.run, engines=None, workers=2)
-        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
-        os.kill(processes.pids()["worker-1"], signal.SIGKILL)  # to start it again, a place is asked for once more
-        await until(lambda: processes.launcher.released == ["worker-1"])
-        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
-        assert processes.launcher.asked == 3 and processes.pids()["worker-0"] == first
+    async with family(tmp_path, monkeypatch, full=2) as children:
+        first = children.pids()["worker-0"]
+        scaling.ask(children.run, engines=None, workers=2)
+        await until(lambda: there(children) == [0, 1] and len(children.pids()) == 2)
+        os.kill(children.pids()["worker-1"], signal.SIGKILL)  # to start it again, a place is asked for once more
+        await until(lambda: children.launcher.released == ["worker-1"])
+        await until(lambda: there(children) == [0, 1] and len(children.pids()) == 2)
+        assert children.launcher.asked == 3 and children.pids()["worker-0"] == first

@@ -15,8 +15,9 @@ from each_case import each_case
 from agentrl.config import RunConfig
 from agentrl.config.gpu_placement import start_together, starts_apart
 from agentrl.run import supervisor
-from agentrl.run.processes.engine_process import SupervisedEngine
-from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.children.engine_process import SupervisedEngine
+from agentrl.run.children.learning_engines import LearningEngines
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.run_folder import RunDir
 from agentrl.run.start_point import StartPoint
 from agentrl.run.supervisor import Supervisor
@@ -70,10 +71,10 @@ class Start:
         self.config = settings
         self.before = before
         monkeypatch.setattr(SupervisedEngine, "up", lambda replica: self._up(replica))
-        monkeypatch.setattr(RunProcesses, "_keep_serving", lambda *_, **__: None)
-        monkeypatch.setattr(RunProcesses, "start_workers", self._workers)
-        monkeypatch.setattr(RunProcesses, "follow_size", lambda _: None)
-        monkeypatch.setattr(RunProcesses, "start_learner", lambda _: self._learner())
+        monkeypatch.setattr(LearningEngines, "_keep", lambda *_: None)
+        monkeypatch.setattr(RunChildren, "start_workers", self._workers)
+        monkeypatch.setattr(RunChildren, "follow_size", lambda _: None)
+        monkeypatch.setattr(RunChildren, "start_learner", lambda _: self._learner())
         monkeypatch.setattr(Supervisor, "evaluate", self._evaluate)
         monkeypatch.setattr(supervisor, "check_room", lambda *_: None)
 
@@ -103,10 +104,10 @@ class Start:
             writes = Aside[RunStore](self.store)
             start = StartPoint(model=Path(), checkpoint=None, version=self.store.versions.mint_version(0))
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(self.run, self.config, Looks(self.store), writes, nursery, mark={})
+                children = RunChildren(self.run, self.config, Looks(self.store), writes, nursery, mark={})
                 telemetry = Telemetry(self.store, self.run.metrics, "supervisor")
                 one = Supervisor(
-                    self.run, self.config, self.store, writes, telemetry, processes, start, on_tick=lambda _: None
+                    self.run, self.config, self.store, writes, telemetry, children, start, on_tick=lambda _: None
                 )
                 with pytest.raises(Enough):
                     await one.train()

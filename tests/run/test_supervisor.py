@@ -38,9 +38,9 @@ STALL_S = 30.0
 
 
 class NoChildren:
-    """A processes whose processes never do anything: `learned` is set by the test."""
+    """Children whose processes never do anything: `learned` is set by the test."""
 
-    engines_start, troubles = False, ()
+    engines_are_restarting, troubles = False, ()
 
     def __init__(self) -> None:
         self.learned = trio.Event()
@@ -67,10 +67,10 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         run.make_scratch()
         first = WeightVersion(version=1, step=0)
         start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=first)
-        processes: Any = NoChildren()
+        children: Any = NoChildren()
         telemetry = Telemetry(store, run.metrics, "supervisor")
         writes = Aside(store, inline=virtual)
-        opened.append(Supervisor(run, run.config(), store, writes, telemetry, processes, start, lambda _: None))
+        opened.append(Supervisor(run, run.config(), store, writes, telemetry, children, start, lambda _: None))
         return opened[-1]
 
     yield make
@@ -415,7 +415,7 @@ async def test_a_finite_source_is_not_played_while_a_lost_task_waits_to_be_and_t
 async def test_the_last_step_is_shown_although_nothing_is_evaluated(supervisor: Callable[..., Supervisor]) -> None:
     """The learner records its last step and ends between two ticks."""
     run = supervisor(eval={"sets": []})
-    children = cast("Any", run.processes)
+    children = cast("Any", run.children)
     shown = list[int]()
     run.on_tick = lambda seen: shown.extend(row.step for row in seen.store.metrics.values("step"))
 

@@ -21,9 +21,9 @@ from agentrl.engine.weight_sync.canary import Canary
 from agentrl.engine.weight_sync.weight_lock import exclusive
 from agentrl.errors import matters
 from agentrl.records import WeightVersion
-from agentrl.run.processes import engine_health, engine_process
-from agentrl.run.processes.engine_health import EngineWatch
-from agentrl.run.processes.engine_process import WrongWeights, current_weights
+from agentrl.run.children import engine_health, engine_process
+from agentrl.run.children.engine_health import EngineWatch
+from agentrl.run.children.engine_process import WrongWeights, current_weights
 from agentrl.run.start_point import StartPoint
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks

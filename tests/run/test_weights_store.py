@@ -34,8 +34,8 @@ from agentrl.learner.model import lora
 from agentrl.learner.model.policy import PolicyModel
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.processes import engine_process
-from agentrl.run.processes.engine_process import attach
+from agentrl.run.children import engine_process
+from agentrl.run.children.engine_process import attach
 from agentrl.store import RunStore
 
 from .test_publisher import Weights

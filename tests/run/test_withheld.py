@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ from agentrl.env.agent_programs.session import _command  # pyright: ignore[repor
 from agentrl.host.child_environment import Withheld
 from agentrl.learner.parallel.ranks import Leader
 from agentrl.records import EngineKey
+from agentrl.run.children.learner import KeptLearner
+from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster.ray_launcher import Seat
 from agentrl.run.processes.launcher import ChildCommand
-from agentrl.run.processes.processes import RunProcesses
+from agentrl.run.processes.restart import Child
 from agentrl.run.run_folder import RunDir
+from agentrl.store.async_calls import Looks
 
 DATABASE = {"PGPASSWORD", "PGPASSFILE", "PGUSER"}
 JUDGE, ENGINE, HUB, STORED, TRACKER = "MY_JUDGE", "MY_ENGINE_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"
@@ -51,6 +54,21 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "x")
 
 
+def child_of(folder: Path, settings: RunConfig, name: str, argv: list[str]) -> Child:
+    """A child of a run that is not started yet, and runs `argv` in the place of its own."""
+    run, nobody = RunDir(folder), cast("Any", None)
+    run.logs.mkdir()
+    children = RunChildren(run, settings, Looks(nobody), nobody, nobody, mark={})
+    if name == "learner":
+        child = KeptLearner(children.registry).child
+    elif name == "worker-0":
+        child = children.workers.create(0)
+    else:
+        child = children.engines.create(name, lambda _: nobody).child
+    child.argv = argv
+    return child
+
+
 def seen(names: Any) -> set[str]:
     return {*names} & (SECRETS | HARMLESS)
 
@@ -71,10 +89,7 @@ def seen(names: Any) -> set[str]:
 async def test_a_child_gets_the_secrets_that_it_needs(
     tmp_path: Path, child: str, engine: dict[str, Any], gets: set[str]
 ) -> None:
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
-    processes: Any = RunProcesses(run, config(**engine), None, None, None, mark={})  # pyright: ignore[reportArgumentType]
-    one = processes._child(child, PRINTS, 1)
+    one = child_of(tmp_path, config(**engine), child, PRINTS)
     one.start()
     with trio.fail_after(300):
         assert await one.wait() == 0
@@ -126,18 +141,12 @@ async def test_an_agent_program_gets_neither_the_database_nor_the_runs_engines(m
 async def test_only_what_changes_an_engine_gets_the_secret_that_signs(
     tmp_path: Path, child: str, gets: set[str]
 ) -> None:
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
     key, made = EngineKey.fresh(), config()
     made = made.model_copy(update={"engine": made.engine.with_key(key)})
-    processes: Any = RunProcesses(run, made, None, None, None, mark={})  # pyright: ignore[reportArgumentType]
+    argv = ["-c", "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if v}))"]
+    one = child_of(tmp_path, made, child, argv)
     if child == "engine-0":
-        one = processes._child(child, PRINTS, 1, key.variables(signs=True))
-    elif child == "learner":
-        one = processes._child(child, PRINTS, 1, processes._key(signs=True))
-    else:
-        one = processes._worker(0)
-    one.argv = ["-c", "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if v}))"]
+        one.env = {**one.env, **key.variables(signs=True)}  # as at the start of its server
     one.start()
     with trio.fail_after(300):
         assert await one.wait() == 0

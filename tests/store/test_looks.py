@@ -17,9 +17,9 @@ from trio.testing import MockClock
 from agentrl.config import parse
 from agentrl.errors import StoreAway
 from agentrl.run import supervisor
+from agentrl.run.children.engine_health import EngineWatch
 from agentrl.run.cluster.scaling import Scaler
 from agentrl.run.processes import worker_process
-from agentrl.run.processes.engine_health import EngineWatch
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks, Newest, Waiting
 from agentrl.store.databases.open_store import ADDRESS

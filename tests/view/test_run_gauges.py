@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.errors import UsageError
 from agentrl.host.ports import free_port
-from agentrl.run.processes.engine_metrics import EngineFigures
+from agentrl.run.children.engine_metrics import EngineFigures
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.view.run_gauges import FAMILIES, exported

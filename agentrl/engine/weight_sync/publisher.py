@@ -5,7 +5,7 @@ engines to read (`agentrl.run.weights.scratch_space` checks that they fit). How 
 travels is its transport's (`agentrl.engine.weight_sync.transport`). The weights and the
 canary's expected values come from the learner: no torch here. A version counts as sent when an engine
 confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
-`agentrl.run.processes.engine_health` sends it when they answer again; if no file holds the weights, the learner does.
+`agentrl.run.children.engine_health` sends it when they answer again; if no file holds the weights, the learner does.
 """
 
 from __future__ import annotations

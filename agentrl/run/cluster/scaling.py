@@ -1,6 +1,6 @@
 """How many engines and workers a run has: asked for by anybody beside it, and brought about by its supervisor.
 
-    agentrl scale ─► WANTED_SIZE ─► Scaler ─► RunProcesses.join, leave ─► engine_urls, WORKERS ─► workers, learner
+    agentrl scale ─► WANTED_SIZE ─► Scaler ─► RunChildren.join, leave ─► engine_urls, WORKERS ─► workers, learner
 
 What is asked for lies in the run's store, so that it outlives the supervisor; it counts before the run file. Owns these
 rows, what may be asked for, and when which child comes or goes; never a process.
@@ -18,8 +18,8 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
+from agentrl.run.children.engine_process import WrongWeights
 from agentrl.run.cluster.scale_requests import Meta, asked
-from agentrl.run.processes.engine_process import WrongWeights
 from agentrl.run.processes.restart import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore

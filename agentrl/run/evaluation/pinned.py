@@ -23,8 +23,8 @@ from agentrl.engine.weight_sync import canary
 from agentrl.engine.weight_sync.canary import Canary
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
+from agentrl.run.children.engine_process import ServedWeights
 from agentrl.run.evaluation import held_out
-from agentrl.run.processes.engine_process import ServedWeights
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.run_values import PINNED

@@ -8,7 +8,7 @@ when the count stands still. A mark proves different things:
                  marks would prove less. One pass may take long, so the deadline is long; a stopped learner is found
                  earlier, by its state in the kernel (`stopped`), which needs no mark
     supervisor   as a worker; its owner is the parent of `agentrl train --keep-alive`
-    engine       none: `agentrl.run.processes.engine_health` asks it over HTTP
+    engine       none: `agentrl.run.children.engine_health` asks it over HTTP
 
 A process that waits for the store's lock does not hang: that wait has a deadline, and meanwhile its loop turns or a
 thread marks. A mark is a count, not a time, so no two clocks are compared. The owner runs on a `HostClock`: while the

@@ -1,4 +1,4 @@
-"""Frees engines of somebody else that a run left paused: `python -m agentrl.run.processes.attached_engines RUN LABEL`.
+"""Frees engines of somebody else that a run left paused: `python -m agentrl.run.children.attached_engines RUN LABEL`.
 
 A pusher pauses an engine while it sends weights, and may die before it resumes it, perhaps with half of them loaded. An
 engine of ours dies with its run. One that the run attached to must not stay paused for its other users, nor sample from
@@ -24,7 +24,7 @@ from agentrl.errors import AgentRLError
 from agentrl.learner.checkpoints.folders import newest, step_of
 from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.processes.engine_process import ServedWeights, attach, halts
+from agentrl.run.children.engine_process import ServedWeights, attach, halts
 from agentrl.run.run_folder import RunDir
 from agentrl.run.weights.role_policies import objects_of
 from agentrl.store import RunStore

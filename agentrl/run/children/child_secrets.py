@@ -1,0 +1,35 @@
+"""Which secrets each kind of child gets, and which variables of the supervisor are withheld from it.
+
+An engine needs neither the database nor the judges, the learner no judges. A worker runs the user's own code, which may
+need any variable: nothing is withheld from it.
+"""
+
+from __future__ import annotations
+
+from agentrl.config import RunConfig
+from agentrl.host.child_environment import Withheld
+
+_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of Hugging Face: the learner looks up the models of roles there
+
+
+def withheld_from_engine(config: RunConfig) -> Withheld:
+    """The secrets that an engine does not get."""
+    return _withheld(config, frozenset(config.engine.secret_env), database=True)
+
+
+def withheld_from_learner(config: RunConfig) -> Withheld:
+    """The secrets that the learner does not get."""
+    needed = {*config.engine.secret_env, config.engine.api_key_env or "", *_HUB}
+    return _withheld(config, frozenset(needed), database=False)
+
+
+def _withheld(config: RunConfig, needed: frozenset[str], *, database: bool) -> Withheld:
+    judges = frozenset(source.api_key_env for source in config.rewards if source.api_key_env)
+    uses_object_store = config.engine.weights_url is not None  # whose package names its credentials as it likes
+    return Withheld(names=judges - needed, database=database, others=not uses_object_store, needed=needed)
+
+
+def engine_key_variables(config: RunConfig, *, signs: bool) -> dict[str, str]:
+    """The variables of a process that asks the run's own engines, and with `signs` changes them."""
+    key = config.engine.own_key
+    return {} if key is None else key.variables(signs=signs)

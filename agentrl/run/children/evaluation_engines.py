@@ -1,0 +1,57 @@
+"""Engines that measure during training alone. The learner sends them nothing: they serve the pinned version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from agentrl.errors import EngineError, RunFailed
+from agentrl.run.children.engine import KeptEngine, WatchedEngines
+from agentrl.run.children.engine_process import SupervisedEngine, fit
+from agentrl.run.evaluation import pinned
+
+_PIN_RETRY_S = 1.0  # until an engine that is away is asked again
+
+
+@dataclass(slots=True)
+class EvaluationEngines:
+    """The engines of `eval.engines`."""
+
+    engines: WatchedEngines
+    started: list[SupervisedEngine] = field(default_factory=list[SupervisedEngine])
+
+    async def start(self) -> None:
+        """Start them one after the other; return when all serve the version that is pinned now."""
+        run, config = self.engines.run, self.engines.config
+        for number in range(config.eval.engines):
+            gpus = config.eval.gpus[number] if config.eval.gpus else ()
+            name = f"engine-eval-{number}"
+            engine = self.engines.create(name, lambda _: pinned.weights_of(run, config), gpus, folder=run.path)
+            await engine.up()
+            KeptEngine(engine, self.engines).start_keeping()
+            self.started.append(engine)
+
+    def urls(self) -> list[str]:
+        """Where they serve."""
+        return [engine.url for engine in self.started]
+
+    async def pin(self, pin: pinned.Pin) -> None:
+        """Have all of them serve these weights. Raises RunFailed if one does not take them within
+        `engine.mending_deadline_s`."""
+        run, config = self.engines.run, self.engines.config
+        weights = partial(self.engines.looks, lambda _: pinned.weights_of(run, config, pin))
+        deadline_s = config.engine.mending_deadline_s
+        until = trio.current_time() + deadline_s
+        for engine in self.started:
+            while True:
+                try:
+                    await fit(engine.child.name, engine.url, weights, config, run.locks)
+                    break
+                except EngineError as error:
+                    if trio.current_time() > until:
+                        what = f"{engine.child.name} did not take version {pin.version.version} to measure it"
+                        within = f"within {deadline_s:g} s (engine.mending_deadline_s)"
+                        raise RunFailed(f"{what} {within}: {error}") from error
+                    await trio.sleep(_PIN_RETRY_S)

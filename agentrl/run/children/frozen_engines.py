@@ -1,0 +1,33 @@
+"""Engines for the models that play a role and do not learn; no weights are ever pushed to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agentrl.models.resolve import given_model_dir
+from agentrl.records import WeightVersion
+from agentrl.run.children.engine import KeptEngine, WatchedEngines
+from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
+
+
+@dataclass(slots=True)
+class FrozenEngines:
+    """One engine for each model that the run file names for a role, by that model."""
+
+    engines: WatchedEngines
+    by_model: dict[str, SupervisedEngine] = field(default_factory=dict[str, SupervisedEngine])
+
+    async def start(self) -> None:
+        """Start them one after the other; return when all serve."""
+        config = self.engines.config
+        first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
+        for number, policy in enumerate(sorted(config.rollout.given_models())):
+            weights = ServedWeights(model=given_model_dir(config, policy), base=first, current=first)
+            engine = self.engines.create(f"engine-given-{number}", lambda _, weights=weights: weights)
+            await engine.up()
+            KeptEngine(engine, self.engines).start_keeping()
+            self.by_model[policy] = engine
+
+    def urls(self) -> dict[str, str]:
+        """Where they serve, by model."""
+        return {policy: engine.url for policy, engine in self.by_model.items()}
