@@ -1,7 +1,8 @@
-"""The children of a run together: which of them the run goes on without, and what it says of the others."""
+"""The children of a run together: what processes learn of its engines, and which of them the run goes on without."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,32 @@ async def family(folder: Path, processes: Processes, **engine: Any) -> AsyncIter
 
 
 START: Any = None  # no engine reads its weights
+
+
+@pytest.mark.parametrize(("dropped", "served"), [("worker-1", [0, 1, 2]), ("engine-0", [1, 2])])
+async def test_where_engines_serve_is_published_once_all_of_the_start_do_although_a_child_is_dropped_before(
+    dropped: str, served: list[int], tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers and learner begin with the first URLs that they see, and would ask engines that do not answer yet."""
+    processes = Processes(monkeypatch)
+    async with family(tmp_path, processes, replicas=3) as children:
+
+        def published() -> str | None:
+            return children.looks._store.meta("engine_urls")  # pyright: ignore[reportPrivateUsage]
+
+        await children.start_workers()
+        async with trio.open_nursery() as start:
+            start.start_soon(children.start_engines, START)
+            await trio.testing.wait_all_tasks_blocked()
+            processes.serves["engine-0"].set()
+            await trio.testing.wait_all_tasks_blocked()
+            processes.deaths[dropped].set()
+            await trio.sleep(60)
+            assert dropped not in children.registry.children and published() is None
+            for name in ("engine-1", "engine-2"):
+                processes.serves[name].set()
+        urls = json.loads(published() or "")
+        assert urls == [children.learning.by_role[None][number].url for number in served]
 
 
 async def test_nothing_stands_still_while_every_engine_is_being_started(

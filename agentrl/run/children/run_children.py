@@ -58,6 +58,7 @@ class RunChildren:
     frozen: FrozenEngines = field(init=False)
     evaluation: EvaluationEngines = field(init=False)
     workers: Workers = field(init=False)
+    _engines_serve: bool = False  # since all of the start do
 
     def __post_init__(self) -> None:
         self.registry = ChildRegistry(
@@ -82,6 +83,7 @@ class RunChildren:
         await self.learning.start(start, self._size_at_start.engines)
         await self.frozen.start()
         await self.evaluation.start()
+        self._engines_serve = True
         await self._publish_urls()
         self.engines.start_metrics()
 
@@ -105,7 +107,13 @@ class RunChildren:
         return self.size or Size.of(self.config)
 
     async def _publish_urls(self) -> None:
-        """Write where the engines serve into the store: workers and learner follow it."""
+        """Write where the engines serve into the store: workers and learner follow it.
+
+        Nothing is written before all engines of the start serve. Workers and the learner begin at the first URLs that
+        they see; if an engine moved, or one was dropped, while others still started, they would ask engines that do not
+        answer, and would not know of those that play a role."""
+        if not self._engines_serve:
+            return
         urls = self.learning.urls()
         await self.registry.publish(GIVEN_URLS, self.frozen.urls())
         await self.registry.publish(EVAL_URLS, self.evaluation.urls())
