@@ -10,7 +10,8 @@ How a block is checked follows from its language:
              groups must be ours; after `<!-- sft -->` it is a file of `agentrl sft`
     json     parsed
     sql      run on a new run store
-    text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
+    text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist, after
+             `<!-- file: PATH -->` each line is one of that file's, so that a drawing is that of the code
 """
 
 from __future__ import annotations
@@ -219,6 +220,15 @@ def check_sql(block: Block) -> list[str]:
 
 
 def check_text(block: Block) -> list[str]:
+    if block.file:
+        if not (ROOT / block.file).is_file():
+            return [f"{block}: no {block.file}"]
+        lines = {line.strip() for line in (ROOT / block.file).read_text().splitlines()}
+        return [
+            f"{block}: {block.file} has no line {line.strip()!r}"
+            for line in block.body.splitlines()
+            if line.strip() not in lines
+        ]
     if block.note != "tree":
         return []
     wrong: list[str] = []
@@ -406,6 +416,8 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("sql", "SELECT tokens FROM groups;\n"), "no such column: tokens"),
         (block("text", "tests/      here\n  no.py     not\n", "tree"), "no tests/no.py"),
         (block("python", "x = 1\n", "file: Makefile", "Makefile"), "Makefile does not hold this text"),
+        (block("text", "VENV := .venv\na ──► b\n", "file: Makefile", "Makefile"), "Makefile has no line"),
+        (block("text", "a ──► b\n", "file: gone.py", "gone.py"), "no gone.py"),
         (block("rust", "fn main() {}\n"), "language 'rust'"),
     ],
 )
