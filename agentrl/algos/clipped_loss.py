@@ -275,7 +275,8 @@ class Clipped(Algorithm):
         import torch
 
         from agentrl.algos.divergence import gauges
-        from agentrl.algos.losses import kl_penalty, policy_loss
+        from agentrl.algos.kl_penalty import kl_penalty
+        from agentrl.algos.losses import policy_loss
 
         advantage_K = self.advantage(tokens)
         surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": advantage_K}, outputs)

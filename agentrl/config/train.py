@@ -5,7 +5,6 @@ Owns what each setting may be by itself and beside the others of its table. Neve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -247,16 +246,6 @@ class Train(Section):
     the deadline of each reward source (`rewards[].deadline_s`)."""
 
     parallel: ParallelPlan = ParallelPlan()
-
-    def lr_share(self, step: int) -> float:
-        """What step number `step` (from 1) has of the learning rate."""
-        if step <= self.warmup_steps:
-            return step / (self.warmup_steps + 1)
-        last = self.steps - self.warmup_steps - (1 if self.lr_min else 0)  # to 0 it falls in the step after the last
-        done = min(step - self.warmup_steps - 1, self.steps - self.warmup_steps - 1) / max(1, last)
-        falls = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-        least = self.lr_min / self.lr
-        return least + (1.0 - least) * falls[self.lr_schedule]
 
     @model_validator(mode="after")
     def _of_a_schedule(self) -> Self:

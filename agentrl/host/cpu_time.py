@@ -15,20 +15,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import trio
-
 from agentrl.errors import HostBusy
-from agentrl.host.clocks import HOST_DEADLINE_S, credit_host
+from agentrl.host.clocks import HOST_DEADLINE_S
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_FIRST_LOOK_S, _LAST_LOOK_S = 1.0, 10.0  # pauses between two looks grow from the one to the other
 _MOST_PROCESSES = 1024  # of one tree that are looked at
 _NICE, _POLICY = 16, 38  # places in /proc/PID/stat after the name of the program
-_LEAST_S = 0.001  # less than that is no time left
 
 
 class CpuTime:
@@ -149,76 +145,6 @@ def starved_out(starved_s: float, cpu_s: float) -> HostBusy:
         f"a program was ready to run and got no processor for {starved_s:.0f} s ({cpu_s:.1f} s of CPU time"
         " used): this machine has too much to do"
     )
-
-
-class FairDeadline:
-    """A deadline that waits for this machine. `passed` says that it ended its block."""
-
-    def __init__(self, timeout_s: float, used: CpuTime) -> None:
-        self._left_s, self._used = timeout_s, used
-        self._scope, self._keeper = trio.CancelScope(), trio.CancelScope()
-        self._paused_at: float | None = None
-        self._returned_s = 0.0  # by pauses since the last look
-
-    @property
-    def passed(self) -> bool:
-        return self._scope.cancelled_caught
-
-    @contextmanager
-    def running(self, nursery: trio.Nursery) -> Generator[None]:
-        """Run a block under the deadline. The looks run in `nursery` and end with the block."""
-        with self._scope:
-            nursery.start_soon(self._keep)
-            try:
-                yield
-            finally:
-                self._keeper.cancel()
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Stand still in the block, for a wait that is not the program's. Not to be nested."""
-        self._paused_at = trio.current_time()
-        try:
-            yield
-        finally:
-            self._take_pause()
-            self._paused_at = None
-
-    async def _keep(self) -> None:
-        """Cancel the block when its time is over. The scope has no deadline of its own: on a machine with too much to
-        do that one would pass before anybody had looked why."""
-        pause_s = _FIRST_LOOK_S
-        with self._keeper:
-            while True:
-                began = trio.current_time()
-                await trio.sleep(max(0.0, min(pause_s, self._left_s)))
-                starved_s = 0.0 if self._used.starved_out else await trio.to_thread.run_sync(self._used.look)
-                if starved_s:
-                    credit_host(starved_s)
-                self._take_pause()
-                self._left_s -= max(0.0, trio.current_time() - began - starved_s - self._returned_s)
-                self._returned_s = 0.0
-                if self._left_s <= _LEAST_S:
-                    self._scope.cancel()
-                    return
-                pause_s = min(1.5 * pause_s, _LAST_LOOK_S)
-
-    def _take_pause(self) -> None:
-        if self._paused_at is not None:
-            now = trio.current_time()
-            self._returned_s += now - self._paused_at
-            self._paused_at = now
-
-
-@contextmanager
-def fair_deadline(nursery: trio.Nursery, timeout_s: float, used: CpuTime) -> Generator[FairDeadline]:
-    """Cancel the block after `timeout_s` seconds, without those in which this machine starved the processes of `used`.
-
-    Starved seconds are taken off the deadlines of `agentrl.host.clocks` around the block, too. After HOST_DEADLINE_S of
-    them no more are given back: `used.starved_out` then says so."""
-    deadline = FairDeadline(timeout_s, used)
-    with deadline.running(nursery):
-        yield deadline
 
 
 def _stat(file: Path) -> list[str]:

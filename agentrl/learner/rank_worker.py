@@ -26,6 +26,7 @@ from agentrl.learner.data.prefix_trees import Pack
 from agentrl.learner.model.models import Models
 from agentrl.learner.moe.routers import Routers, listening
 from agentrl.learner.moe.routing_replay import Routed, check, routed
+from agentrl.learner.optimizers.lr_schedule import lr_share
 from agentrl.learner.parallel.pass_schedule import Pass
 from agentrl.learner.parallel.ranks import ALONE, Ranks
 from agentrl.learner.step_report import PassResult, Stopwatch, pass_result
@@ -142,7 +143,7 @@ class RankWorker:
 
     def optimizer_step(self, names: Sequence[str], loss: Tensor) -> float | None:
         """Update the named models from the accumulated gradients, given their loss: see `Models.optimizer_step`."""
-        norm = self.models.optimizer_step(names, loss=loss, lr_share=self.settings.train.lr_share(self.step_index + 1))
+        norm = self.models.optimizer_step(names, loss=loss, lr_share=lr_share(self.settings.train, self.step_index + 1))
         self.watch.lap("optimizer")
         self.progress()
         return norm

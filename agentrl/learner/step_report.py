@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.algos.importance import Mismatch, gauges
-from agentrl.algos.losses import kl_penalty
+from agentrl.algos.kl_penalty import kl_penalty
 from agentrl.algos.token_metrics import Measures, Ratios, by_number, measured, ratios_by_level
 from agentrl.learner.data.batch import GroupRows
 from agentrl.learner.data.device_copy import moved

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from agentrl.protocols import ExecResult, Limits
+from agentrl.protocols import ExecResult
 
 NOT_FOUND, REFUSED = 127, 126
 _MAX_BYTES = 1 << 20  # of all arguments and environment; Linux takes two of them with the pointers
@@ -21,15 +21,6 @@ class CommandRefused(Exception):
     def __init__(self, why: str, code: int = REFUSED) -> None:
         super().__init__(why)
         self.result = ExecResult(exit_code=code, stdout=b"", stderr=f"sandbox: {why}\n".encode(errors="replace"))
-
-
-def checked_wall_s(timeout_s: float | None, limits: Limits) -> float:
-    """The seconds that a command may take. Raises CommandRefused."""
-    if timeout_s is None:
-        return limits.wall_s
-    if not timeout_s >= 0:  # NaN too
-        raise CommandRefused(f"timeout_s = {timeout_s!r}: give 0 seconds or more")
-    return timeout_s
 
 
 def checked_argv(argv: Sequence[str]) -> list[bytes]:

@@ -18,11 +18,12 @@ import trio
 
 from agentrl.errors import SandboxError
 from agentrl.host.clocks import policy_time
-from agentrl.host.cpu_time import fair_deadline, starved_out
+from agentrl.host.cpu_time import starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
-from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env
+from agentrl.sandbox.command_deadline import checked_wall_s, fair_deadline
 from agentrl.sandbox.folder_box import FolderSnapshots, WorkBox
 from agentrl.sandbox.host_process import HostProcess, exit_code
 from agentrl.sandbox.work_folder import WORKSPACE, Folder

@@ -18,7 +18,7 @@ from torch import Tensor
 from agentrl.algos.algorithm import Algorithm, Outputs, Siblings
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.grpo_variants import Distil
-from agentrl.algos.losses import kl_penalty
+from agentrl.algos.kl_penalty import kl_penalty
 from agentrl.config import algorithm
 from agentrl.registry import ids
 

@@ -10,7 +10,8 @@ import torch
 from each_case import each_case
 from torch import Tensor
 
-from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss, token_weights
+from agentrl.algos.kl_penalty import kl_penalty
+from agentrl.algos.losses import clipped_surrogate, policy_loss, token_weights
 
 from .test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome
 

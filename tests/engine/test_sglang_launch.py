@@ -29,7 +29,7 @@ from agentrl.host.ports import free_port
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey, WeightVersion
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import LOCKS
 
 ENGINE = """

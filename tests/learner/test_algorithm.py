@@ -13,7 +13,8 @@ from agentrl import config, registry
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.importance import importance_weights
-from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss, token_weights
+from agentrl.algos.kl_penalty import kl_penalty
+from agentrl.algos.losses import clipped_surrogate, policy_loss, token_weights
 from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, RunConfig, Train
 from agentrl.errors import ConfigError

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algos.algorithm import Outputs
 from agentrl.algos.grpo import GRPO
-from agentrl.algos.losses import kl_penalty
+from agentrl.algos.kl_penalty import kl_penalty
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.engine.embedded.batching import Batcher, BatchRequest, Emission, distribution
 from agentrl.engine.embedded.model import EmbeddedModel, KVStore, read_weights

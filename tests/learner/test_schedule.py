@@ -12,6 +12,7 @@ from each_case import each_case
 from agentrl.config import Train
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
+from agentrl.learner.optimizers.lr_schedule import lr_share
 
 from .making import random_group, run_config
 from .test_learner import STEP_OF, same, state_of
@@ -31,12 +32,12 @@ def test_the_learning_rate_rises_then_falls_to_its_least_at_the_last_step(settin
     """By hand: cosine is (1 + cos(pi x)) / 2 at x = 0, 1/3, 2/3, 1. To 0 it falls in a step that is not made: x = 0,
     1/4, 1/2, 3/4."""
     train = Train(lr=0.5, warmup_steps=3, steps=7, **settings)
-    assert [train.lr_share(step) for step in range(1, 8)] == pytest.approx(expected)
-    assert train.lr_share(9) == pytest.approx(expected[-1])  # a run that goes on beyond its steps
+    assert [lr_share(train, step) for step in range(1, 8)] == pytest.approx(expected)
+    assert lr_share(train, 9) == pytest.approx(expected[-1])  # a run that goes on beyond its steps
 
 
 def test_a_run_of_one_step_has_a_learning_rate() -> None:
-    assert Train(lr_schedule="cosine", warmup_steps=0, steps=1).lr_share(1) == 1.0
+    assert lr_share(Train(lr_schedule="cosine", warmup_steps=0, steps=1), 1) == 1.0
 
 
 def test_a_least_rate_that_nothing_falls_to_is_refused() -> None:

@@ -18,7 +18,7 @@ from agentrl.run.children.engine_health import EngineWatch
 from agentrl.run.children.engine_process import SupervisedEngine, WrongWeights
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster.scaling import NoRoom
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.run.supervisor import _Progress
 from agentrl.store import RunStore

@@ -31,7 +31,7 @@ from agentrl.records import WeightVersion
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, current_weights
 from agentrl.run.children.learning_engines import LearningEngines
 from agentrl.run.children.run_children import RunChildren
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import LOCKS, RunDir
 from agentrl.run.start_point import StartPoint, start_point
 from agentrl.store import RunStore

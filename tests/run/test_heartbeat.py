@@ -22,12 +22,12 @@ from agentrl.config import EnvSource, Rollout, RunConfig
 from agentrl.engine import embedded_process
 from agentrl.errors import RunFailed
 from agentrl.host.clocks import HostClock
-from agentrl.run.children.kept import Kept
 from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.restart_loop import Kept
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Heartbeat, Pulse
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside, Looks

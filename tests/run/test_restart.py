@@ -16,7 +16,8 @@ from trio.testing import MockClock
 
 from agentrl.errors import RunFailed
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
-from agentrl.run.processes.restart import Child, RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
+from agentrl.run.processes.supervised_child import Child
 
 DEADLINE_S = 300
 
@@ -48,7 +49,7 @@ async def test_a_child_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> No
 
 
 async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.run.processes.restart._GRACE_S", 0.2)
+    monkeypatch.setattr("agentrl.run.processes.supervised_child._GRACE_S", 0.2)
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\nwhile True: signal.pause()"
     one = child(tmp_path, code)
     one.start()
@@ -141,7 +142,7 @@ async def test_law_4_what_a_killed_child_leaves_in_its_group_ends_before_it_is_s
 def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:
     """The owner is killed by SIGKILL and can tell nobody: the lifeline does."""
     owner = (
-        "import signal\nfrom pathlib import Path\nfrom agentrl.run.processes.restart import Child\n"
+        "import signal\nfrom pathlib import Path\nfrom agentrl.run.processes.supervised_child import Child\n"
         "code = 'import os, signal; from agentrl.host.janitor import watch_lifeline;'\n"
         "code += 'watch_lifeline(lambda: os._exit(0)); print(1, flush=True); signal.pause()'\n"
         f"one = Child('part', ['-c', code], Path({str(tmp_path)!r}))\none.start()\nprint(one.pid, flush=True)\n"

@@ -23,7 +23,7 @@ from agentrl.run.children.learner import KeptLearner
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster.ray_launcher import Seat
 from agentrl.run.processes.launcher import ChildCommand
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store.async_calls import Looks
 

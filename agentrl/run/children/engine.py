@@ -19,8 +19,8 @@ from agentrl.run.children.child_secrets import withheld_from_engine
 from agentrl.run.children.engine_health import EngineWatch
 from agentrl.run.children.engine_metrics import EngineMetrics
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
-from agentrl.run.children.kept import Kept
 from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.restart_loop import Kept
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks

@@ -41,7 +41,7 @@ from agentrl.errors import (
 from agentrl.host.janitor import OwnedFolder
 from agentrl.models.resolve import model_dir
 from agentrl.records import EngineKey, WeightVersion
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import LOCKS
 from agentrl.run.start_point import StartPoint
 from agentrl.run.weights.role_policies import file_of, objects_of

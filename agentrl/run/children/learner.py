@@ -5,8 +5,8 @@ from __future__ import annotations
 import trio
 
 from agentrl.run.children.child_secrets import engine_key_variables, withheld_from_learner
-from agentrl.run.children.kept import Kept
 from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.restart_loop import Kept
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import NoRoom
 

@@ -21,7 +21,7 @@ from agentrl.host.child_environment import NOTHING, Withheld
 from agentrl.host.disk_space import wait_for_space
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import Launcher
-from agentrl.run.processes.restart import Child
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Aside

@@ -13,10 +13,11 @@ import trio
 
 from agentrl.errors import AgentRLError
 from agentrl.run.children.child_secrets import engine_key_variables
-from agentrl.run.children.kept import Kept
 from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.restart_loop import Kept
 from agentrl.run.cluster.scaling import NoRoom
-from agentrl.run.processes.restart import Child, RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
+from agentrl.run.processes.supervised_child import Child
 from agentrl.store.run_values import WORKERS
 
 _STEPS = 4  # a worker that leaves has ended its own work after so many deadlines of a step

@@ -20,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
 from agentrl.run.children.engine_process import WrongWeights
 from agentrl.run.cluster.scale_requests import Meta, asked
-from agentrl.run.processes.restart import RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks

@@ -29,7 +29,7 @@ from agentrl.host.nonblocking_output import waiting_for_no_reader
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Pulse
 from agentrl.run.processes.launcher import ClusterLost
-from agentrl.run.processes.restart import RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
 from agentrl.run.run_folder import RunDir
 
 ERROR_FILE = "AGENTRL_ERROR_FILE"

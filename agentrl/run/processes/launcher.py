@@ -1,7 +1,7 @@
 """Where and how a child of a run begins, is awaited and is ended: on this machine (`Local`), or on a node of a cluster
 (`agentrl.run.cluster.ray_launcher`).
 
-A launcher knows no role and no budget: `agentrl.run.processes.restart` decides what is started again, and
+A launcher knows no role and no budget: `agentrl.run.children.restart_loop` decides what is started again, and
 `agentrl.run.processes.heartbeat` what hangs. A child dies with the process that asked for it, by whatever means it was
 started.
 """

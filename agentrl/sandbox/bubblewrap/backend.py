@@ -32,7 +32,8 @@ from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
 from agentrl.sandbox.bubblewrap.bwrap_process import BoxCommand
 from agentrl.sandbox.bubblewrap.shared_host import BoxPlace, Host
-from agentrl.sandbox.check_command import REFUSED, CommandRefused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import REFUSED, CommandRefused, checked_argv, checked_env
+from agentrl.sandbox.command_deadline import checked_wall_s
 from agentrl.sandbox.folder_box import WorkBox
 from agentrl.sandbox.work_folder import WORKSPACE, Folder
 

@@ -23,8 +23,9 @@ from typing import Any
 import trio
 
 from agentrl.errors import SandboxError
-from agentrl.host.cpu_time import cpu_seconds, fair_deadline
+from agentrl.host.cpu_time import cpu_seconds
 from agentrl.sandbox.bubblewrap.cgroup import ControlGroup
+from agentrl.sandbox.command_deadline import fair_deadline
 from agentrl.sandbox.host_process import HostProcess
 
 _START_S = 30.0  # from the spawn to the report of process 1

@@ -23,11 +23,12 @@ import trio
 
 from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.host.clocks import policy_time
-from agentrl.host.cpu_time import FairDeadline, GroupCpuTime, fair_deadline, starved_out
+from agentrl.host.cpu_time import GroupCpuTime, starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background_process import Background, NeverStarted
-from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env
+from agentrl.sandbox.command_deadline import FairDeadline, checked_wall_s, fair_deadline
 from agentrl.sandbox.docker import tar as archive
 from agentrl.sandbox.docker.attached_streams import AttachedStreams
 from agentrl.sandbox.docker.shell_scripts import (

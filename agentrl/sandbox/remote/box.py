@@ -28,7 +28,8 @@ from agentrl.host.cpu_time import starved_out
 from agentrl.host.janitor import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, Limits, SandboxSpec
 from agentrl.sandbox.background_process import NeverStarted
-from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env, checked_wall_s
+from agentrl.sandbox.check_command import CommandRefused, checked_argv, checked_env
+from agentrl.sandbox.command_deadline import checked_wall_s
 from agentrl.sandbox.docker import tar
 from agentrl.sandbox.docker.shell_scripts import checked_path
 from agentrl.sandbox.work_folder import WORKSPACE

@@ -28,7 +28,8 @@ from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, UsageEr
 from agentrl.run.children.registry import DISK_RETRY_S, ChildRegistry
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
-from agentrl.run.processes.restart import Child, RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
+from agentrl.run.processes.supervised_child import Child
 
 _FINAL = (UsageError.exit_code, ENDS_THE_RUN)
 _WAITS_FOR_SPACE = (DiskFull.exit_code, StoreAway.exit_code)

@@ -11,12 +11,13 @@ from trio.testing import MockClock
 
 from agentrl.config import EnvSource, RunConfig
 from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, WeightSyncError, WornOut
-from agentrl.run.children.kept import Kept
 from agentrl.run.children.registry import ChildRegistry
+from agentrl.run.children.restart_loop import Kept
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.launcher import LOCAL
-from agentrl.run.processes.restart import Child, RestartBudget
+from agentrl.run.processes.restart_budget import RestartBudget
+from agentrl.run.processes.supervised_child import Child
 from agentrl.run.run_folder import RunDir
 from agentrl.store.run_values import RESTARTED
 

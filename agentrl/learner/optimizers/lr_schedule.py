@@ -1,0 +1,19 @@
+"""The learning-rate schedule: a linear warm-up, then constant, linear or cosine decay to `train.lr_min`."""
+
+from __future__ import annotations
+
+import math
+
+from agentrl.config.train import Train
+
+
+def lr_share(train: Train, step: int) -> float:
+    """The share of `train.lr` that step number `step` (from 1) has, above 0 and at most 1."""
+    if step <= train.warmup_steps:
+        return step / (train.warmup_steps + 1)
+    # A decay to 0 reaches it in the step after the last: a step at a rate of 0 would train nothing.
+    last = train.steps - train.warmup_steps - (1 if train.lr_min else 0)
+    done = min(step - train.warmup_steps - 1, train.steps - train.warmup_steps - 1) / max(1, last)
+    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    least = train.lr_min / train.lr
+    return least + (1.0 - least) * decay[train.lr_schedule]
