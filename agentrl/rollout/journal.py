@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from agentrl.records import NO_TOOLS, Messages, ShownTools, Step, Turn, context_ids
+from agentrl.records import Messages, ShownTools, Step, Turn, context_ids
 from agentrl.store import Claim, Ending, EnvSnapshot, Partial
 from agentrl.store.interfaces import EpisodeStore, Posted
 
@@ -34,7 +34,7 @@ class EpisodeJournal:
         self.claim, self._store = claim, store
         self._episode_id, self._fence = claim.episode_id, claim.fence
         self.start: Messages = claim.start or ()
-        self.tools = NO_TOOLS
+        self.tools = claim.tools
         """Tools that the first conversation of the episode offers."""
         self.turns: list[Turn] = list(claim.turns)
         self.trial = claim.trial

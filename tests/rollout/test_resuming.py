@@ -72,6 +72,29 @@ async def test_by_default_it_goes_on_from_its_last_token_and_nothing_is_lost(
     assert store.reads.trajectory(first.episode_id).stop_reason is StopReason.DONE and sound(store)
 
 
+async def test_the_rewarder_of_a_resumed_episode_reads_the_tools_that_it_began_with(
+    store: RunStore, claim_one: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithTool(ScriptedEnv):
+        def tool_schemas(self) -> list[dict[str, Any]]:
+            return [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    seen: list[Any] = []
+
+    def rewarder(trajectory: Any) -> float:
+        seen.append(trajectory.tools)
+        return 1.0
+
+    def at(engine: Any, **settings: Any) -> RolloutContext:
+        limits = {"max_tokens_per_turn": LENGTH, "checkpoint_tokens": 1, **settings}
+        return context(WithTool([going(), done()]), engine, rewarder=rewarder, **limits)
+
+    _, second = await die_in_the_second_turn(store, claim_one, at, monkeypatch)
+    assert (await play(second, at(engine()))).stop_reason is StopReason.DONE
+    unbroken, resumed = seen
+    assert resumed == unbroken and [schema["function"]["name"] for schema in resumed.schemas] == ["look"]
+
+
 async def test_from_whole_turns_the_turn_under_way_is_sampled_anew_and_its_tokens_are_counted(
     store: RunStore, claim_one: Any, at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl.errors import LeaseLost
-from agentrl.records import Messages, Task, Turn
-from agentrl.store.codec import unpack_task
+from agentrl.records import NO_TOOLS, Messages, ShownTools, Task, Turn
+from agentrl.store.codec import unpack_task, unpack_tools
 from agentrl.store.databases.database import Database, StorePart, retried
 from agentrl.store.databases.driver import Row
 from agentrl.store.episodes.partial_turns import Partial, load_partials
@@ -30,7 +30,7 @@ class Claim:
     `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
     Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `Groups.fork`). `resumed`:
     another claim began it, or an earlier attempt of this one. `started_step`: the learner's when the group was
-    admitted."""
+    admitted. `tools` are those that its first conversation offers."""
 
     episode_id: int
     group_id: int
@@ -46,6 +46,7 @@ class Claim:
     fork_turn: int | None = None
     resumed: bool = False
     started_step: int = 0
+    tools: ShownTools = NO_TOOLS
 
 
 class Free(NamedTuple):
@@ -87,8 +88,9 @@ ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
 _LOAD = (
-    "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn, g.started_step"
-    " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
+    "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn, g.started_step,"
+    " s.data FROM episodes e JOIN groups g ON g.id = e.group_id LEFT JOIN tool_sets s ON s.digest = e.tools"
+    " WHERE e.id = ?"
 )
 _AHEAD = (
     "SELECT id FROM (SELECT id FROM groups"
@@ -220,12 +222,12 @@ class Leases(StorePart):
     def _load(self, episodes: Sequence[int]) -> list[Claim]:
         rows = self._db.all_rows(*((_LOAD, (id,)) for id in episodes))
         shown = Shown(self._db)
-        begun = [id for id, ((*_, start, _, _),) in zip(episodes, rows, strict=True) if start is not None]
+        begun = [id for id, ((*_, start, _, _, _),) in zip(episodes, rows, strict=True) if start is not None]
         turns = turns_of(self._db, begun, shown)
         partials = dict(zip(begun, load_partials(self._db, begun), strict=True))
         claims: list[Claim] = []
         for id, (row,) in zip(episodes, rows, strict=True):
-            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step = row
+            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step, tools = row
             claims.append(
                 Claim(
                     episode_id=id,
@@ -242,6 +244,7 @@ class Leases(StorePart):
                     fork_turn=fork_turn,
                     resumed=fence > 1 and start is not None,
                     started_step=started_step,
+                    tools=NO_TOOLS if tools is None else unpack_tools(tools),
                 )
             )
         return claims
