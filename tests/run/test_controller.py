@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.planning.simulate.measured import MeasuredRun
 from agentrl.planning.simulate.service import Constant, parse_episodes
 from agentrl.run import resume_overrides
-from agentrl.run.children.learner import KeptLearner
+from agentrl.run.children.learner import WatchedLearner
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster import autoscaler, scale_requests, scaling
 from agentrl.run.cluster.scaling import NoRoom, Size
@@ -121,7 +121,7 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
         full: Any = Full(lambda: scale_requests.ranks(run.config(), store.meta))
         writes, nobody = Aside(store, inline=True), cast("Any", None)
         children = RunChildren(run, run.config(), Looks(store), writes, nobody, {}, full)
-        await KeptLearner(children.registry).renew()
+        await WatchedLearner(children.registry).renew()
         assert full.seats == [0, 1]
         assert scaling.wanted(run.config(), store.meta).engines == 2
         assert scale_requests.refused(store.meta) == "no node has two"

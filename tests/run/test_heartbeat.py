@@ -23,7 +23,7 @@ from agentrl.engine import embedded_process
 from agentrl.errors import RunFailed
 from agentrl.host.clocks import HostClock
 from agentrl.run.children.registry import ChildRegistry
-from agentrl.run.children.restart_loop import Kept
+from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.heartbeat import Heartbeat, Pulse
@@ -262,7 +262,7 @@ async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autoj
     with pytest.raises(ExceptionGroup) as raised:
         async with trio.open_nursery() as nursery:
             children = RunChildren(RunDir(tmp_path), config, None, unheard, nursery, mark={})  # type: ignore[arg-type]
-            kept = Kept(cast("Any", child), children.registry)
+            kept = WatchedChild(cast("Any", child), children.registry)
             pulse = Pulse(process=child, start_s=60.0, silent_s=30.0, stopped_s=30.0, names=NAMES)
             kept.watch = partial(pulse.run, child.kill)
             nursery.start_soon(kept.keep)

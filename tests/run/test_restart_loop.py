@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from agentrl.config import EnvSource, RunConfig
 from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, WeightSyncError, WornOut
 from agentrl.run.children.registry import ChildRegistry
-from agentrl.run.children.restart_loop import Kept
+from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.processes.exit_status import ENDS_THE_RUN
 from agentrl.run.processes.launcher import LOCAL
@@ -68,7 +68,7 @@ class Mortal(Child):
         self.ended += 1
 
 
-class Engine(Kept):
+class Engine(WatchedChild):
     """A child whose restart raises `failures`, one after the other; those of the kinds `final` are final."""
 
     def __init__(self, child: Child, registry: ChildRegistry, *failures: Exception) -> None:
@@ -164,7 +164,7 @@ async def test_a_child_that_asks_to_be_started_anew_or_found_the_disk_full_costs
 ) -> None:
     child = Mortal(100, why.exit_code)
     async with trio.open_nursery() as nursery:
-        kept = Kept(child, registry(tmp_path, nursery, Values()))
+        kept = WatchedChild(child, registry(tmp_path, nursery, Values()))
         nursery.start_soon(kept.keep)
         await trio.sleep(1000)
         nursery.cancel_scope.cancel()

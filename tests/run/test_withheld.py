@@ -19,7 +19,7 @@ from agentrl.env.agent_programs.session import _command  # pyright: ignore[repor
 from agentrl.host.child_environment import Withheld
 from agentrl.learner.parallel.ranks import Leader
 from agentrl.records import EngineKey
-from agentrl.run.children.learner import KeptLearner
+from agentrl.run.children.learner import WatchedLearner
 from agentrl.run.children.run_children import RunChildren
 from agentrl.run.cluster.ray_launcher import Seat
 from agentrl.run.processes.launcher import ChildCommand
@@ -60,7 +60,7 @@ def child_of(folder: Path, settings: RunConfig, name: str, argv: list[str]) -> C
     run.logs.mkdir()
     children = RunChildren(run, settings, Looks(nobody), nobody, nobody, mark={})
     if name == "learner":
-        child = KeptLearner(children.registry).child
+        child = WatchedLearner(children.registry).child
     elif name == "worker-0":
         child = children.workers.create(0)
     else:

@@ -20,7 +20,7 @@ from agentrl.run.children.engine_health import EngineWatch
 from agentrl.run.children.engine_metrics import EngineMetrics
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
 from agentrl.run.children.registry import ChildRegistry
-from agentrl.run.children.restart_loop import Kept
+from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks
@@ -99,7 +99,7 @@ class WatchedEngines:
         return [watch.trouble for watch in self.watches.values() if watch.trouble]
 
 
-class KeptEngine(Kept):
+class WatchedEngine(WatchedChild):
     """An engine that serves. Nobody sends it weights later: each start gives it those that it has to serve."""
 
     def __init__(

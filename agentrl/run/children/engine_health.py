@@ -1,7 +1,7 @@
 """Watches one running engine: does it answer, and does it have the current weights?
 
 Owns these checks and the deadline of an engine's silence. An engine of ours that hangs is killed, so that
-`KeptEngine` restarts it. An engine that answers but lacks the current weights gets them: it missed a delivery, or
+`WatchedEngine` restarts it. An engine that answers but lacks the current weights gets them: it missed a delivery, or
 somebody else restarted it. So does an engine that is paused although nobody sends it weights: a pause should last only
 while its pusher holds the engine's lock, which ends with the pusher, and nothing may sample from half-loaded weights.
 An engine that sleeps is paused: it sleeps on for as long as the learner that put it to sleep lives and goes on.

@@ -8,7 +8,7 @@ from functools import partial
 import trio
 
 from agentrl.errors import EngineError, RunFailed
-from agentrl.run.children.engine import KeptEngine, WatchedEngines
+from agentrl.run.children.engine import WatchedEngine, WatchedEngines
 from agentrl.run.children.engine_process import SupervisedEngine, fit
 from agentrl.run.evaluation import pinned
 
@@ -30,7 +30,7 @@ class EvaluationEngines:
             name = f"engine-eval-{number}"
             engine = self.engines.create(name, lambda _: pinned.weights_of(run, config), gpus, folder=run.path)
             await engine.up()
-            KeptEngine(engine, self.engines).start_keeping()
+            WatchedEngine(engine, self.engines).start_keeping()
             self.started.append(engine)
 
     def urls(self) -> list[str]:

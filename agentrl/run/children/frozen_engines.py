@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from agentrl.models.resolve import given_model_dir
 from agentrl.records import WeightVersion
-from agentrl.run.children.engine import KeptEngine, WatchedEngines
+from agentrl.run.children.engine import WatchedEngine, WatchedEngines
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine
 
 
@@ -25,7 +25,7 @@ class FrozenEngines:
             weights = ServedWeights(model=given_model_dir(config, policy), base=first, current=first)
             engine = self.engines.create(f"engine-given-{number}", lambda _, weights=weights: weights)
             await engine.up()
-            KeptEngine(engine, self.engines).start_keeping()
+            WatchedEngine(engine, self.engines).start_keeping()
             self.by_model[policy] = engine
 
     def urls(self) -> dict[str, str]:

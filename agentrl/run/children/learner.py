@@ -6,12 +6,12 @@ import trio
 
 from agentrl.run.children.child_secrets import engine_key_variables, withheld_from_learner
 from agentrl.run.children.registry import ChildRegistry
-from agentrl.run.children.restart_loop import Kept
+from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scaling import NoRoom
 
 
-class KeptLearner(Kept):
+class WatchedLearner(WatchedChild):
     """The learner's process; `done` is set when it has made all steps."""
 
     def __init__(self, registry: ChildRegistry) -> None:

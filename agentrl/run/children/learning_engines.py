@@ -18,7 +18,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.router.concurrency import RUNNING, WAITING
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.run import league
-from agentrl.run.children.engine import KeptEngine, WatchedEngines
+from agentrl.run.children.engine import WatchedEngine, WatchedEngines
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, attach, current_weights
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.start_point import StartPoint, where_it_stands
@@ -156,7 +156,7 @@ class LearningEngines:
         return max((engine.start_s for engine in self.by_role.get(None, {}).values()), default=0.0)
 
 
-class LearningEngine(KeptEngine):
+class LearningEngine(WatchedEngine):
     """An engine of a policy that learns. If a restart cannot give it the current weights, its watch sends them later;
     it is dropped where the cluster has no room for it and another one serves."""
 

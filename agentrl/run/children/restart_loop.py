@@ -17,7 +17,7 @@ A child may die once more while it is being restarted, before anything watches i
 of a failed attempt against the same budget and tries again. Leaving that to the next round of the loop was not enough:
 an engine that hung half-started had not ended, so the loop waited for it for ever.
 
-The loop owns no kind of child. What differs between an engine, a worker and the learner is in the hooks of `Kept`.
+The loop owns no kind of child: what differs between engine, worker and learner is in the hooks of `WatchedChild`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FINAL = (UsageError.exit_code, ENDS_THE_RUN)
 _WAITS_FOR_SPACE = (DiskFull.exit_code, StoreAway.exit_code)
 
 
-class Kept:
+class WatchedChild:
     """One child and the loop that keeps it. As it stands, the child is watched by nobody and restarted at once."""
 
     def __init__(self, child: Child, registry: ChildRegistry) -> None:

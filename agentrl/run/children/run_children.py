@@ -21,7 +21,7 @@ from agentrl.host.disk_space import no_space_on
 from agentrl.run.children.engine import WatchedEngines
 from agentrl.run.children.evaluation_engines import EvaluationEngines
 from agentrl.run.children.frozen_engines import FrozenEngines
-from agentrl.run.children.learner import KeptLearner
+from agentrl.run.children.learner import WatchedLearner
 from agentrl.run.children.learning_engines import LearningEngines
 from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.workers import Workers
@@ -93,7 +93,7 @@ class RunChildren:
 
     def start_learner(self) -> trio.Event:
         """Start the learner; the event is set when all steps are done."""
-        learner = KeptLearner(self.registry)
+        learner = WatchedLearner(self.registry)
         learner.start()
         return learner.done
 

@@ -14,7 +14,7 @@ import trio
 from agentrl.errors import AgentRLError
 from agentrl.run.children.child_secrets import engine_key_variables
 from agentrl.run.children.registry import ChildRegistry
-from agentrl.run.children.restart_loop import Kept
+from agentrl.run.children.restart_loop import WatchedChild
 from agentrl.run.cluster.scaling import NoRoom
 from agentrl.run.processes.restart_budget import RestartBudget
 from agentrl.run.processes.supervised_child import Child
@@ -46,7 +46,7 @@ class Workers:
         return registry.create(f"worker-{number}", argv, threads=1, env=env)
 
     def _begin(self, number: int) -> None:
-        kept = KeptWorker(number, self)
+        kept = WatchedWorker(number, self)
         kept.child.start()
         kept.start_keeping()
 
@@ -95,7 +95,7 @@ class Workers:
         await self._publish()
 
 
-class KeptWorker(Kept):
+class WatchedWorker(WatchedChild):
     """A worker that works. All but the first are dropped where the cluster has no room: the first serves rewards."""
 
     def __init__(self, number: int, workers: Workers) -> None:
