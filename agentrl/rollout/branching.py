@@ -49,14 +49,14 @@ def choices(group: Group) -> Iterator[tuple[Trajectory, Turn]]:
 
 def uniform(group: Group, chance: random.Random) -> Pivot | None:
     """Any turn of any episode, each as likely."""
-    found = [Pivot(trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
-    return chance.choice(found) if found else None
+    pivots = [Pivot(trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return chance.choice(pivots) if pivots else None
 
 
 def entropy(group: Group, chance: random.Random) -> Pivot | None:
     """The turn whose tokens were least expected: their mean -log p, which is the policy's entropy in expectation."""
-    found = [(-fmean(turn.logprobs), trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
-    return Pivot(*max(found)[1:]) if found else None
+    ranked = [(-fmean(turn.logprobs), trajectory.episode_id, turn.index) for trajectory, turn in choices(group)]
+    return Pivot(*max(ranked)[1:]) if ranked else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,10 @@ def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
     be imported or called."""
     if settings.how == "drop_tools":
         return partial(drop_tools, keep=1)
-    found: Any = registry.load_reference(settings.how)
-    if not callable(found):
+    function: Any = registry.load_reference(settings.how)
+    if not callable(function):
         raise UsageError(f"rollout.compaction.how = {settings.how!r}: it is no function of (messages) -> messages")
-    return found
+    return function
 
 
 def writes_notes(turns: Sequence[Turn], index: int) -> bool:
@@ -91,10 +91,10 @@ def as_before(step: Step, before: Step) -> Step:
     """An answer that is given again, with the request behind it if there was one `before`."""
     if before.compaction != ASKED or not before.observation:
         return step
-    *own, last = before.observation
-    if len(own) < len(step.observation):  # the request is the end of the last message
-        own.append({**last, "content": last["content"][: len(step.observation[-1]["content"])]})
-    return replace(step, observation=before.observation) if tuple(own) == step.observation else step
+    *earlier, last = before.observation
+    if len(earlier) < len(step.observation):  # the request is the end of the last message
+        earlier.append({**last, "content": last["content"][: len(step.observation[-1]["content"])]})
+    return replace(step, observation=before.observation) if tuple(earlier) == step.observation else step
 
 
 def most_tokens(messages: Messages) -> int:
@@ -107,27 +107,27 @@ def most_tokens(messages: Messages) -> int:
 async def shortened(settings: CompactionSettings, messages: list[Message], where: str) -> Messages:
     """The messages that the function of a run file, plain or async, makes of these. Raises EnvError, naming `where`,
     for anything else than messages."""
-    made: Any = await call(shortener(settings), messages)
-    if isinstance(made, list):
-        made = tuple(cast("list[Any]", made))
-    if reason := _MESSAGES.why_not(made):
+    result: Any = await call(shortener(settings), messages)
+    if isinstance(result, list):
+        result = tuple(cast("list[Any]", result))
+    if reason := _MESSAGES.why_not(result):
         raise EnvError(f"{where} returned no messages: {reason}")
-    return cast(Messages, made)
+    return cast(Messages, result)
 
 
 def drop_tools(messages: list[Message], *, keep: int) -> list[Message]:
     """The messages, of which tool answers but the last `keep` say only that they are left out."""
-    answers = [at for at, message in enumerate(messages) if message["role"] == "tool"]
+    answers = [place for place, message in enumerate(messages) if message["role"] == "tool"]
     old = set(answers[: len(answers) - keep] if keep else answers)
-    return [{**message, "content": _LEFT_OUT} if at in old else message for at, message in enumerate(messages)]
+    return [{**message, "content": _LEFT_OUT} if place in old else message for place, message in enumerate(messages)]
 
 
 def _with_text(messages: Messages, text: str, *, end: bool) -> Messages:
     """Messages with a text of the user's: in the last message of the user's (with `end`, only if it is the last of
     all), else behind all. Many templates take no two messages of a user's in a row."""
-    places = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not places or (end and places[-1] != len(messages) - 1):
         return (*messages, Message(role="user", content=text))
-    at = places[-1]
-    joined: Message = {**messages[at], "content": f"{messages[at]['content']}\n\n{text}"}
-    return (*messages[:at], joined, *messages[at + 1 :])
+    place = places[-1]
+    joined: Message = {**messages[place], "content": f"{messages[place]['content']}\n\n{text}"}
+    return (*messages[:place], joined, *messages[place + 1 :])

@@ -51,14 +51,15 @@ class Compactor:
             env = journal.claim.task.env
             raise EnvError(f"{env}: rollout.compaction is for environments of one role: leave it out")
         by_policy = settings.how == compaction.SUMMARY
-        asked = compaction.ask(step, settings.request) if by_policy else step
+        with_request = compaction.ask(step, settings.request) if by_policy else step
         tokens_before = len(journal.context_after(turn.index))
         most = settings.at * self._max_context
-        if tokens_before + compaction.most_tokens(asked.observation) < most:  # so that few answers are rendered twice
+        # So that few answers are rendered twice.
+        if tokens_before + compaction.most_tokens(with_request.observation) < most:
             return step
-        tokens = tokens_before + len(await prompts.extension(turn, asked.observation))
+        tokens = tokens_before + len(await prompts.extension(turn, with_request.observation))
         if tokens < most or by_policy:
-            return step if tokens < most else asked
+            return step if tokens < most else with_request
         where = f"rollout.compaction.how = {settings.how!r}"
         messages = compaction.conversation(journal.start, journal.turns, step)
         history = await self._env.calls(where, partial(compaction.shortened, settings, messages, where))

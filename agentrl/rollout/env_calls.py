@@ -64,10 +64,10 @@ async def rewarded(rewarder: Rewarder, trajectory: Trajectory, guard: EnvCalls) 
     cannot be judged in time, InfrastructureError for a failure of the rewarder, also from its PolicyFault."""
 
     async def reward() -> float:
-        given = float(await sync_async.call(rewarder, trajectory, blocking=False))
-        if not abs(given) <= LARGEST:
-            raise EnvError(f"{guard.env}: reward gave {given}: give a number within {LARGEST:g} of 0")
-        return given
+        value = float(await sync_async.call(rewarder, trajectory, blocking=False))
+        if not abs(value) <= LARGEST:
+            raise EnvError(f"{guard.env}: reward gave {value}: give a number within {LARGEST:g} of 0")
+        return value
 
     try:
         return await guard("reward", reward, policy_s=guard.deadline_s)

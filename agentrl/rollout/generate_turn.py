@@ -116,8 +116,8 @@ class _Log:
 
     def write(self) -> None:
         """Give `keep` the tokens that came since the last part."""
-        before, at = self.given
-        if self.unkept == at or not self.every:
+        before, tokens_before = self.given
+        if self.unkept == tokens_before or not self.every:
             return
         chunks = self.chunks[before:]
         spans, base = list[VersionSpan](), 0
@@ -131,7 +131,7 @@ class _Log:
                 logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
                 spans=tuple(spans),
                 columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in chunks]),
-                at=self.kept + at,
+                at=self.kept + tokens_before,
                 spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in chunks),
             )
         )

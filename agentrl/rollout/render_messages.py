@@ -38,18 +38,18 @@ async def rendered(
     try:
         return await _tokenized(partial(_checked, render, messages), messages, *tools)
     except ModelError as error:
-        said = f"{error} (roles: {', '.join(str(message.get('role')) for message in messages)})"
+        problem = f"{error} (roles: {', '.join(str(message.get('role')) for message in messages)})"
         if acted and (policy_writes or _takes(render, plain(messages))):
-            raise PolicyFault(said) from error
-        raise EnvError(f"{env}: {said}") from error
+            raise PolicyFault(problem) from error
+        raise EnvError(f"{env}: {problem}") from error
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
     """The same roles in the same order without anything that a policy can write: texts become ".", an assistant makes
     one call at most, which one message answers."""
-    found: list[Message] = []
+    plain_messages: list[Message] = []
     for message in messages:
-        if message["role"] == "tool" and found and found[-1]["role"] == "tool":
+        if message["role"] == "tool" and plain_messages and plain_messages[-1]["role"] == "tool":
             continue
         bare: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
         if "images" in message:  # the environment shows them
@@ -57,8 +57,8 @@ def plain(messages: Sequence[Message]) -> list[Message]:
         if calls := cast("list[Any] | None", message.get("tool_calls")):
             function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
             bare["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]
-        found.append(cast("Message", {"role": message["role"], **bare}))
-    return found
+        plain_messages.append(cast("Message", {"role": message["role"], **bare}))
+    return plain_messages
 
 
 def _id_of(call: Any) -> str:

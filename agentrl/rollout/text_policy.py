@@ -66,36 +66,41 @@ class TextPolicy:
         return tuple(map(self._add, messages))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._texts.get(at, "") for at in dict.fromkeys(ids))
+        return "".join(self._texts.get(token, "") for token in dict.fromkeys(ids))
 
     def messages(self, ids: Iterable[int]) -> list[Message]:
         """The messages among tokens, in their order."""
-        found = (self._said[at] for at in dict.fromkeys(ids))
-        return [item for item in found if isinstance(item, dict)]
+        entries = (self._said[token] for token in dict.fromkeys(ids))
+        return [item for item in entries if isinstance(item, dict)]
 
     def conversation(self, trajectory: Trajectory) -> list[Message]:
         """All that was said in an episode of this policy, the environment's last answer included."""
         if not trajectory.turns:
             return list(trajectory.start)
         step = trajectory.turns[-1].step
-        ids = (at for turn in trajectory.turns for at in (*turn.prompt_ids, *turn.token_ids))
+        ids = (token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.token_ids))
         return [*self.messages(ids), *(step.observation if step else ())]
 
     async def generate(self, request: GenerateRequest) -> Generation:
         tools = self._said[request.token_ids[0]]
         assert not isinstance(tools, dict), "a conversation begins with its tools"
         ids = list(dict.fromkeys(request.token_ids))
-        spoken = max((place for place, at in enumerate(ids) if at in self._texts), default=-1)
+        spoken = max((place for place, token in enumerate(ids) if token in self._texts), default=-1)
         answer = await self._answer(self.messages(ids), self.messages(ids[spoken + 1 :]), tools)
-        at = self._add(answer.message or Message(role="assistant", content=answer.text))
-        self._texts[at] = answer.text
+        token = self._add(answer.message or Message(role="assistant", content=answer.text))
+        self._texts[token] = answer.text
         n = min(max(answer.tokens or 1, 1), _MOST_TOKENS)
         finish = "length" if answer.was_cut else "stop"
-        return Generation(token_ids=(at,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish=finish)
+        return Generation(token_ids=(token,) * n, logprobs=(0.0,) * n, spans=(VersionSpan(0, 0, n),), finish=finish)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        whole = await self.generate(request)
-        yield Chunk(token_ids=whole.token_ids, logprobs=whole.logprobs, spans=whole.spans, finish=whole.finish)
+        generation = await self.generate(request)
+        yield Chunk(
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
+            finish=generation.finish,
+        )
 
     async def aclose(self) -> None:
         """Nothing is open."""

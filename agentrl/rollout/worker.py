@@ -133,7 +133,7 @@ class Worker:
         if free <= 0 or self.paused:
             await trio.lowlevel.checkpoint()
             return []
-        own = {} if evaluation is None else {"evaluation": evaluation}
+        options = {} if evaluation is None else {"evaluation": evaluation}
         try:
             return await self.store.claim(
                 self.name,
@@ -141,7 +141,7 @@ class Worker:
                 lease_s=self.context.settings.lease_s,
                 now=self.now(),
                 ahead=self.ahead,
-                **own,
+                **options,
             )
         except DiskFull:  # the next look tries again
             return []
@@ -170,12 +170,12 @@ class Worker:
         lease_s = self.context.settings.lease_s
         while True:
             await trio.sleep(lease_s / 3)
-            held = dict(self._running)  # claims that come meanwhile are not among those kept
-            kept = await wait_for_space(  # nobody else can claim on a full disk either
+            claims = dict(self._running)  # claims that come meanwhile are not among those renewed
+            renewed = await wait_for_space(  # nobody else can claim on a full disk either
                 lambda: self.store.renew(self.name, lease_s=lease_s, now=self.now()),
                 every_s=min(lease_s / 3, _DISK_S),
             )
-            for episode_id, claim in held.items():
+            for episode_id, claim in claims.items():
                 scope = self._scopes.get(episode_id)
-                if episode_id not in kept and self._running.get(episode_id) is claim and scope is not None:
+                if episode_id not in renewed and self._running.get(episode_id) is claim and scope is not None:
                     scope.cancel()

@@ -44,33 +44,33 @@ def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
         "entropy": alarms.entropy_below,
         "clip": alarms.clip_above,
     }
-    found: list[Raised] = []
+    raised_alarms: list[Raised] = []
     for name, (metric, side, meaning) in WATCHED.items():
         value, threshold = row.get(metric), thresholds[name]
         if value is None or threshold is None or not math.isfinite(value):
             continue
         if value > threshold if side == "above" else value < threshold:
             text = f"{metric} = {value:.4g} ({meaning}) is {side} alarms.{name}_{side} = {threshold:g}"
-            found.append(Raised(name, alarms.action(name), text))
+            raised_alarms.append(Raised(name, alarms.action(name), text))
     if skipped := row.get("skipped_updates"):
         text = f"skipped_updates = {skipped}: their gradient was not finite"
-        found.append(Raised("non_finite", alarms.action("non_finite"), text))
+        raised_alarms.append(Raised("non_finite", alarms.action("non_finite"), text))
     routing: Mapping[str, Any] | None = row.get("routing")
     if routing is not None and (missing := routing["missing"]):
         text = f"routing.missing = {missing}: tokens without journaled experts, whose experts the learner chose itself"
-        found.append(Raised("routing", alarms.action("routing"), text))
+        raised_alarms.append(Raised("routing", alarms.action("routing"), text))
     for metric in _NUMBERS:
         value = row.get(metric)
         if value is not None and not math.isfinite(value):
-            found.append(Raised("non_finite", alarms.action("non_finite"), f"{metric} = {value} is not finite"))
-    return found
+            raised_alarms.append(Raised("non_finite", alarms.action("non_finite"), f"{metric} = {value} is not finite"))
+    return raised_alarms
 
 
 def advice(alarms: Sequence[Raised], path: object) -> str:
     """One line for a run that alarms ended: why, and what to type next."""
-    said = "; ".join(alarm.text for alarm in alarms)
+    problems = "; ".join(alarm.text for alarm in alarms)
     typed = " ".join(f"--set alarms.actions.{name}=warn" for name in dict.fromkeys(alarm.name for alarm in alarms))
-    return f"{said}: the run is saved; to go on with a warning only, agentrl train --resume {path} {typed}"
+    return f"{problems}: the run is saved; to go on with a warning only, agentrl train --resume {path} {typed}"
 
 
 CALM_STEPS = 10  # enough that a bound does not swing with the alarm that lowers it

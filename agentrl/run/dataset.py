@@ -174,18 +174,18 @@ def document_of(
     if trl_class is None:
         kwargs = {"rewards": rewards, **env.get("kwargs", {})}
     else:
-        named = {"env": trl_class} if trl_class else {}
-        kwargs = {**named, **({"reward_funcs": rewards} if rewards else {}), **env.get("kwargs", {})}
+        class_kwargs = {"env": trl_class} if trl_class else {}
+        kwargs = {**class_kwargs, **({"reward_funcs": rewards} if rewards else {}), **env.get("kwargs", {})}
     document = {**given, "env": {**env, "id": ID if trl_class is None else TRL_ID, "kwargs": kwargs}}
     if "tasks" not in given:
         document["tasks"] = [{"rows": _file(dataset, out, "train")}]
     if eval_dataset is not None:
         held_out = _file(eval_dataset, out, "eval")
         evaluation = dict(cast("Mapping[str, Any]", given.get("eval", {})))
-        one: dict[str, Any] = {"name": "held_out", "kwargs": {"rows": held_out}, "first_seed": 0}
+        first_set: dict[str, Any] = {"name": "held_out", "kwargs": {"rows": held_out}, "first_seed": 0}
         if not isinstance(eval_dataset, str | Path):  # a file is counted when the run starts
-            one["n"] = len(cast("Sequence[Any]", eval_dataset))
-        document["eval"] = {**evaluation, "sets": [one, *evaluation.get("sets", [])]}
+            first_set["n"] = len(cast("Sequence[Any]", eval_dataset))
+        document["eval"] = {**evaluation, "sets": [first_set, *evaluation.get("sets", [])]}
     return document
 
 
@@ -194,11 +194,11 @@ def _file(rows: Rows, out: Path, kind: str) -> str:
         return str(rows) if str(rows).startswith("hf:") else str(Path(rows).resolve())
     file = out.with_name(f"{out.name}.{kind}.jsonl")
     lines: list[str] = []
-    for at, row in enumerate(rows):
+    for number, row in enumerate(rows):
         try:
             lines.append(json.dumps(dict(row), allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"row {at} of the data set is nothing that JSON can carry: {error}") from error
+            raise UsageError(f"row {number} of the data set is nothing that JSON can carry: {error}") from error
     if not lines:
         raise UsageError("the data set has no rows: give one with at least one")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,8 @@ from agentrl.store.run_values import LEAGUE
 
 def folders(run: RunDir) -> dict[int, Path]:
     """The folders of past selves by version."""
-    found = (run.path / "league").glob("*")
-    return {int(folder.name): folder for folder in found if folder.name.isdecimal()}
+    paths = (run.path / "league").glob("*")
+    return {int(folder.name): folder for folder in paths if folder.name.isdecimal()}
 
 
 class League:
@@ -46,8 +46,8 @@ class League:
         self._config, self._store, self._root = config, store, run.path / "league"
         # A member that a restart undid stays at the engines: an episode may have begun against it.
         self._joined = {version: folder for version, folder in folders(run).items() if _stands(store, version)}
-        named = {member.version for member in from_json(LEAGUE.of(store.meta))}
-        self._waiting = {version: folder for version, folder in self._joined.items() if version not in named}
+        announced = {member.version for member in from_json(LEAGUE.of(store.meta))}
+        self._waiting = {version: folder for version, folder in self._joined.items() if version not in announced}
         self._table: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
         for row in store.metrics.values("step"):
             self._count(row.values.get("league") or {})
@@ -98,8 +98,8 @@ class League:
     def _outgrown(self) -> dict[int, Path]:
         """Leave out the members that no group can meet any more, and return their folders. A group that meets older
         ones than the newest was admitted before these joined, but not longer ago than its tokens may be sampled."""
-        kept = self._config.league.newest + math.ceil(self._config.buffer.steps_ahead / self._config.league.every) + 1
-        old = sorted(version for version in self._joined if version not in self._waiting)[:-kept]
+        most = self._config.league.newest + math.ceil(self._config.buffer.steps_ahead / self._config.league.every) + 1
+        old = sorted(version for version in self._joined if version not in self._waiting)[:-most]
         return {version: self._joined.pop(version) for version in old}
 
     @property
@@ -118,7 +118,7 @@ class League:
     def count(self, groups: Iterable[Group]) -> dict[str, Json]:
         """What a step's episodes say of the members, for its metrics: games and wins of the policy, by version, and the
         share of all games that it won."""
-        found: dict[str, list[float]] = {}
+        by_member: dict[str, list[float]] = {}
         for group in groups:
             scored = [] if group.skipped else [member for member in group.trajectories if member.scored]
             if not scored or not (roles := self._played_by_past_selves(group)):
@@ -127,12 +127,12 @@ class League:
             version = met[0] if met else self._drawn(group, roles)
             for member in scored:
                 against, won = game(member, roles, version)
-                games, wins = found.get(str(against), (0, 0.0))
-                found[str(against)] = [games + 1, wins + won]
-        self._count(found)
-        games = sum(games for games, _ in found.values())
-        rate = sum(won for _, won in found.values()) / games if games else None
-        return {"league": dict(found), "league_win_rate": rate}
+                games, wins = by_member.get(str(against), (0, 0.0))
+                by_member[str(against)] = [games + 1, wins + won]
+        self._count(by_member)
+        games = sum(games for games, _ in by_member.values())
+        rate = sum(won for _, won in by_member.values()) / games if games else None
+        return {"league": dict(by_member), "league_win_rate": rate}
 
     def _played_by_past_selves(self, group: Group) -> frozenset[str]:
         config = self._config
@@ -164,8 +164,9 @@ def game(episode: Trajectory, roles: Collection[str], version: int) -> tuple[int
     the end, the member is `version`, which the episode was to meet. A side that did not act has won or lost as well:
     the other one may have broken a rule first."""
     ours, theirs = ({turn.role for turn in episode.turns if turn.learns == learns} for learns in (True, False))
-    named = set(episode.record.outcomes)
-    ours = ours - set(roles) or named - set(roles) or {""}  # without an outcome of its own a role has the episode's
+    with_outcome = set(episode.record.outcomes)
+    # Without an outcome of its own a role has the episode's.
+    ours = ours - set(roles) or with_outcome - set(roles) or {""}
     theirs = theirs & set(roles) or set(roles)
     mean, against = (sum(episode.record.outcome_of(role) for role in side) / len(side) for side in (ours, theirs))
     met = opponent_of(episode, roles)

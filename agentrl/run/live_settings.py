@@ -37,16 +37,16 @@ def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tup
         document = before.model_dump(mode="json")
         for override in overrides:
             configuration.apply_override(document, override)
-        found = changes.changed(before, configuration.parse(document))
-        for key, (_, value) in found.items():
+        differences = changes.changed(before, configuration.parse(document))
+        for key, (_, value) in differences.items():
             if not changes.in_flight(key):
                 mend = f"agentrl stop {run.path}; agentrl train --resume {run.path} --set {key}={_typed(value)}"
                 raise ConfigError(key, value, f"it changes at a resume, not while the run goes on: {mend}")
-        if not found:
+        if not differences:
             return {}
-        wish = {"settings": {key: value for key, (_, value) in found.items()}, "asked_s": time.time()}
+        wish = {"settings": {key: value for key, (_, value) in differences.items()}, "asked_s": time.time()}
         if WANTED_SETTINGS.swap(store, wanted, [*wanted, wish]):
-            return found
+            return differences
 
 
 def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
@@ -66,18 +66,18 @@ def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
 def forget(store: RunStore, keys: Sequence[str]) -> None:
     """What was asked for of these settings counts no more: a resume says it otherwise."""
     wanted = WANTED_SETTINGS.of(store.meta)
-    kept = [
+    remaining = [
         {**wish, "settings": {key: value for key, value in wish["settings"].items() if key not in keys}}
         for wish in wanted
     ]
     if wanted:
-        WANTED_SETTINGS.swap(store, wanted, kept)
+        WANTED_SETTINGS.swap(store, wanted, remaining)
 
 
 def note(store: RunStore | RunStore, found: Mapping[str, tuple[Any, Any]], step: int) -> None:
     """Record changes that hold from `step` on. First of all: who is killed after it changes the same once more."""
     if found:
-        was, now = ({key: pair[at] for key, pair in found.items()} for at in (0, 1))
+        was, now = ({key: pair[place] for key, pair in found.items()} for place in (0, 1))
         row = {"step": step, "was": was, "settings": now, "time_s": time.time()}
         CHANGES.set(store, [*CHANGES.of(store.meta), row])
 
@@ -85,18 +85,18 @@ def note(store: RunStore | RunStore, found: Mapping[str, tuple[Any, Any]], step:
 def of_step(store: RunStore | RunStore, config: RunConfig) -> dict[str, Any]:
     """The settings that ever changed, as `config` has them: for the row of a step. None of most runs."""
     rows = CHANGES.of(store.meta)
-    held = changes.values(config) if rows else {}
-    return {key: held.get(key) for row in rows for key in row["settings"]}
+    current = changes.values(config) if rows else {}
+    return {key: current.get(key) for row in rows for key in row["settings"]}
 
 
 def held_at(store: RunStore, config: RunConfig, row: Values | None, step: int) -> RunConfig:
     """The configuration with which `step` was trained, by its metrics `row`; by the record of changes without one."""
-    held: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for change in reversed(CHANGES.of(store.meta)):  # back to what was before the first
         if row is not None or change["step"] > step:
-            held |= change["was"]
-    held |= cast("dict[str, Any]", (row or {}).get("settings") or {})
-    return changes.with_values(config, held) if held else config
+            settings |= change["was"]
+    settings |= cast("dict[str, Any]", (row or {}).get("settings") or {})
+    return changes.with_values(config, settings) if settings else config
 
 
 def _now(store: RunStore | RunStore) -> RunConfig:

@@ -62,9 +62,9 @@ def check_limits(config: RunConfig) -> None:
         compaction.shortener(compacts)
     if config.env.reward:
         _check_rewarder("env.reward", config.env.reward)
-    for at, source in enumerate(config.rewards):
+    for number, source in enumerate(config.rewards):
         if source.call is not None:
-            _check_rewarder(f"rewards.{at}.call", source.call)
+            _check_rewarder(f"rewards.{number}.call", source.call)
     if config.cluster.on_ray:  # other machines play and learn
         return
     if config.train.device != "cpu" and Machine.seen().gpus == 0:
@@ -95,7 +95,7 @@ def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float
         process_group=0,
     )
     try:
-        said, trouble = process.communicate(configuration.to_json(config), timeout=deadline_s)
+        output, trouble = process.communicate(configuration.to_json(config), timeout=deadline_s)
     except subprocess.TimeoutExpired:
         _warn(f"no task could be reset within {deadline_s:g} s: the run starts without this check")
         return
@@ -107,7 +107,7 @@ def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float
         last = (trouble.strip().splitlines() or ["no output"])[-1]
         raise UsageError(f"a worker could not start: it ended with status {process.returncode} ({last})")
     errors: list[str] = []
-    for line in said.splitlines():
+    for line in output.splitlines():
         kind, _, text = line.partition(" ")
         if kind == "warning":
             _warn(text)
@@ -136,20 +136,20 @@ def _positions(folder: Path) -> int | None:
     """How many positions the model has, scaled ones included; None if its config.json does not say."""
     described: dict[str, Any] = json.loads((folder / "config.json").read_text())
     described = {**described, **(described.get("text_config") or {})}
-    own: Any = described.get("max_position_embeddings")
-    if not isinstance(own, int):
+    positions: Any = described.get("max_position_embeddings")
+    if not isinstance(positions, int):
         return None
     scaling: dict[str, Any] = described.get("rope_scaling") or described.get("rope_parameters") or {}
     factor = scaling.get("factor")
     if isinstance(factor, int | float):
-        return max(own, int(factor * scaling.get("original_max_position_embeddings", own)))
-    return own
+        return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
+    return positions
 
 
 def _memory_mb() -> float:
     """Memory that is free, within the bound of this process's control group."""
-    said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(said["MemAvailable"].split()[0]) / 1024
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) / 1024
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
@@ -174,14 +174,14 @@ def main(task_s: float) -> None:
 
 async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> list[tuple[str, str]]:
     shared_backend.configure(config.sandbox.arguments())
-    found: list[tuple[str, str]] = []
+    findings: list[tuple[str, str]] = []
     for source in config.rewards:
         if source.measure == "tests":
             try:
                 with trio.move_on_after(task_s):
                     await BoxTests(source, _no_artifacts).check()
             except AgentRLError as error:
-                found.append(("error", f"reward source {source.source!r}: {error}"))
+                findings.append(("error", f"reward source {source.source!r}: {error}"))
     for tasks in _sources(config):
         failures: list[str] = []
         for task in tasks:
@@ -192,10 +192,10 @@ async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> lis
                 failures.append(one_line(error) if isinstance(error, InfrastructureError) else str(error))
                 continue
             if scope.cancelled_caught:
-                found.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
+                findings.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
             break
-        found += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
-    return found
+        findings += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
+    return findings
 
 
 async def _no_artifacts(_: str) -> None:
@@ -206,10 +206,10 @@ def _sources(config: RunConfig) -> Iterator[list[Task]]:
     """The first tasks of each source that the run does not skip; seeds of one environment are one source."""
     skipped = config.rollout.skip_tasks
     training = source_tasks(config, _TASKS + len(skipped))
-    left = [[task for task in tasks if not skips(task, skipped)][:_TASKS] for tasks in training]
+    remaining = [[task for task in tasks if not skips(task, skipped)][:_TASKS] for tasks in training]
     held_out = [evaluation.tasks_of(config, each, min(each.n, _TASKS)) for each in config.eval.sets]
     seen: list[Task] = []
-    for tasks in filter(None, (*left, *held_out)):
+    for tasks in filter(None, (*remaining, *held_out)):
         first = replace(tasks[0], index=0, seed=0)
         if first not in seen:
             seen.append(first)

@@ -32,17 +32,17 @@ def change(run: RunDir, overrides: list[str]) -> None:
         for override in overrides:
             configuration.apply_override(document, override)
         config = configuration.parse(document)
-        found, done = changes.changed(before, config), store.versions.current_version().step
+        differences, done = changes.changed(before, config), store.versions.current_version().step
         if config.train.steps < done:
             raise ConfigError("train.steps", config.train.steps, f"the run has done {done}: give as many or more")
         if config.train.steps > before.train.steps:
             _reopen(run, before, store)
-        said = [override.partition("=")[0].strip() for override in overrides]
-        live_settings.note(store, found, done + 1)
-        live_settings.forget(store, said)
+        keys = [override.partition("=")[0].strip() for override in overrides]
+        live_settings.note(store, differences, done + 1)
+        live_settings.forget(store, keys)
         run.write_config(config, store)
-        engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))
-        scaling.forget(store, engines=engines, workers="rollout.workers" in said)
+        engines = any(key in keys for key in ("engine.replicas", "engine.gpus", "engine.urls"))
+        scaling.forget(store, engines=engines, workers="rollout.workers" in keys)
 
 
 def reopen_stopped(run: RunDir) -> None:

@@ -72,21 +72,21 @@ def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], 
 def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
     """Raises ConfigError if a teacher teaches nothing, if there should be one and is none, or if a server that should
     teach has other tokens than the policy. `transport` takes the place of the network."""
-    served = [one for one in config.rewards if one.kind == "teacher"]
+    served = [teacher for teacher in config.rewards if teacher.kind == "teacher"]
     pupils = [(_field_of(config, env), config.algo_of(env), env) for env in config.environments]
-    for at, table in enumerate(config.roles):
+    for number, table in enumerate(config.roles):
         if table.algo is not None:
-            pupils += [(f"roles.{at}.algo", table.algo, env) for env in config.environments]
+            pupils += [(f"roles.{number}.algo", table.algo, env) for env in config.environments]
     teaches = [source for pupil in pupils for source in _teachers(*pupil, served)]
-    if idle := [one.source for one in served if one.source not in teaches]:
+    if idle := [teacher.source for teacher in served if teacher.source not in teaches]:
         raise ConfigError("rewards.source", idle[0], "it teaches nothing: give algo.distil_weight")
     if served and config.rollout.temperature != 1:
         hint = "engines say how probable a token is at temperature 1: give 1, or algo.teacher"
         raise ConfigError("rollout.temperature", config.rollout.temperature, hint)
-    for one in served:
-        teacher_of(config, _nobody, one)
-        if one.url != POLICY:
-            trio.run(_check_tokens, config, one, _client(config, one, str(one.url), transport))
+    for teacher in served:
+        teacher_of(config, _nobody, teacher)
+        if teacher.url != POLICY:
+            trio.run(_check_tokens, config, teacher, _client(config, teacher, str(teacher.url), transport))
         elif config.sends_adapters:
             hint = "engines know an adapter by the name of its version: give engine.sync = 'full'"
             raise ConfigError("rewards.url", POLICY, hint)
@@ -95,29 +95,29 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
 def _field_of(config: RunConfig, env: str) -> str:
     """Of the run file: where the algorithm of an environment stands."""
     tables = enumerate(config.tasks)
-    own = (at for at, table in tables if table.algo is not None and (table.id or config.env.id) == env)
-    return next((f"tasks.{at}.algo" for at in own), "algo")
+    numbers = (number for number, table in tables if table.algo is not None and (table.id or config.env.id) == env)
+    return next((f"tasks.{number}.algo" for number in numbers), "algo")
 
 
 def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSource]) -> list[str]:
     """The sources of kind `teacher` that an algorithm, which stands at `field`, learns from in an environment."""
     weight, slots = getattr(algo, "distil_weight", 0.0), algo.slots
     slot = slots.frozen.get("teacher") or slots.moving.get("teacher")
-    own = [one.source for one in served if not one.envs or env in one.envs]
-    if weight and slot is None and not own:
+    teachers = [teacher.source for teacher in served if not teacher.envs or env in teacher.envs]
+    if weight and slot is None and not teachers:
         hint = f"nobody teaches: give {field}.teacher or teacher_every, or a [[rewards]] table with kind = 'teacher'"
         raise ConfigError(f"{field}.distil_weight", weight, hint)
-    if own and slot is not None:
-        hint = f"[[rewards]] has the teacher {own[0]!r} of {env}: leave one out, or name its environments (`envs`)"
+    if teachers and slot is not None:
+        hint = f"[[rewards]] has the teacher {teachers[0]!r} of {env}: leave one out, or name its environments (`envs`)"
         raise ConfigError(f"{field}.teacher", slot, hint)
-    return own if weight else []
+    return teachers if weight else []
 
 
 async def _check_tokens(config: RunConfig, settings: RewardSource, client: ScoringClient) -> None:
     folder = model_dir(config.model)
-    own, size = Renderer(folder).tokens(_PROBE), vocabulary(folder)
+    ours, size = Renderer(folder).tokens(_PROBE), vocabulary(folder)
     try:
-        await client.logprobs([0, own[0] if size is None else size - 1])
+        await client.logprobs([0, ours[0] if size is None else size - 1])
     except AgentRLError as error:
         hint = f"it does not say how probable the tokens of {config.model!r} are ({error})"
         raise ConfigError("rewards.url", settings.url, hint) from None
@@ -126,10 +126,10 @@ async def _check_tokens(config: RunConfig, settings: RewardSource, client: Scori
     except (EngineTimeout, EngineUnavailable) as error:
         raise ConfigError("rewards.url", settings.url, str(error)) from None
     except AgentRLError:
-        said = f"does not say how it divides a text into tokens: is its tokenizer that of {config.model}?"
-        print(f"agentrl: warning: {settings.url} {said}", file=sys.stderr)
+        problem = f"does not say how it divides a text into tokens: is its tokenizer that of {config.model}?"
+        print(f"agentrl: warning: {settings.url} {problem}", file=sys.stderr)
         return
-    if theirs != own:
+    if theirs != ours:
         hint = f"it divides a text into other tokens than {config.model!r}: a teacher needs the policy's tokenizer"
         raise ConfigError("rewards.url", settings.url, hint)
 
@@ -155,18 +155,18 @@ def declare(config: RunConfig, store: RunStore) -> None:
     """Have training episodes wait for the sources of the run file.
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
-    for one in config.rewards:
-        rewarder_of(one, teacher_of=partial(teacher_of, config, _nobody))
+    for source in config.rewards:
+        rewarder_of(source, teacher_of=partial(teacher_of, config, _nobody))
     store.scores.declare_sources(
         [
             Source(
-                name=one.source,
-                version=one.version,
-                weight=0.0 if one.kind == "teacher" else one.weight,
-                deadline_s=one.deadline_s,
-                late=one.late,
+                name=source.source,
+                version=source.version,
+                weight=0.0 if source.kind == "teacher" else source.weight,
+                deadline_s=source.deadline_s,
+                late=source.late,
             )
-            for one in config.rewards
+            for source in config.rewards
         ]
     )
 
@@ -199,19 +199,19 @@ class SourceReport:
 def reports(store: RunStore) -> Iterator[SourceReport]:
     """One line for each version of each source."""
     scores = store.scores.recorded()
-    for source, version in sorted({(one.source, one.version) for one in scores}):
-        own = [one for one in scores if (one.source, one.version) == (source, version)]
-        values = [one.value for one in own]
+    for source, version in sorted({(score.source, score.version) for score in scores}):
+        matching = [score for score in scores if (score.source, score.version) == (source, version)]
+        values = [score.value for score in matching]
         yield SourceReport(
             source=source,
             version=version,
-            turns=len(own),
-            counted=sum(one.counts for one in own),
+            turns=len(matching),
+            counted=sum(score.counts for score in matching),
             mean=fmean(values),
             least=min(values),
             most=max(values),
-            took_s=fmean(one.took_s for one in own),
-            cost=sum(one.cost for one in own),
+            took_s=fmean(score.took_s for score in matching),
+            cost=sum(score.cost for score in matching),
         )
 
 
@@ -227,7 +227,7 @@ def by_function(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     """The mean score of each of the environment's reward functions over what it judged in the `first` and in the `last`
     steps of a run, by the rows of its steps; and how many episodes it judged (`judged`), and did not judge in time
     (`late`), in all steps."""
-    found: dict[str, dict[str, float]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     names = dict.fromkeys(name for row in steps for name in row.get("reward_functions") or ())
     late = sum((Counter[str](row.get("reward_functions_late")) for row in steps), Counter[str]())
     for name in names:
@@ -236,13 +236,13 @@ def by_function(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
             for row in steps
             if name in (row.get("reward_functions") or ())
         ]
-        found[name] = {
+        by_name[name] = {
             "first": _weighted_mean(means[:_EDGE]),
             "last": _weighted_mean(means[-_EDGE:]),
             "judged": sum(count for _, count in means),
             "late": late[name],
         }
-    return found
+    return by_name
 
 
 def _weighted_mean(means: Sequence[tuple[float, int]]) -> float:
@@ -281,8 +281,8 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
 
 
 def _named(config: RunConfig, source: str) -> RewardSource:
-    found = [one for one in config.rewards if one.source == source]
-    if not found:
-        known = ", ".join(one.source for one in config.rewards) or "none"
-        raise UsageError(f"this run has no reward source {source!r}; it has: {known}")
-    return found[0]
+    sources = [entry for entry in config.rewards if entry.source == source]
+    if not sources:
+        names = ", ".join(entry.source for entry in config.rewards) or "none"
+        raise UsageError(f"this run has no reward source {source!r}; it has: {names}")
+    return sources[0]

@@ -187,9 +187,9 @@ class RunDir:
         """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
         CONFIG.set(store, text)
-        whole = self.path / "config.json.new"
-        whole.write_text(text, encoding="utf-8")
-        whole.replace(self.path / "config.json")
+        new_file = self.path / "config.json.new"
+        new_file.write_text(text, encoding="utf-8")
+        new_file.replace(self.path / "config.json")
 
     def lock(self, mend: str = "") -> _Lock:
         """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
@@ -201,8 +201,8 @@ class RunDir:
         """The scratch space of the process that holds the run's `lock`. When it is dead, processes with the yielded
         variable in their environment may end by themselves; after a grace period they are killed."""
         scratch = self.scratch
-        for left in scratch.parent.glob(f"{_scratch_prefix()}*"):
-            _reap(left)
+        for leftover in scratch.parent.glob(f"{_scratch_prefix()}*"):
+            _reap(leftover)
         frees, variables = self._frees_engines()
         janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
         try:
@@ -250,10 +250,10 @@ def close_to_others(folder: Path, *, option: str = "--out") -> None:
         folder.chmod(before & ~_OTHERS)
     if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
         hint = f"put {option} where you can close it"
-        said = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
+        message = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
     else:
-        said = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
-    print(f"agentrl: {said}", file=sys.stderr)
+        message = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
+    print(f"agentrl: {message}", file=sys.stderr)
 
 
 def _scratch_prefix() -> str:

@@ -51,7 +51,7 @@ def start_point(run: RunDir, store: RunStore, progress: Callable[[], None] = lam
     checkpoint, damage = newest_intact(run.checkpoints, progress)
     lines = [damage] if damage else []
     step = 0 if checkpoint is None else step_of(checkpoint)
-    saved = [found for folder in complete(run.checkpoints) if (found := _saved(folder)) is not None]
+    saved = [entry for folder in complete(run.checkpoints) if (entry := _saved(folder)) is not None]
     buffer = run.config().buffer
     store.recovery.reconcile(saved, max_lag=buffer.max_lag)
     recorded = store.lineage.latest_checkpoint()

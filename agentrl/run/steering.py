@@ -68,11 +68,11 @@ def change_under_way(run: RunDir, overrides: Sequence[str]) -> str:
     if not under_way(run):
         raise UsageError(f"{run.path} is not under way: change it by agentrl set {run.path} KEY=VALUE")
     with RunStore.open(run.store_path) as store:
-        found = live_settings.ask(run, store, overrides)
-    if not found:
+        differences = live_settings.ask(run, store, overrides)
+    if not differences:
         return f"{run.path} has these settings already"
-    said = ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in found.items())
-    return f"{run.path} has from its next step on: {said}"
+    changed = ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in differences.items())
+    return f"{run.path} has from its next step on: {changed}"
 
 
 def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: bool = False) -> Requeued:
@@ -96,8 +96,8 @@ def requeued_lines(run: RunDir, found: Requeued, *, dry_run: bool = False) -> li
         (len(found.groups), "lost group(s), whose tasks begin anew"),
     ]
     would = "would play again" if dry_run else "plays again"
-    said = ", ".join(f"{n} {what}" for n, what in again if n) or "nothing"
-    lines = [f"{run.path} {would}: {said}"]
+    counts = ", ".join(f"{n} {kind}" for n, kind in again if n) or "nothing"
+    lines = [f"{run.path} {would}: {counts}"]
     lines += [f"left      {n} {why}" for why, n in sorted(found.left.items())]
     if (found.members or found.late or found.groups) and not dry_run and not under_way(run):
         lines.append(f"next      it is not under way: {resume_command(run)}")

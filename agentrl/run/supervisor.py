@@ -140,11 +140,11 @@ class Supervisor:
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
         await self._with_space(_go_on)
-        named = data_sets_of(self.config)  # without any nothing is read, and nobody waits for a thread
-        digests = await trio.to_thread.run_sync(digests_of, self.config) if named else {}
+        data_sets = data_sets_of(self.config)  # without any nothing is read, and nobody waits for a thread
+        digests = await trio.to_thread.run_sync(digests_of, self.config) if data_sets else {}
         for name in await self._with_space(partial(changed_rows, digests)):
-            said = "the data set has changed since the run went on last: from now on its tasks are others"
-            print(f"agentrl: warning: {name}: {said}", file=sys.stderr)
+            warning = "the data set has changed since the run went on last: from now on its tasks are others"
+            print(f"agentrl: warning: {name}: {warning}", file=sys.stderr)
         apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
         learned = self.children.start_learner() if apart else trio.Event()
         await self.children.start_workers()
@@ -313,11 +313,11 @@ class Supervisor:
         changes, text = await self.writes(lambda store: (len(CHANGES.of(store.meta)), CONFIG.of(store.meta)))
         if changes != self._changes and text is not None:
             self._changes = changes
-            found = configuration.from_json(text)
-            self.config = found.model_copy(update={"engine": self.config.engine})  # which has the run's key
+            config = configuration.from_json(text)
+            self.config = config.model_copy(update={"engine": self.config.engine})  # which has the run's key
             if self._admitter is not None:
-                self._admitter.bounds = bounds_of(found)
-                self._admitter.skips = partial(skips, skipped=found.rollout.skip_tasks)
+                self._admitter.bounds = bounds_of(config)
+                self._admitter.skips = partial(skips, skipped=config.rollout.skip_tasks)
 
     async def _tick(self, progress: _Progress) -> None:
         await self._follow_the_clock()
@@ -342,18 +342,19 @@ class Supervisor:
         in a row without an episode that ended well. An outage counts as one failure. An exception of somebody's code
         counts by itself, and is held against the episodes that run, too: a task that raises at once is over before the
         others are. The message has the latest cause."""
-        found, budget = store.metrics.failures(), self.config.rollout.failure_budget
-        said = f"{found.failed} of {found.ended} episodes failed through no doing of the policy"
-        named = f"the last: {found.detail}{self._more}"
-        if found.in_a_row > _MIN_FAILURES or found.raised_in_a_row > max(_MIN_FAILURES, found.running):
+        failures, budget = store.metrics.failures(), self.config.rollout.failure_budget
+        summary = f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy"
+        latest = f"the last: {failures.detail}{self._more}"
+        if failures.in_a_row > _MIN_FAILURES or failures.raised_in_a_row > max(_MIN_FAILURES, failures.running):
             raise RunFailed(
-                f"{said}, and since {found.in_a_row + found.raised_in_a_row} failures none ended well; {named}"
+                f"{summary}, and since {failures.in_a_row + failures.raised_in_a_row} failures none ended well; "
+                f"{latest}"
             )
-        spent = found.outages + found.raised
-        if spent > max(_MIN_FAILURES, budget * (spent + found.well + (found.running if found.raised else 0))):
-            times = f", at {found.outages} different times" if found.outages else ""
-            raised = f", {found.raised} of them by an exception" if found.raised else ""
-            raise RunFailed(f"{said}{times}{raised} (rollout.failure_budget = {budget:g}); {named}")
+        spent = failures.outages + failures.raised
+        if spent > max(_MIN_FAILURES, budget * (spent + failures.well + (failures.running if failures.raised else 0))):
+            times = f", at {failures.outages} different times" if failures.outages else ""
+            raised = f", {failures.raised} of them by an exception" if failures.raised else ""
+            raise RunFailed(f"{summary}{times}{raised} (rollout.failure_budget = {budget:g}); {latest}")
 
     def _played(self, tasks: int, store: RunStore) -> bool:
         """Whether this many training tasks were all played, late members and replays included."""
@@ -438,7 +439,7 @@ async def supervise(
             heartbeat.mark_while(lambda: store.waits or not is_checked.is_set())
             store.refuse_damage()
             is_checked.set()
-            known = WENT_BACK.of(store.meta)
+            went_back = WENT_BACK.of(store.meta)
             start = start_point(run, store, heartbeat.mark)
             store.deaths.release_all()
             if not _gets_signals():
@@ -452,7 +453,7 @@ async def supervise(
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, looks)
                 nursery.start_soon(_stay_alone, still_alone)
-                nursery.start_soon(_say_what_it_cost, looks, known)
+                nursery.start_soon(_say_what_it_cost, looks, went_back)
                 nursery.start_soon(watch_disk, run.path, _say)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
@@ -486,8 +487,8 @@ def _sockets(config: RunConfig) -> Generator[Path | None]:
 async def _forget_objects(config: RunConfig, looks: Looks[RunStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
     with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
-        if (there := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
-            last = ObjectFolder(there.url, deadline_s=_STORE_S)
+        if (objects := await looks(lambda store: objects_of(config.engine, config.name, store.meta, None))) is not None:
+            last = ObjectFolder(objects.url, deadline_s=_STORE_S)
             await trio.to_thread.run_sync(last.remove_all)
 
 
@@ -535,14 +536,14 @@ def _say(line: str) -> None:
     print(f"agentrl: {line}", file=sys.stderr)
 
 
-async def _say_what_it_cost(looks: Looks[RunStore], known: str | None) -> None:
+async def _say_what_it_cost(looks: Looks[RunStore], before: str | None) -> None:
     """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
     while True:
         with suppress(StoreError):
-            found = await looks(lambda store: WENT_BACK.of(store.meta))
-            if found and found != known:
-                _say(found)
-            known = found
+            cost = await looks(lambda store: WENT_BACK.of(store.meta))
+            if cost and cost != before:
+                _say(cost)
+            before = cost
         await trio.sleep(_ASKED_S)
 
 

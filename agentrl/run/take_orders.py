@@ -49,5 +49,5 @@ def returns_of(config: RunConfig) -> Returns:
             by_role=tuple((role, judge.process_weight, judge.turn_discount) for role, judge in roles.items()),
         )
 
-    named = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}
-    return replace(made(config.algo), by_env=tuple(named.items()))
+    by_env = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}
+    return replace(made(config.algo), by_env=tuple(by_env.items()))

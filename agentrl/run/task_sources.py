@@ -49,16 +49,18 @@ def source_tasks(config: RunConfig, count: int) -> list[list[Task]]:
     """The first tasks of each table, at most `count`. Raises UsageError for rows that cannot be read."""
     sources = [_source(config, table) for table in _tables(config)]
     return [
-        [source.task(at) for at in range(min(count, count if source.size is None else source.size))]
+        [source.task(number) for number in range(min(count, count if source.size is None else source.size))]
         for source in sources
     ]
 
 
 def data_sets_of(config: RunConfig) -> dict[str, str]:
     """The data sets of the run file, by field and name."""
-    named = {f"tasks.{at}.rows": table.rows for at, table in enumerate(config.tasks)}
-    named |= {f"eval.sets.{at}.kwargs.rows": _rows_of(config, each) for at, each in enumerate(config.eval.sets)}
-    return {f"{field} = {where!r}": where for field, where in named.items() if where is not None}
+    by_field = {f"tasks.{number}.rows": table.rows for number, table in enumerate(config.tasks)}
+    by_field |= {
+        f"eval.sets.{number}.kwargs.rows": _rows_of(config, each) for number, each in enumerate(config.eval.sets)
+    }
+    return {f"{field} = {where!r}": where for field, where in by_field.items() if where is not None}
 
 
 def digests_of(config: RunConfig) -> dict[str, str]:
@@ -70,16 +72,16 @@ def with_held_out_sizes(config: RunConfig) -> RunConfig:
     """The configuration in which a held-out set of a file has as many tasks as the file has rows, unless `n` is set.
     A set of seeds has no end and takes `n`; a file has one, and 256 tasks of 12 rows would ask each 21 or 22 times."""
     sets: list[HeldOut] = []
-    for at, held_out in enumerate(config.eval.sets):
+    for number, held_out in enumerate(config.eval.sets):
         where = _rows_of(config, held_out)
         if where is not None:
             size = len(read_rows(where))
             if not size:
-                raise UsageError(f"{where} has no rows: eval.sets.{at} would measure nothing; leave the set out")
+                raise UsageError(f"{where} has no rows: eval.sets.{number} would measure nothing; leave the set out")
             if "n" not in held_out.model_fields_set:
                 held_out = held_out.model_copy(update={"n": size})
             elif held_out.n > size:
-                case = f"eval.sets.{at}.n = {held_out.n} asks {size} rows more than once each"
+                case = f"eval.sets.{number}.n = {held_out.n} asks {size} rows more than once each"
                 notices.note("held-out rows", f"{case}: leave n out", place=where)
         sets.append(held_out)
     return config.model_copy(update={"eval": config.eval.model_copy(update={"sets": sets})})
@@ -94,15 +96,17 @@ def held_out_rows(config: RunConfig) -> int | None:
 def name_shared_rows(config: RunConfig) -> None:
     """Name held-out rows that are training rows too: what is measured on them is memory. Two rows are the same if the
     columns that the prompt names are."""
-    asked = str(config.env.kwargs.get("prompt", "{prompt}"))
-    trained = {_question(row, asked) for table in config.tasks if table.rows for row in read_rows(table.rows)}
-    for at, held_out in enumerate(config.eval.sets):
+    prompt = str(config.env.kwargs.get("prompt", "{prompt}"))
+    trained = {_question(row, prompt) for table in config.tasks if table.rows for row in read_rows(table.rows)}
+    for number, held_out in enumerate(config.eval.sets):
         where = _rows_of(config, held_out)
         if where is None or not trained:
             continue
         rows = read_rows(where)
-        if shared := sum(_question(row, asked) in trained for row in rows):
-            case = f"{shared} of {len(rows)} rows of eval.sets.{at} are training rows too: success on them is memory"
+        if shared := sum(_question(row, prompt) in trained for row in rows):
+            case = (
+                f"{shared} of {len(rows)} rows of eval.sets.{number} are training rows too: success on them is memory"
+            )
             notices.note("held-out rows", case, place=where)
 
 
@@ -116,8 +120,8 @@ def _rows_of(config: RunConfig, held_out: HeldOut) -> str | None:
 def _question(row: Mapping[str, Json], prompt: str) -> str:
     """What a row asks, as text that can be compared."""
     columns = [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(prompt) if name]
-    asked = [row.get(column) for column in columns] if columns else [dict(row)]
-    return json.dumps(_without_nulls(asked), sort_keys=True)
+    cells = [row.get(column) for column in columns] if columns else [dict(row)]
+    return json.dumps(_without_nulls(cells), sort_keys=True)
 
 
 def _without_nulls(value: Json) -> Json:
@@ -147,8 +151,8 @@ def _source(config: RunConfig, table: TaskTable) -> TaskSource:
     options = {**(config.env.options if same else {}), **table.options}
     epochs = 1 if config.curriculum else table.epochs  # a curriculum itself decides how often to play a task
     if table.rows is not None:
-        found = read_rows(table.rows)
-        return Rows(env, found, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)
+        rows = read_rows(table.rows)
+        return Rows(env, rows, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)
     if table.seeds is not None:
         seeds = Seeds(env, kwargs=kwargs, options=options, first_seed=table.first_seed, size=table.seeds)
         return Epochs(seeds, seed=config.seed, epochs=epochs)

@@ -123,9 +123,9 @@ class Trainer:
         if dataset is not None or reward_funcs:
             trl_class = _trl_class(env, Path(out))
             if dataset is None or (not reward_funcs and trl_class is None) or (env is not None and trl_class is None):
-                given = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
+                arguments = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
                 hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
-                raise UsageError(f"Trainer was given {given}: {hint}")
+                raise UsageError(f"Trainer was given {arguments}: {hint}")
             document = document_of(
                 Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document, trl_class=trl_class
             )
@@ -207,8 +207,8 @@ class Trainer:
         The run may be under way meanwhile. The episodes are kept in another run's folder if `out` names one.
         Raises as `agentrl.evaluate`."""
         check_no_loop("Trainer.evaluate")
-        given: Path | RunConfig = self.out if RunDir(self.out).store_path.exists() else self.config
-        return measure(given, None, n, settings, out=None if out is None else Path(out), view=view)
+        subject: Path | RunConfig = self.out if RunDir(self.out).store_path.exists() else self.config
+        return measure(subject, None, n, settings, out=None if out is None else Path(out), view=view)
 
 
 _under_way: dict[Path, StopRequest] = {}
@@ -220,12 +220,12 @@ def _trl_class(env: str | type | None, out: Path) -> str | None:
     no such class."""
     if env == TRL_ID:
         return ""
-    made: Any = registry.load_reference(env) if isinstance(env, str) and ":" in env else env
-    if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
+    env_class: Any = registry.load_reference(env) if isinstance(env, str) and ":" in env else env
+    if not inspect.isclass(env_class) or not callable(getattr(env_class, "reset", None)):
         return None
-    if issubclass(made, gymnasium.Env) or hasattr(made, "areset"):
+    if issubclass(env_class, gymnasium.Env) or hasattr(env_class, "areset"):
         return None
-    return env if isinstance(env, str) else reference_of(cast("Any", made), out)
+    return env if isinstance(env, str) else reference_of(cast("Any", env_class), out)
 
 
 def _shown(view: View | None, quiet: bool) -> View:
@@ -251,7 +251,7 @@ def _pinned(config: RunConfig) -> RunConfig:
         digests.check(Path(model))
         return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
 
-    roles = [one.model_copy(update={"model": pinned(one.model)}) if one.model else one for one in config.roles]
+    roles = [role.model_copy(update={"model": pinned(role.model)}) if role.model else role for role in config.roles]
     return config.model_copy(update={"model": pinned(config.model), "roles": roles})
 
 
@@ -259,10 +259,10 @@ def _fitted(config: RunConfig) -> RunConfig:
     """The configuration with defaults for this machine, which are printed on stderr."""
     machine = machine_defaults.Machine.seen()
     parameters = machine_defaults.parameters_of(model_dir(config.model)) if machine.gpus or machine.bfloat16 else 0
-    config, found = machine_defaults.fitted(config, machine, parameters)
-    if found:
-        said = ", ".join(f"{key} = {value!r}" for key, value in found.items())
-        print(f"agentrl: chosen for this machine and model: {said}", file=sys.stderr)
+    config, chosen = machine_defaults.fitted(config, machine, parameters)
+    if chosen:
+        text = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
+        print(f"agentrl: chosen for this machine and model: {text}", file=sys.stderr)
     return config
 
 
@@ -280,7 +280,7 @@ def check_startable(config: RunConfig) -> None:
     if config.syncs_memory:
         check_sender(config.transport.backend, untested=config.engine.untested_vllm)
     _check_store(config)
-    taken, sglang = [gpu for own in config.engine.gpus for gpu in own], config.engine.kind == "sglang"
+    taken, sglang = [gpu for gpus in config.engine.gpus for gpu in gpus], config.engine.kind == "sglang"
     if taken:
         (server_start.visible if sglang else check_gpus)(taken)
     if sglang and not config.engine.urls and not config.cluster.on_ray:
@@ -322,8 +322,8 @@ def _check_memory(config: RunConfig) -> None:
     """Refuse a learner that its GPU cannot hold. Asks a process of its own, which loads torch."""
     command = [sys.executable, "-m", "agentrl.planning.plan"]
     try:
-        asked = configuration.to_json(config)
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_PLAN_S, check=True)
+        request = configuration.to_json(config)
+        done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=_PLAN_S, check=True)
     except subprocess.SubprocessError as error:
         print(f"agentrl: warning: whether memory holds the learner is not known ({error})", file=sys.stderr)
         return
@@ -334,22 +334,22 @@ def _check_memory(config: RunConfig) -> None:
 def _check_slots(config: RunConfig) -> None:
     """Find the models that the algorithms name, such as a teacher."""
     for field, algo in config.algorithms.items():
-        for name, given in algo.slots.frozen.items():
-            if given is not None:
+        for name, model in algo.slots.frozen.items():
+            if model is not None:
                 try:
-                    slot_dir(config, given)
+                    slot_dir(config, model)
                 except ModelError as error:
-                    raise ConfigError(f"{field}.{name}", given, str(error)) from None
+                    raise ConfigError(f"{field}.{name}", model, str(error)) from None
 
 
 def _check_environments(config: RunConfig) -> None:
     """Make each environment of the run once, with the arguments that workers will give it."""
     held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
-    made: list[tuple[str, Mapping[str, Any]]] = []
+    checked: list[tuple[str, Mapping[str, Any]]] = []
     untold: dict[str, str] = {}  # by environment, which may be there with several arguments
     for task in (*first_tasks(config), *held_out):
-        if (task.env, task.kwargs) not in made:
-            made.append((task.env, task.kwargs))
+        if (task.env, task.kwargs) not in checked:
+            checked.append((task.env, task.kwargs))
             with boundary(EnvError, f"{task.env} raised", place=True):
                 env = make(task.env, **task.kwargs)
                 env.close()
@@ -372,16 +372,16 @@ def _check_dialect(config: RunConfig, env: Any) -> str | None:
     template leaves out. Raises ConfigError."""
     if not getattr(env, "schemas", None):
         return None
-    renderer, own = renderer_of(config), getattr(env, "tool_format", None)
-    if own is None and renderer.tool_format is None:
-        known = f"give one of {', '.join(FORMATS)}, or one of your own"
-        hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {known}"
+    renderer, dialect = renderer_of(config), getattr(env, "tool_format", None)
+    if dialect is None and renderer.tool_format is None:
+        choices = f"give one of {', '.join(FORMATS)}, or one of your own"
+        hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {choices}"
         raise ConfigError("env.kwargs.tool_format", None, hint)
-    if own is not None and not get_format(own).native:
+    if dialect is not None and not get_format(dialect).native:
         return None  # the environment tells the tools itself
-    if own is not None and renderer.untold and own != renderer.tool_format:
+    if dialect is not None and renderer.untold and dialect != renderer.tool_format:
         hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
-        raise ConfigError("env.kwargs.tool_format", own, hint)
+        raise ConfigError("env.kwargs.tool_format", dialect, hint)
     return renderer.untold
 
 
@@ -391,45 +391,45 @@ def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
     deadlines = {f"rollout.{name}": getattr(config.rollout, name) for name in ("step_deadline_s", "episode_deadline_s")}
     short = {name: value for name, value in deadlines.items() if value < needs_s}
     if short:
-        said = " and ".join(f"{name} = {value:g}" for name, value in short.items())
+        limits = " and ".join(f"{name} = {value:g}" for name, value in short.items())
         typed = " ".join(f"--set {name}={needs_s:g}" for name in short)
         takes = f"{needs_s:g} s ({by})" if by else f"{needs_s:g} s"
-        line = f"one step of {id} may honestly take {takes}; {said} would end it as the policy's time limit: {typed}"
+        line = f"one step of {id} may honestly take {takes}; {limits} would end it as the policy's time limit: {typed}"
         print(f"agentrl: warning: {line}", file=sys.stderr)
 
 
 def _check_roles(config: RunConfig) -> None:
     """Check that all roles in the run file are roles of the environment (its `roles`), and that one of them learns."""
-    bound, given = config.rollout.roles, config.rollout.frozen_roles()
-    named = {f"rollout.roles.{role}": role for role in bound}
-    named |= {f"roles.{at}.name": table.name for at, table in enumerate(config.roles)}
-    if not named:
+    bound, policies = config.rollout.roles, config.rollout.frozen_roles()
+    role_fields = {f"rollout.roles.{role}": role for role in bound}
+    role_fields |= {f"roles.{number}.name": table.name for number, table in enumerate(config.roles)}
+    if not role_fields:
         return
     roles = tuple(dict.fromkeys(role for task in first_tasks(config) for role in _roles_of(task)))
-    for field, role in named.items():
+    for field, role in role_fields.items():
         if not roles:
             field = "roles" if field.startswith("roles") else "rollout.roles"
             raise ConfigError(field, role, f"{config.env.id} names no roles: leave it out")
         if role not in roles:
             raise ConfigError(field, bound.get(role, role), f"{config.env.id} has the roles {', '.join(roles)}")
-    for role, policy in given.items():
+    for role, policy in policies.items():
         if policy in config.rollout.given_models():
             try:
                 given_model_dir(config, policy)
             except ModelError as error:
                 hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
                 raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
-    for at, table in enumerate(config.roles):
+    for number, table in enumerate(config.roles):
         if table.model is not None:
             try:
                 slot_dir(config, table.model)
             except ModelError as error:
-                raise ConfigError(f"roles.{at}.model", table.model, str(error)) from None
+                raise ConfigError(f"roles.{number}.model", table.model, str(error)) from None
     if config.league_roles:
         league.rule(config.league)
     past = {role for role, plays in config.league_roles.items() if plays == "league"}
-    if set(roles) == {*given, *past}:
-        raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
+    if set(roles) == {*policies, *past}:
+        raise ConfigError("rollout.roles", policies, "no role is left to learn: give one 'trained'")
 
 
 def _roles_of(task: Task) -> tuple[str, ...]:
@@ -522,14 +522,14 @@ def evaluate(
     except Interrupted:
         raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
     with RunStore.read(run.store_path) as store:
-        found: list[evaluation.EvalResult] = []
+        results: list[evaluation.EvalResult] = []
         for held_out in config.eval.sets:
             purpose = evaluation.label(held_out.name, "now")
             result = evaluation.result(store, held_out.name, purpose)
             if result is not None:
                 failed = failed_tasks.as_rows(store.metrics.failed_tasks(purpose), config)
-                found.append(replace(result, failed_tasks=failed))
-        return found
+                results.append(replace(result, failed_tasks=failed))
+        return results
 
 
 def _has_trained(run: RunDir) -> bool:

@@ -51,9 +51,9 @@ class _Sent:
 
     @classmethod
     def parse(cls, text: str) -> _Sent:
-        found: dict[str, Any] = json.loads(text)
-        place = FeedPosition.parse(json.dumps(found.pop("place")))
-        return cls(**found, place=place)
+        fields: dict[str, Any] = json.loads(text)
+        place = FeedPosition.parse(json.dumps(fields.pop("place")))
+        return cls(**fields, place=place)
 
     def to_json(self) -> str:
         head = {"group": self.group, "part": self.part, "rows": self.rows}

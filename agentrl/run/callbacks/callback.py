@@ -147,7 +147,7 @@ class Callback:
         errors: Literal["stop", "warn"] | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        given = {
+        arguments = {
             "name": name,
             "errors": errors,
             "deadline_s": deadline_s,
@@ -158,7 +158,7 @@ class Callback:
             "on_eval": on_eval,
             "on_end": on_end,
         }
-        vars(self).update({key: value for key, value in given.items() if value is not None})
+        vars(self).update({key: value for key, value in arguments.items() if value is not None})
 
     def on_start(self, run: RunStarted, /) -> None:
         """The run begins or goes on. Told at every start."""

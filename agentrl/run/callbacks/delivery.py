@@ -188,15 +188,18 @@ class Teller:
 
 async def _watch(tellers: Sequence[Teller]) -> None:
     """Name each hook that has not returned for `deadline_s`, and again whenever that time has doubled."""
-    named: dict[_Call, float] = {}
+    limit_by_call: dict[_Call, float] = {}
     while True:
         for teller in tellers:
             call = teller.call
             if call is None:
                 continue
-            due_s = named.get(call, teller.callback.deadline_s)
+            due_s = limit_by_call.get(call, teller.callback.deadline_s)
             if time.monotonic() - call.began_s > due_s:
-                named = {**{known: at for known, at in named.items() if known is teller.call}, call: 2 * due_s}
+                limit_by_call = {
+                    **{earlier: limit_s for earlier, limit_s in limit_by_call.items() if earlier is teller.call},
+                    call: 2 * due_s,
+                }
                 teller.warn(f"{teller.stands(call)}; the run goes on, and what happens is told later")
         await trio.sleep(_LOOK_S)
 
@@ -217,8 +220,8 @@ def _finish(tellers: Sequence[Teller], finished: bool) -> None:
             if now - since_s > deadline_s:
                 teller.abandon()
                 call = teller.call
-                what = "has not ended" if call is None else teller.stands(call)
-                teller.warn(f"{what}; the run ends without it, and tells it the rest when it goes on")
+                state = "has not ended" if call is None else teller.stands(call)
+                teller.warn(f"{state}; the run ends without it, and tells it the rest when it goes on")
                 break
             if silent and now - began_s > _LATE_S:
                 silent = False

@@ -68,7 +68,8 @@ class EarlyStopping(Callback):
         value = values[self.metric]
         if not isinstance(value, int | float):
             return
-        self._values = {at: known for at, known in self._values.items() if at < step}  # undone steps are trained again
+        # Undone steps are trained again.
+        self._values = {earlier: figure for earlier, figure in self._values.items() if earlier < step}
         self._values[step] = float(value)
         if reason := self._reason():
             raise StopTraining(f"{reason}, at step {step}")
@@ -78,13 +79,13 @@ class EarlyStopping(Callback):
         steps, values = list(self._values), list(self._values.values())
         if len(values) < self.window:
             return ""
-        means = [fmean(values[at - self.window : at]) for at in range(self.window, len(values) + 1)]
+        means = [fmean(values[place - self.window : place]) for place in range(self.window, len(values) + 1)]
         signed = [self._sign * mean for mean in means]
         if self.target is not None and signed[-1] >= self._sign * self.target:
             return f"{self.metric} is {means[-1]:g} (target {self.target:g})"
         best = 0
-        for at, value in enumerate(signed):
-            best = at if value > signed[best] + self.min_delta else best
+        for place, value in enumerate(signed):
+            best = place if value > signed[best] + self.min_delta else best
         if self.patience is not None and len(signed) - 1 - best >= self.patience:
             since = f"since {means[best]:g} at step {steps[best + self.window - 1]}"
             return f"{self.metric} has not got better for {len(signed) - 1 - best} values, {since}"

@@ -41,8 +41,8 @@ class FeedPosition:
 
     @classmethod
     def parse(cls, text: str | None) -> FeedPosition:
-        found: dict[str, Any] = json.loads(text) if text else {}
-        place = cls(**found)
+        fields: dict[str, Any] = json.loads(text) if text else {}
+        place = cls(**fields)
         place.above = set(place.above)  # JSON has a list
         return place
 
@@ -70,13 +70,13 @@ class EventFeed:
             "on_step": self._steps,
             "on_eval": self._evals,
         }
-        found: list[tuple[float, Event]] = []
+        timed_events: list[tuple[float, Event]] = []
         for hook, read in kinds.items():
             latest_s = 0.0
             for event in read(store) if hook in self._hooks else ():
                 latest_s = max(latest_s, event.time_s)
-                found.append((latest_s, event))
-        return [event for _, event in sorted(found, key=lambda told: told[0])]
+                timed_events.append((latest_s, event))
+        return [event for _, event in sorted(timed_events, key=lambda timed: timed[0])]
 
     def mark(self, event: Event) -> None:
         """The event was told."""
@@ -120,14 +120,14 @@ class EventFeed:
         place = self.place
         place.episodes = max(place.episodes, self._ended_up_to)
         place.above = {id for id in place.above if id > place.episodes}
-        after, all_ended, found = place.episodes, True, 0
-        while found < MOST and (rows := store.reads.episodes(after=after, limit=MOST)):
+        after, all_ended, count = place.episodes, True, 0
+        while count < MOST and (rows := store.reads.episodes(after=after, limit=MOST)):
             for row in rows:
                 all_ended = all_ended and row.state not in ("waiting", "running")
                 if all_ended:
                     self._ended_up_to = row.id
                 if row.stop_reason is not None and row.id not in place.above:
-                    found += 1
+                    count += 1
                     yield episode_ended(row, row.stop_reason)
             after = rows[-1].id
 

@@ -100,14 +100,16 @@ class FileTracker(Callback):
         if not self.path.exists():
             return []
         text = self.path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
+        complete = text[: text.rfind("\n") + 1]
         try:
             rows = (
-                list(csv.DictReader(io.StringIO(whole))) if self._is_csv else [json.loads(at) for at in _lines(whole)]
+                list(csv.DictReader(io.StringIO(complete)))
+                if self._is_csv
+                else [json.loads(line) for line in _lines(complete)]
             )
             if not all(isinstance(row["id"], str) for row in rows):
                 raise ValueError("a row without an id")
-            if self._is_csv and whole and "id" not in next(csv.reader(io.StringIO(whole))):
+            if self._is_csv and complete and "id" not in next(csv.reader(io.StringIO(complete))):
                 raise ValueError("a table without ids")
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise UsageError(f"{self.path} is no file of FileTracker ({error}): give another one") from None
@@ -138,9 +140,9 @@ def _lines(text: str) -> list[str]:
 
 def _row(event: Event) -> dict[str, Json]:
     """The event, flat: a step's metrics are columns of it."""
-    found = asdict(event)
-    values = found.pop("values", {})
-    return {"kind": _KINDS[type(event)], **found, **{name: values[name] for name in values if name not in found}}
+    fields = asdict(event)
+    values = fields.pop("values", {})
+    return {"kind": _KINDS[type(event)], **fields, **{name: values[name] for name in values if name not in fields}}
 
 
 def _cell(value: Json) -> str:

@@ -43,9 +43,9 @@ class MLflowTracker(AppendingTracker):
         if self._uri is None:
             files.mkdir(parents=True, exist_ok=True)
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri or f"sqlite:///{files / 'mlflow.db'}")
-        found = self._client.get_experiment_by_name(self._experiment)
+        existing = self._client.get_experiment_by_name(self._experiment)
         place = None if self._uri else (files / "artifacts").as_uri()
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment, place)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment, place)
         runs = self._client.search_runs([experiment], f"tags.`agentrl.id` = '{run.id}'", max_results=1)
         if runs:
             self._id = runs[0].info.run_id
@@ -65,8 +65,8 @@ class MLflowTracker(AppendingTracker):
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         """All numbers at once, at the time of the step."""
         at_ms = round(time_s * 1000)
-        found = [self._entities.Metric(_name(name), value, at_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=found)
+        metrics = [self._entities.Metric(_name(name), value, at_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:
         """Two artifacts: `summary.json` and the curves."""

@@ -61,8 +61,8 @@ class TensorBoard(MetricTracker):
 
     def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         """One record with all numbers."""
-        found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(self._event(wall_time=time_s, step=step, summary=self._summary(value=found)))
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(self._event(wall_time=time_s, step=step, summary=self._summary(value=scalars)))
 
     def log_summary(self, summary: Mapping[str, Any], plot: Path, step: int) -> None:
         """The summary as a text, the plot as an image."""

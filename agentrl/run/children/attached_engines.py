@@ -63,8 +63,8 @@ def _weights(run: RunDir, config: RunConfig) -> ServedWeights:
     step = 0 if checkpoint is None else step_of(checkpoint)
     with RunStore.open(run.store_path) as store:
         version = store.versions.version_at(step) or WeightVersion(version=0, step=0)
-        there = objects_of(config.engine, config.name, store.meta, None)
-    return ServedWeights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
+        objects = objects_of(config.engine, config.name, store.meta, None)
+    return ServedWeights(model=checkpoint or model_dir(config.model), base=version, current=version, store=objects)
 
 
 def main() -> None:

@@ -65,16 +65,16 @@ class EngineMetrics:
                     nursery.start_soon(self._ask, name, engine)
 
     async def _ask(self, name: str, engine: AskedEngine) -> None:
-        found = self._known.setdefault(name, EngineFigures(name))
-        found.asked, found.text = found.asked + 1, ""
+        engine_figures = self._known.setdefault(name, EngineFigures(name))
+        engine_figures.asked, engine_figures.text = engine_figures.asked + 1, ""
         with trio.move_on_after(DEADLINE_S), suppress(EngineError):
             async with aclosing(engine.client()) as client:
                 body = await client.call("GET", "/metrics", deadline_s=DEADLINE_S)
-            found.text = body.decode(errors="replace") if len(body) <= _MOST else ""
-        found.failed += not found.text
-        found.time_s = self.clock()
+            engine_figures.text = body.decode(errors="replace") if len(body) <= _MOST else ""
+        engine_figures.failed += not engine_figures.text
+        engine_figures.time_s = self.clock()
         with suppress(OSError):  # a full disk keeps no figures
-            await trio.to_thread.run_sync(_write, self.folder, asdict(found), abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_write, self.folder, asdict(engine_figures), abandon_on_cancel=True)
 
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
@@ -87,8 +87,8 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
 
 def figures(folder: Path) -> list[EngineFigures]:
     """What is known of all engines of a run. Files that cannot be read are left out."""
-    found: list[EngineFigures] = []
+    engines: list[EngineFigures] = []
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
-            found.append(EngineFigures(**json.loads(path.read_text(encoding="utf-8"))))
-    return found
+            engines.append(EngineFigures(**json.loads(path.read_text(encoding="utf-8"))))
+    return engines

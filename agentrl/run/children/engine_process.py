@@ -83,23 +83,23 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint, role:
     current = start.version if config.syncs_memory else store.versions.current_version()
     path = store.versions.weights_path(current.version)
     path = None if path is None else file_of(path, role)
-    found = path if path is not None and path.exists() else None
-    if found is None and current.step != start.version.step:
+    on_disk = path if path is not None and path.exists() else None
+    if on_disk is None and current.step != start.version.step:
         if store.versions.current_version() != current:  # the learner has sent others since, and removed these
             return current_weights(config, store, start, role)
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
     proof = None
-    if found is not None:
+    if on_disk is not None:
         with suppress(FileNotFoundError):  # there was none, or the learner removes both
-            proof = Canary.read(canary.beside(found))
+            proof = Canary.read(canary.beside(on_disk))
     remote = objects_of(config.engine, config.name, store.meta, role)
     if not config.sends_adapters:
-        base = current if found is None else start.version  # versions of one step have the same weights
-        own = start.model_of(role, config)
-        file = found if found is None or remote is None else remote.of_version(current.version)
-        return ServedWeights(model=own, base=base, current=current, file=file, canary=proof, store=remote)
+        base = current if on_disk is None else start.version  # versions of one step have the same weights
+        model = start.model_of(role, config)
+        file = on_disk if on_disk is None or remote is None else remote.of_version(current.version)
+        return ServedWeights(model=model, base=base, current=current, file=file, canary=proof, store=remote)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
-    adapter = found or start.adapter
+    adapter = on_disk or start.adapter
     return ServedWeights(
         model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
     )
@@ -283,16 +283,16 @@ async def fit(
     else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.key_of(url)
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
-        found = await weights()
+        newest = await weights()
         client = EngineClient(url, api_key=key, kind=config.engine.kind)
         if config.sends_adapters:
             client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key, kind=config.engine.kind)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
             halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
-        if halted or not (served >= found.current.version if fits is None else await fits(served)):
-            await attach(url, found, config, fresh=fresh)
-        return await prove(name, url, found, config)
+        if halted or not (served >= newest.current.version if fits is None else await fits(served)):
+            await attach(url, newest, config, fresh=fresh)
+        return await prove(name, url, newest, config)
 
 
 async def prove(
@@ -367,10 +367,10 @@ async def attach(url: str, weights: ServedWeights, config: RunConfig, *, fresh: 
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.key_of(url), kind=settings.kind)) as client:
         if settings.kind == "vllm" and fresh:
-            told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
+            features = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
             needs = needed(config.transport)
             (await probe(client, untested=settings.untested_vllm)).require(
-                needs | {need for need, asked in told.items() if asked},
+                needs | {need for need, is_needed in features.items() if is_needed},
                 dtype=settings.dtype,
                 context=config.rollout.max_context,
                 lora_rank=config.train.lora_rank,
@@ -402,15 +402,15 @@ async def _push_whole(client: EngineClient, weights: ServedWeights, version: int
     settings, store = config.engine, weights.store
     deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
     asleep = settings.colocated or await _sleeps(client, deadline_s)
-    whole: list[Path | str] = [weights.file] if weights.file is not None else [*weight_file.parts(weights.model)]
+    files: list[Path | str] = [weights.file] if weights.file is not None else [*weight_file.parts(weights.model)]
     if store is not None:
-        put = [one if isinstance(one, str) else await trio.to_thread.run_sync(store.offer, one) for one in whole]
+        put = [file if isinstance(file, str) else await trio.to_thread.run_sync(store.offer, file) for file in files]
         await push(
             [client], put, version, keep_base=True, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s
         )
         return
     try:
-        await push([client], whole, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
+        await push([client], files, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
     except FilesUnseen:
         if not config.sends_adapters or not settings.canary:
             raise

@@ -51,7 +51,7 @@ class EvaluationEngines:
                     break
                 except EngineError as error:
                     if trio.current_time() > until:
-                        what = f"{engine.child.name} did not take version {pin.version.version} to measure it"
+                        problem = f"{engine.child.name} did not take version {pin.version.version} to measure it"
                         within = f"within {deadline_s:g} s (engine.mending_deadline_s)"
-                        raise RunFailed(f"{what} {within}: {error}") from error
+                        raise RunFailed(f"{problem} {within}: {error}") from error
                     await trio.sleep(_PIN_RETRY_S)

@@ -46,9 +46,9 @@ class Workers:
         return registry.create(f"worker-{number}", argv, threads=1, env=env)
 
     def _begin(self, number: int) -> None:
-        kept = WatchedWorker(number, self)
-        kept.child.start()
-        kept.start_keeping()
+        worker = WatchedWorker(number, self)
+        worker.child.start()
+        worker.start_keeping()
 
     async def _publish(self) -> None:
         """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""

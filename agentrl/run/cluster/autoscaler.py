@@ -102,18 +102,18 @@ class AutoscaleRule:
         return Decision(before, f"{lost:.0%} fewer tokens a second than with {before}")
 
     def _judge(self, sight: WindowFigures, now_s: float) -> Decision:
-        asked = self.settings
+        settings = self.settings
         best = max(sight.gains, key=lambda split: sight.gains[split], default=None)
-        if best is None or (gain := sight.gains[best]) < asked.gain:
+        if best is None or (gain := sight.gains[best]) < settings.gain:
             self._toward, self._seen = None, 0
-            return Decision(None, f"no move promises {asked.gain:.0%} more tokens a second")
+            return Decision(None, f"no move promises {settings.gain:.0%} more tokens a second")
         self._seen = self._seen + 1 if best == self._toward else 1
         self._toward = best
         promise = f"{best} promises {gain:+.0%} tokens a second"
-        if self._seen < asked.agree:
-            return Decision(None, f"{promise}, in {self._seen} of {asked.agree} looks")
+        if self._seen < settings.agree:
+            return Decision(None, f"{promise}, in {self._seen} of {settings.agree} looks")
         times = self._moves.get(frozenset((sight.present, best)), [])
-        if times and now_s < (until := times[-1] + asked.horizon_s * 2.0 ** (len(times) - 1)):
+        if times and now_s < (until := times[-1] + settings.horizon_s * 2.0 ** (len(times) - 1)):
             return Decision(None, f"{promise}; a place moved between the two lately, {until - now_s:.0f} s to wait")
         if not self._pays(gain, sight):
             return Decision(None, f"{promise}, which does not earn what a move costs, {sight.cost_s:.0f} s")
@@ -201,11 +201,11 @@ class Controller:
         if not tokens or spent_s <= 0:
             return None
         self._pace[present.ranks] = busy / tokens
-        there = splits(self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks))
-        if present not in there:
+        choices = splits(self.config.cluster, Split(Size.of(self.config).engines, self.config.train.parallel.ranks))
+        if present not in choices:
             return None
-        at = there.index(present)
-        beside = there[max(0, at - 1) : at] + there[at + 1 : at + 2]
+        place = choices.index(present)
+        beside = choices[max(0, place - 1) : place] + choices[place + 1 : place + 2]
         newest = len(rows) * self.config.buffer.groups_per_step
         predict = partial(self._predict, present, beside, after=rows[0].step - 1, newest=newest)
         try:

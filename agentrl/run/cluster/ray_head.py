@@ -86,17 +86,17 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
     ours = await _cluster(address, limiter)
     since = dict[HeadAnswer, float]()  # when a row of refusals, or of looks without an answer, began
     while True:
-        found, now = await ask(address), trio.current_time()
-        if ours and found is HeadAnswer.ANSWERS and await _cluster(address, limiter) not in (ours, None):
+        answer, now = await ask(address), trio.current_time()
+        if ours and answer is HeadAnswer.ANSWERS and await _cluster(address, limiter) not in (ours, None):
             return "was started anew and knows nothing of before"
-        if job is not None and found is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
+        if job is not None and answer is HeadAnswer.ANSWERS and await _ended(address, job, limiter):
             raise JobEnded
-        if found is not HeadAnswer.REFUSES:
+        if answer is not HeadAnswer.REFUSES:
             since.pop(HeadAnswer.REFUSES, None)
-        if found is HeadAnswer.ANSWERS:
+        if answer is HeadAnswer.ANSWERS:
             since.clear()
         else:
-            since = {found: now, HeadAnswer.SILENT: now} | since
+            since = {answer: now, HeadAnswer.SILENT: now} | since
         if now - since.get(HeadAnswer.REFUSES, now) >= away_s:
             return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
         if now - since.get(HeadAnswer.SILENT, now) >= silent_s:
@@ -123,10 +123,10 @@ async def _ended(address: str, job: str, limiter: trio.CapacityLimiter) -> bool:
 
 
 def _is_dead(address: str, job: str) -> bool:
-    asked = _RAYLET.GcsClient(address=address).get_all_job_info(
+    jobs = _RAYLET.GcsClient(address=address).get_all_job_info(
         job_or_submission_id=job, skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     )
-    return any(found.is_dead for id, found in asked.items() if id.hex() == job)
+    return any(info.is_dead for id, info in jobs.items() if id.hex() == job)
 
 
 def job() -> str:
@@ -147,8 +147,8 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
     with trio.move_on_after(deadline_s):  # Ray itself tries for many minutes
         while True:
             try:
-                there = await _one_that_answers(address) if again else address
-                return await called(partial(connect, there))
+                reachable = await _one_that_answers(address) if again else address
+                return await called(partial(connect, reachable))
             except UsageError as error:
                 if not again:
                     raise
@@ -164,11 +164,11 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
 async def _one_that_answers(address: str) -> str:
     """The address once its head answers. "auto" is the cluster that `ray start` joined last here, wherever that is."""
     while True:
-        there = address
+        candidate = address
         if address == "auto":
-            there = os.environ.get("RAY_ADDRESS") or cast("str | None", _SERVICES.find_bootstrap_address(None))
-        if there is None or await ask(there) is HeadAnswer.ANSWERS:
-            return there or address
+            candidate = os.environ.get("RAY_ADDRESS") or cast("str | None", _SERVICES.find_bootstrap_address(None))
+        if candidate is None or await ask(candidate) is HeadAnswer.ANSWERS:
+            return candidate or address
         await trio.sleep(_LOOK_S)
 
 

@@ -100,8 +100,8 @@ class Seat:
         temporary = self._owner.path / "tmp"
         temporary.mkdir(exist_ok=True)
         ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-        given = command.withheld.without(defaults)
-        lacking = {name: value for name, value in given.items() if name not in os.environ}
+        variables = command.withheld.without(defaults)
+        lacking = {name: value for name, value in variables.items() if name not in os.environ}
         beat = None if command.beat is None else self._owner.path / "beat"
         env = {**lacking, **command.variables(), **ours, NODE_TMP: str(temporary)}
         here = replace(command, env=env, beat=beat, mark=self._owner.mark)
@@ -249,9 +249,9 @@ class RayLauncher:
         nothing = f"Ray found no place for {_told(need)} within {self._cluster.place_deadline_s:g} s"
         with trio.move_on_after(_CALL_S):
             nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]
-            there = "; ".join(f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes)
+            capacities = "; ".join(f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes)
             free = _told(await called(_RAY.available_resources))
-            return f"{nothing} (cluster.place_deadline_s); nodes: {there}; free now: {free}"
+            return f"{nothing} (cluster.place_deadline_s); nodes: {capacities}; free now: {free}"
         return f"{nothing} (cluster.place_deadline_s), and its head does not answer"
 
     @property
@@ -286,9 +286,9 @@ class RayLauncher:
         silent_s = self._cluster.place_deadline_s
         try:
             why = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
-            what = f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one"
+            problem = f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one"
         except ray_head.JobEnded:
-            what = (
+            problem = (
                 "Ray lost the node of this machine (its raylet ended), and ends all processes of a run whose supervisor"
                 f" was on it. Start it again (ray start --address={self._head})"
             )
@@ -296,7 +296,7 @@ class RayLauncher:
         for scope in self._asking:
             scope.cancel()
         how = f"go on with agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
-        raise ClusterLost(f"{what}, {how}")
+        raise ClusterLost(f"{problem}, {how}")
 
     async def close(self) -> None:
         """End every seat and give the nodes back."""
@@ -322,9 +322,9 @@ class RayLauncher:
             return self._seats[name]
         need, chosen = demand(self._config, name, await self._ranks()), dict[str, Any]()
         if name in self._bundles:
-            at = list(self._bundles).index(name)
+            place = list(self._bundles).index(name)
             chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=at
+                self._group, placement_group_bundle_index=place
             )
         else:
             chosen["resources"] = self._here
@@ -337,8 +337,8 @@ class RayLauncher:
         seat: Any = None
         try:
             seat = await called(partial(remote.remote, self._cluster.lease_s))
-            asked = seat.sees.remote(str(self._marker), self._text)
-            node, host, sees = await result(asked, self._cluster.place_deadline_s)
+            pending = seat.sees.remote(str(self._marker), self._text)
+            node, host, sees = await result(pending, self._cluster.place_deadline_s)
         except BaseException as error:
             if seat is not None:
                 self._kill(seat)
@@ -392,8 +392,8 @@ class RayLauncher:
             if not process.killed:
                 command.error.write_text(f"its node or its Ray actor was lost ({_line(error)})\n")
             with trio.move_on_at(heard + self._cluster.lease_s):  # it may be cut off, and live until then
-                known = isinstance(error, ray.exceptions.ActorDiedError)
-                if not known or not await called(partial(_lives, self._nodes.get(name))):
+                actor_died = isinstance(error, ray.exceptions.ActorDiedError)
+                if not actor_died or not await called(partial(_lives, self._nodes.get(name))):
                     await trio.sleep_forever()
             process.end(-signal.SIGKILL)
 
@@ -414,10 +414,10 @@ class RayLauncher:
 
 def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
     """What Ray reserves for a run of that size, whose learner has so many ranks, by the child's name."""
-    engines = [f"engine-{at}" for at in range(size.engines)]
-    engines += [f"engine-role-{role}-{at}" for role in config.role_models for at in range(size.engines)]
-    engines += [f"engine-given-{at}" for at in range(len(config.rollout.given_models()))]
-    names = [*engines, *(f"worker-{at}" for at in range(size.workers)), "learner"]
+    engines = [f"engine-{number}" for number in range(size.engines)]
+    engines += [f"engine-role-{role}-{number}" for role in config.role_models for number in range(size.engines)]
+    engines += [f"engine-given-{number}" for number in range(len(config.rollout.given_models()))]
+    names = [*engines, *(f"worker-{number}" for number in range(size.workers)), "learner"]
     return {name: demand(config, name, ranks) for name in names}
 
 
@@ -484,7 +484,7 @@ def _portable(command: ChildCommand) -> ChildCommand:
 
 def _lives(node: str | None) -> bool:
     """Whether a node is well, so that Ray knows of a dead actor of it that it is dead."""
-    return any(found["Alive"] and found["NodeID"] == node for found in _RAY.nodes())
+    return any(entry["Alive"] and entry["NodeID"] == node for entry in _RAY.nodes())
 
 
 def _host() -> str:

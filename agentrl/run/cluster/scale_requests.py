@@ -28,9 +28,9 @@ def ranks(config: RunConfig, meta: Meta) -> int:
 
 def move(store: RunStore, to: Split, *, was: Split) -> None:
     """Ask for another split of the places between engines and the learner."""
-    kept = {name: value for name, value in asked(store.meta).items() if name != "refused"}
+    earlier = {name: value for name, value in asked(store.meta).items() if name != "refused"}
     new = {**to._asdict(), "was": was._asdict(), "asked_s": time.time()}
-    WANTED_SIZE.set(store, {**kept, **new})
+    WANTED_SIZE.set(store, {**earlier, **new})
 
 
 def take_back(store: RunStore, why: str) -> None:

@@ -55,8 +55,8 @@ class Size:
         return self.engines if kind == "engine" else self.workers
 
     def __str__(self) -> str:
-        named = ((self.engines, "engine"), (self.workers, "worker"))
-        return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in named if n)
+        counts = ((self.engines, "engine"), (self.workers, "worker"))
+        return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
 
     def at_most(self, other: Size) -> Size:
         return Size(min(self.engines, other.engines), min(self.workers, other.workers))
@@ -74,14 +74,14 @@ class ScaledChild(NamedTuple):
 
 def wanted(config: RunConfig, meta: Meta) -> Size:
     """The numbers asked for last; those of the run file, if none were."""
-    found, size = asked(meta), Size.of(config)
-    return Size(found.get("engines", size.engines), found.get("workers", size.workers))
+    request, size = asked(meta), Size.of(config)
+    return Size(request.get("engines", size.engines), request.get("workers", size.workers))
 
 
 def workers_of(config: RunConfig, meta: Meta) -> list[int]:
     """The numbers of the workers that the run has now. One that is not among them leaves."""
-    found = WORKERS.of(meta)
-    return list(range(config.rollout.workers)) if found is None else found
+    numbers = WORKERS.of(meta)
+    return list(range(config.rollout.workers)) if numbers is None else numbers
 
 
 def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
@@ -95,18 +95,18 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
     if engines is not None:
         _check_engines(config, engines, run)
     with RunStore.open(run.store_path) as store:
-        given = {"engines": engines, "workers": workers}
-        rows = asked(store.meta) | {name: number for name, number in given.items() if number is not None}
+        numbers = {"engines": engines, "workers": workers}
+        rows = asked(store.meta) | {name: number for name, number in numbers.items() if number is not None}
         WANTED_SIZE.set(store, {**rows, "asked_s": time.time()})
         return wanted(config, store.meta)
 
 
 def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
-    gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
+    gone = {name for name, is_reset in (("engines", engines), ("workers", workers)) if is_reset}
     gone |= {"ranks", "was"} if engines else set[str]()
-    kept = {name: value for name, value in asked(store.meta).items() if name not in gone}
-    WANTED_SIZE.set(store, kept)
+    remaining = {name: value for name, value in asked(store.meta).items() if name not in gone}
+    WANTED_SIZE.set(store, remaining)
 
 
 def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
@@ -169,13 +169,13 @@ class Scaler:
 
     def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:
         for kind in KINDS:
-            there, count = self.children.present(kind), size.count(kind)
-            for part in (ScaledChild(kind, index) for index in range(count) if index not in there):
-                held = part in self._coming or part in self._going
-                if not held and self._given_up.get(part, -1.0) < asked_s:
+            present, count = self.children.present(kind), size.count(kind)
+            for part in (ScaledChild(kind, index) for index in range(count) if index not in present):
+                is_moving = part in self._coming or part in self._going
+                if not is_moving and self._given_up.get(part, -1.0) < asked_s:
                     self._coming[part] = trio.CancelScope()
                     nursery.start_soon(self._join, part, asked_s)
-            for part in (ScaledChild(kind, index) for index in there if index >= count):
+            for part in (ScaledChild(kind, index) for index in present if index >= count):
                 if part not in self._going:
                     self._going.add(part)
                     nursery.start_soon(self._leave, part)
@@ -215,14 +215,14 @@ class Scaler:
             self._going.discard(part)
 
     async def _tell(self) -> None:
-        found = {
+        progress = {
             "coming": sorted(str(part) for part in self._coming),
             "going": sorted(str(part) for part in self._going),
             "trouble": {str(part): why for part, why in sorted(self._trouble.items())},
         }
-        if found != self._told:
-            await self.tell(SCALING, found)
-            self._told = found
+        if progress != self._told:
+            await self.tell(SCALING, progress)
+            self._told = progress
 
 
 # --- for a reader
@@ -231,21 +231,21 @@ class Scaler:
 def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
     """What `agentrl status --json` says of it: `wanted`, and of a live run what is `present`, `coming` and `going`, and
     by name the `trouble` of those that do not come."""
-    found: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
+    state: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
     if live:
         urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
-        found["present"] = asdict(Size(urls, len(workers_of(config, meta))))
-        found |= SCALING.of(meta)
-    return found
+        state["present"] = asdict(Size(urls, len(workers_of(config, meta))))
+        state |= SCALING.of(meta)
+    return state
 
 
 def line(found: Mapping[str, Any]) -> str:
     """The same for a person, in one line."""
-    there = cast("dict[str, int] | None", found.get("present"))
+    present = cast("dict[str, int] | None", found.get("present"))
     counts = list[str]()
     for name, count in found["wanted"].items():
-        if there and there[name] != count:
-            counts.append(f"{there[name]} of {count} {name}")
+        if present and present[name] != count:
+            counts.append(f"{present[name]} of {count} {name}")
         elif count:
             counts.append(f"{count} {name if count != 1 else name[:-1]}")
     moves = [f"{', '.join(found[key])} {verb}" for key, verb in _MOVES if found.get(key)]

@@ -33,18 +33,18 @@ _OVER = ("FAILED", "STOPPED", "SUCCEEDED")
 def entrypoint(file: Path, out: Path, settings: Sequence[str]) -> str:
     """The shell command that trains in `out` from the text of `file`, which is kept beside it."""
     agentrl, copy = Path(sys.executable).parent / "agentrl", out.with_name(f"{out.name}.toml")
-    given = ["cluster.launcher=ray", "cluster.address=auto", *settings]
+    all_settings = ["cluster.launcher=ray", "cluster.address=auto", *settings]
     words = [
         str(agentrl),
         "train",
         str(copy),
         "--out",
         str(out),
-        *(word for setting in given for word in ("--set", setting)),
+        *(word for setting in all_settings for word in ("--set", setting)),
     ]
     text = shlex.quote(file.read_text(encoding="utf-8"))
-    made = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {text} > {shlex.quote(str(copy))}"
-    return f"{made} && exec {shlex.join(words)}"
+    write_file = f"mkdir -p {shlex.quote(str(out.parent))} && printf %s {text} > {shlex.quote(str(copy))}"
+    return f"{write_file} && exec {shlex.join(words)}"
 
 
 def submit(
@@ -65,12 +65,12 @@ def submit(
         job = str(_call(client, "POST", "/api/jobs/", {"entrypoint": command})["submission_id"])
         deadline = time.monotonic() + deadline_s
         while True:
-            found = _call(client, "GET", f"/api/jobs/{job}")
-            if found["status"] in _OVER:
-                said = str(_call(client, "GET", f"/api/jobs/{job}/logs").get("logs", "")).strip().splitlines()
-                why = " | ".join(said[-_LINES:]) or str(found.get("message"))
-                raise UsageError(f"job {job} at {address} has ended ({found['status']}): {why}")
-            if found["status"] == "RUNNING" or time.monotonic() > deadline:
+            state = _call(client, "GET", f"/api/jobs/{job}")
+            if state["status"] in _OVER:
+                log_lines = str(_call(client, "GET", f"/api/jobs/{job}/logs").get("logs", "")).strip().splitlines()
+                why = " | ".join(log_lines[-_LINES:]) or str(state.get("message"))
+                raise UsageError(f"job {job} at {address} has ended ({state['status']}): {why}")
+            if state["status"] == "RUNNING" or time.monotonic() > deadline:
                 return job
             sleep(_POLL_S)
 
@@ -84,10 +84,10 @@ def _call(client: httpx.Client, method: str, path: str, body: Any = None) -> dic
         raise UsageError(f"--address = {address!r} does not answer ({error or type(error).__name__}): {hint}") from None
     if answer.status_code in (401, 403):
         raise UsageError(f"{address} asks for its token: set {TOKEN} (on the head: ray get-auth-token)")
-    found: Any = None
+    content: Any = None
     with suppress(ValueError):
-        found = answer.json() if answer.is_success else None
-    if not isinstance(found, dict):
-        said = answer.text.strip().splitlines() or [""]
-        raise UsageError(f"{address}{path} answered {answer.status_code}: {said[-1][:200]}")
-    return cast("dict[str, Any]", found)
+        content = answer.json() if answer.is_success else None
+    if not isinstance(content, dict):
+        lines = answer.text.strip().splitlines() or [""]
+        raise UsageError(f"{address}{path} answered {answer.status_code}: {lines[-1][:200]}")
+    return cast("dict[str, Any]", content)

@@ -95,14 +95,14 @@ def of_server(
 
 def only_model(url: str, api_key: str | None = None) -> str:
     """The one model of a server. Raises UsageError if it has several, EngineUnavailable if it does not answer."""
-    at = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    models_url = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        answer = httpx.get(at, headers=headers, timeout=_MODELS_S)
+        answer = httpx.get(models_url, headers=headers, timeout=_MODELS_S)
         answer.raise_for_status()
         names = [str(model["id"]) for model in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise EngineUnavailable(f"{at} does not say which models there are ({error}): give name=…") from error
+        raise EngineUnavailable(f"{models_url} does not say which models there are ({error}): give name=…") from error
     if len(names) != 1:
         raise UsageError(f"{url} has the models {', '.join(names) or 'none'}: give one of them, name=…")
     return names[0]

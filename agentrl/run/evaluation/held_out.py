@@ -104,8 +104,8 @@ def schedule(
     """Put an evaluation into the store unless it is there already (after a restart); `again`, also if all its episodes
     failed. `step` is that of the weights (None: those that sample now). Returns its label."""
     purpose = label(held_out.name, when)
-    known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
-    if not store.groups.counts(purpose) or (known is not None and not known.n):
+    earlier = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
+    if not store.groups.counts(purpose) or (earlier is not None and not earlier.n):
         store.groups.add_groups(tasks_of(config, held_out, n), size=config.eval.samples, purpose=purpose, step=step)
     return purpose
 
@@ -133,21 +133,21 @@ def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
         tokens=fmean(row.tokens for row in scored) if scored else None,
         n=len(scored),
         failed=len(ended) - len(scored),
-        pass_at=pass_at([(len(own), sum(own)) for own in tasks.values()]),
+        pass_at=pass_at([(len(successes), sum(successes)) for successes in tasks.values()]),
     )
 
 
 def unmeasured(store: RunStore, config: RunConfig, when: str) -> str:
     """One line on the held-out sets without a single measured episode under `when`; "" if each has one."""
-    said: list[str] = []
+    lines: list[str] = []
     for held_out in config.eval.sets:
         purpose = label(held_out.name, when)
-        found = result(store, held_out.name, purpose)
-        if found is not None and not found.n:
+        summary = result(store, held_out.name, purpose)
+        if summary is not None and not summary.n:
             causes = Counter[str]()
             for task in store.metrics.failed_tasks(purpose):
                 causes[task.detail or task.reason.value] += task.times
-            (cause, times), *others = causes.most_common() or [("their deadline passed", found.failed)]
+            (cause, times), *others = causes.most_common() or [("their deadline passed", summary.failed)]
             more = f" ({times} of them; {len(others)} other causes)" if others else ""
-            said.append(f"all {found.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")
-    return "; ".join(said)
+            lines.append(f"all {summary.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")
+    return "; ".join(lines)

@@ -58,19 +58,19 @@ class Adapters:
 
 
 def measured(
-    what: str | Path | RunConfig, env: str | None, n: int | None, settings: Sequence[str] = ()
+    subject: str | Path | RunConfig, env: str | None, n: int | None, settings: Sequence[str] = ()
 ) -> tuple[RunConfig, Adapters | None]:
-    """The configuration with which `n` episodes of each held-out set (None: as many as it has) measure `what`: a run's
-    folder, a model, or the model of a configuration or of its file; under `settings` (`section.key=value`). And its
-    adapters, if they are measured as such. Raises UsageError, or ModelError for a damaged checkpoint."""
+    """The configuration with which `n` episodes of each held-out set (None: as many as it has) measure `subject`: a
+    run's folder, a model, or the model of a configuration or of its file; under `settings` (`section.key=value`). And
+    its adapters, if they are measured as such. Raises UsageError, or ModelError for a damaged checkpoint."""
     adapters = None
-    if not isinstance(what, RunConfig) and Path(what).suffix == ".toml" and Path(what).is_file():
-        what = configuration.load(Path(what), [*settings])  # without them the file may be incomplete
+    if not isinstance(subject, RunConfig) and Path(subject).suffix == ".toml" and Path(subject).is_file():
+        subject = configuration.load(Path(subject), [*settings])  # without them the file may be incomplete
     document: dict[str, Any]
-    if isinstance(what, RunConfig):
-        document = what.model_dump(mode="json", exclude_unset=True)
-        what = what.model
-    elif RunDir(path := Path(what)).store_path.exists():
+    if isinstance(subject, RunConfig):
+        document = subject.model_dump(mode="json", exclude_unset=True)
+        subject = subject.model
+    elif RunDir(path := Path(subject)).store_path.exists():
         run = RunDir.open(path)
         config, checkpoint = run.config(), newest_written(run.checkpoints)
         if checkpoint is not None:
@@ -89,9 +89,9 @@ def measured(
     else:
         if env is None:
             if not path.is_dir():
-                refuse_missing_folder(str(what))
-            raise UsageError(f"{what} is a model: name the environment with --env")
-        document = {"model": str(what), "env": {"id": env}}
+                refuse_missing_folder(str(subject))
+            raise UsageError(f"{subject} is a model: name the environment with --env")
+        document = {"model": str(subject), "env": {"id": env}}
     if env is not None and env != document["env"]["id"]:
         document["env"] = {"id": env}
         document["tasks"], document["curriculum"] = [], None
@@ -101,7 +101,7 @@ def measured(
     for override in settings:
         configuration.apply_override(document, override)
     config = configuration.parse(document)
-    _check_rows(what, config)
+    _check_rows(subject, config)
     config = with_held_out_sizes(config)
     return config, adapters
 

@@ -91,11 +91,11 @@ def configured(model: str, env: str, overrides: Sequence[str]) -> RunConfig:
 
 def sampling(config: RunConfig) -> dict[str, Json]:
     """The options of a request: what the settings name, as evaluation samples; the others are the server's own."""
-    found = config.eval_sampling
-    values = {**{name: getattr(found, name) for name in _OWN}, "stop": list(found.stop)}
-    values["max_tokens_per_turn"] = found.max_tokens
-    given = config.rollout.model_fields_set | config.eval.model_fields_set
-    return {to: values[ours] for ours, to in _SAMPLING.items() if ours in given}
+    settings = config.eval_sampling
+    values = {**{name: getattr(settings, name) for name in _OWN}, "stop": list(settings.stop)}
+    values["max_tokens_per_turn"] = settings.max_tokens
+    set_fields = config.rollout.model_fields_set | config.eval.model_fields_set
+    return {to: values[ours] for ours, to in _SAMPLING.items() if ours in set_fields}
 
 
 def evaluate(
@@ -108,7 +108,7 @@ def evaluate(
     tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
     file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
     done = file.read()
-    left = [task for task in tasks if task.seed not in done]
+    remaining = [task for task in tasks if task.seed not in done]
     failures: list[str] = []
 
     def keep(row: Mapping[str, Json]) -> None:
@@ -117,7 +117,7 @@ def evaluate(
         if "error" in row:
             failures.append(str(row["error"]))
 
-    trio.run(_play_all, config, endpoint, left, keep)
+    trio.run(_play_all, config, endpoint, remaining, keep)
     rows = [row for seed, row in file.read().items() if seed in {task.seed for task in tasks}]
     if not rows:
         raise RunFailed(f"no episode could be played ({failures[0]}); the same command tries all again")
@@ -180,8 +180,8 @@ class _ResultsFile:
             return {}
         of: dict[str, Json] = rows[0].get("of") or {}
         if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
-            what = f"holds another evaluation ({', '.join(other)} differ)"
-            raise UsageError(f"{self._path} {what}: give another --out")
+            problem = f"holds another evaluation ({', '.join(other)} differ)"
+            raise UsageError(f"{self._path} {problem}: give another --out")
         return {row["seed"]: row for row in self.finished()}
 
     def finished(self) -> list[dict[str, Json]]:

@@ -65,13 +65,13 @@ def keep(run: RunDir, version: WeightVersion, weights: Path) -> None:
 
 def pins(run: RunDir) -> list[Pin]:
     """What waits to be measured, oldest first."""
-    found: list[Pin] = []
+    waiting: list[Pin] = []
     for folder in (run.path / "evaluation").glob("[0-9]*-[0-9]*"):
         step, version = map(int, folder.name.split("-"))
         for path in folder.iterdir():
             if not path.name.endswith(".canary"):
-                found.append(Pin(version=WeightVersion(version=version, step=step), path=path))
-    return sorted(found, key=lambda pin: pin.version.version)
+                waiting.append(Pin(version=WeightVersion(version=version, step=step), path=path))
+    return sorted(waiting, key=lambda pin: pin.version.version)
 
 
 def weights_of(run: RunDir, config: RunConfig, pin: Pin | None = None) -> ServedWeights:
@@ -82,7 +82,7 @@ def weights_of(run: RunDir, config: RunConfig, pin: Pin | None = None) -> Served
     model, nobody = model_dir(config.model), WeightVersion(version=0, step=0)
     if pin is None:
         return ServedWeights(model=model, base=nobody, current=nobody)
-    proof = Canary.read(kept) if (kept := canary.beside(pin.path)).exists() else None
+    proof = Canary.read(proof_path) if (proof_path := canary.beside(pin.path)).exists() else None
     file, adapter = (None, pin.path) if config.sends_adapters else (pin.path, None)
     return ServedWeights(model=model, base=nobody, current=pin.version, canary=proof, file=file, adapter=adapter)
 
@@ -137,9 +137,9 @@ def _stands(pin: Pin, store: RunStore) -> bool:
 def _schedule(config: RunConfig, pin: Pin, store: RunStore) -> bool:
     """The version first: no episode of these is claimed before workers can tell what the engines serve."""
     PINNED.set(store, pin.version.version)
-    for one in config.eval.sets_during:
-        n = min(config.eval.n_during, one.n)
-        held_out.schedule(store, config, one, _when(pin), n, step=pin.version.step)
+    for eval_set in config.eval.sets_during:
+        n = min(config.eval.n_during, eval_set.n)
+        held_out.schedule(store, config, eval_set, _when(pin), n, step=pin.version.step)
     return True
 
 

@@ -101,8 +101,8 @@ class ServedModel:
             if error.context_full:
                 raise ContextFull(str(error)) from error
             raise refused from None
-        what = f"the server refuses its model's thoughts of earlier turns, so it plays without them: {refused.reason}"
-        notices.note(ANSWERS, what, place=self._client.url, by_policy=True)
+        notice = f"the server refuses its model's thoughts of earlier turns, so it plays without them: {refused.reason}"
+        notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
         return answer
 
     def _read(self, answer: ChatCompletion, tools: Sequence[Mapping[str, Json]]) -> TextAnswer:
@@ -146,8 +146,8 @@ class ServedModel:
         if reason in _BROKEN:
             raise EngineBroke(f"{self._client.url} broke its answer off: finish_reason {answer.finish_reason!r}")
         if reason not in _ENDED and reason not in _CUT:
-            what = f"the finish_reason {clean_text(reason)[:60]!r} is not known: the answer counts as one that ended"
-            notices.note(ANSWERS, what, place=self._client.url, by_policy=True)
+            notice = f"the finish_reason {clean_text(reason)[:60]!r} is not known: the answer counts as one that ended"
+            notices.note(ANSWERS, notice, place=self._client.url, by_policy=True)
         return reason in _CUT
 
 
@@ -200,15 +200,15 @@ def _written(
     """A call in OpenAI's shape, its arguments as JSON text, and in one of our dialects; None if it is broken."""
     try:
         function = call["function"]
-        given: Any = function.get("arguments") or {}
-        given = {} if isinstance(given, str) and not given.strip() else given
-        is_text = isinstance(given, str)
-        arguments: Any = decode_whole(given) if is_text else given
+        raw: Any = function.get("arguments") or {}
+        raw = {} if isinstance(raw, str) and not raw.strip() else raw
+        is_text = isinstance(raw, str)
+        arguments: Any = decode_whole(raw) if is_text else raw
         if not isinstance(arguments, dict):
             return None
-        made = ToolCall(str(function["name"]), cast("dict[str, Json]", arguments))
-        text = form.write(form.spelled(made, tools))
-        as_text = given if is_text else json.dumps(arguments)
+        tool_call = ToolCall(str(function["name"]), cast("dict[str, Json]", arguments))
+        text = form.write(form.spelled(tool_call, tools))
+        as_text = raw if is_text else json.dumps(arguments)
         shaped = {"id": spare_id, "type": "function"} | {key: value for key, value in call.items() if value}
         return shaped | {"function": {**function, "arguments": as_text}}, text
     except (AttributeError, KeyError, TypeError, ValueError, StructuralParseError):

@@ -27,11 +27,11 @@ class Advice:
     def typed(self, path: object) -> list[str]:
         """Command lines to type, the likeliest mend first. A setting that a run keeps for its life needs a new run."""
         lines: list[str] = []
-        kept = [one for one in self.settings if not at_a_resume(one.partition("=")[0])]
-        if now := [one for one in self.settings if one not in kept]:
+        for_new_run = [setting for setting in self.settings if not at_a_resume(setting.partition("=")[0])]
+        if now := [setting for setting in self.settings if setting not in for_new_run]:
             lines.append(f"agentrl train --resume {quote(str(path))}{_set(now)}")
-        if kept:
-            lines.append(f"agentrl train run.toml --out {quote(f'{path}-2')}{_set(kept)}")
+        if for_new_run:
+            lines.append(f"agentrl train run.toml --out {quote(f'{path}-2')}{_set(for_new_run)}")
         return [*lines, *self.commands]
 
     def document(self, path: object) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Advice:
 
 
 def _set(settings: Iterable[str]) -> str:
-    return "".join(f" --set {quote(one)}" for one in settings)
+    return "".join(f" --set {quote(setting)}" for setting in settings)
 
 
 def share(part: float, whole: float) -> float:
@@ -61,11 +61,11 @@ def percent(part: float, whole: float = 1.0) -> str:
 
 def mean(values: Iterable[float]) -> float:
     """nan without values."""
-    found = list(values)
-    return fmean(found) if found else math.nan
+    numbers = list(values)
+    return fmean(numbers) if numbers else math.nan
 
 
 def middle(values: Iterable[float]) -> float:
     """The median; nan without values."""
-    found = list(values)
-    return median(found) if found else math.nan
+    numbers = list(values)
+    return median(numbers) if numbers else math.nan

@@ -33,7 +33,8 @@ def turns_cut(facts: RunFacts) -> Advice | None:
     return Advice(
         name="turns_cut",
         cause="most turns are cut before the model has ended them",
-        evidence=f"{', '.join(percent(one) for one in facts.values('turns_cut'))} of the turns; at most {most} tokens",
+        evidence=f"{', '.join(percent(value) for value in facts.values('turns_cut'))} of the turns; "
+        f"at most {most} tokens",
         settings=(f"rollout.max_tokens_per_turn={2 * most}",),
     )
 
@@ -68,7 +69,7 @@ def time_runs_out(facts: RunFacts) -> Advice | None:
 
 
 def _limited(facts: RunFacts, reasons: Sequence[StopReason]) -> int:
-    ended = sum(one.stop_reason in reasons for one in facts.episodes)
+    ended = sum(episode.stop_reason in reasons for episode in facts.episodes)
     enough = len(facts.episodes) >= _LEAST_EPISODES and share(ended, len(facts.episodes)) >= _LIMITED
     return ended if enough else 0
 
@@ -107,13 +108,13 @@ def tool_fails(facts: RunFacts) -> Advice | None:
 
 def _failures(facts: RunFacts, reason: StopReason) -> list[EpisodeFacts]:
     """The episodes that ended so, if they are many; else none."""
-    failed = [one for one in facts.episodes if one.stop_reason is reason]
+    failed = [episode for episode in facts.episodes if episode.stop_reason is reason]
     many = len(failed) >= _LEAST_FAILED and share(len(failed), len(facts.episodes)) >= _FAILED
     return failed if many else []
 
 
 def _mostly(failed: Sequence[EpisodeFacts]) -> str:
-    (cause, n), *_ = Counter("{1}{0}".format(*_placed(one)) for one in failed).most_common()
+    (cause, n), *_ = Counter("{1}{0}".format(*_placed(episode)) for episode in failed).most_common()
     return f"{n} of them: {cause[:_SHOWN]}"
 
 
@@ -166,7 +167,7 @@ def engine_fails(facts: RunFacts) -> Advice | None:
 
 def host_fails(facts: RunFacts) -> Advice | None:
     """One machine has nearly all failures: a worker's host, or the engine that they name."""
-    failed = [one for one in facts.episodes if one.stop_reason in FAILURES]
+    failed = [episode for episode in facts.episodes if episode.stop_reason in FAILURES]
     ended = sum(host.ended for host in facts.hosts.values())
     broken = sum(host.failed for host in facts.hosts.values())
     for name, host in facts.hosts.items():
@@ -175,11 +176,11 @@ def host_fails(facts: RunFacts) -> Advice | None:
             return _host(
                 facts, name, f"{host.failed} of {broken} failures, in {host.ended} of {ended} episodes", failed
             )
-    urls = Counter(url for one in failed for url in {*_URL.findall(one.detail)})
+    urls = Counter(url for episode in failed for url in {*_URL.findall(episode.detail)})
     for url, n in urls.most_common(1):
         alone = facts.config.engine.replicas < 2 and len(facts.config.engine.urls) < 2
         many = n >= max(_LEAST_FAILED, _OF_ONE * len(failed)) and share(n, len(facts.episodes)) >= _FAILED
-        if many and not alone and any(one.stop_reason is StopReason.ENGINE_FAILED for one in failed):
+        if many and not alone and any(episode.stop_reason is StopReason.ENGINE_FAILED for episode in failed):
             return _host(facts, url, f"{n} of {len(failed)} failures name it", failed)
     return None
 

@@ -68,9 +68,9 @@ CHECKS: Final[dict[Check, tuple[str, ...]]] = {
 
 def examine(facts: RunFacts) -> list[Advice]:
     """The advice on a run, causes first. Empty for a healthy one."""
-    found = [(advice, hides) for check, hides in CHECKS.items() if (advice := check(facts)) is not None]
-    hidden = {name for _, hides in found for name in hides}
-    return [advice for advice, _ in found if advice.name not in hidden]
+    findings = [(advice, hides) for check, hides in CHECKS.items() if (advice := check(facts)) is not None]
+    hidden = {name for _, hides in findings for name in hides}
+    return [advice for advice, _ in findings if advice.name not in hidden]
 
 
 _COST = 50  # times as long as a look took, until the next one: looking takes 2% of the time at most
@@ -97,13 +97,13 @@ class HealthLines:
             return
         self._step = step
         try:
-            found = [one for one in examine(read()) if one.name not in _ELSEWHERE]
+            findings = [advice for advice in examine(read()) if advice.name not in _ELSEWHERE]
         except Exception:  # who looks on never ends a run
             log.exception("agentrl health %s is broken, and says nothing more of this run", self.path)
             self._next = float("inf")
             return
         self._next = self.now() + _COST * (self.now() - began)
-        new = [one for one in found if one.name not in self._given]
-        self._given = {one.name for one in found}
-        for one in new:
-            yield printable(f"health: {one.cause} ({one.evidence}): agentrl health {self.path}")
+        new = [advice for advice in findings if advice.name not in self._given]
+        self._given = {advice.name for advice in findings}
+        for advice in new:
+            yield printable(f"health: {advice.cause} ({advice.evidence}): agentrl health {self.path}")

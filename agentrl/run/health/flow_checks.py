@@ -31,8 +31,8 @@ def learner_starves(facts: RunFacts) -> Advice | None:
         or min(share(*pair) for pair in zip(idle, spent, strict=True)) < _IDLE
     ):
         return None
-    held = share(sum(facts.values("held_s")), sum(idle))
-    at_once = sum(facts.played(one) for one in facts.playing) / facts.span_s
+    bound_share = share(sum(facts.values("held_s")), sum(idle))
+    at_once = sum(facts.played(span) for span in facts.playing) / facts.span_s
     config = facts.config
     full = at_once >= 0.7 * config.rollout.max_running
     if facts.config.engine.kind == "embedded" and facts.load is not None and facts.load > _BUSY_CORES:
@@ -52,9 +52,9 @@ def learner_starves(facts: RunFacts) -> Advice | None:
     return Advice(
         name="learner_starves",
         cause="the learner waits for episodes nearly all the time",
-        evidence=f"idle {percent(sum(idle), sum(spent))} of {RECENT} steps, {percent(held)} of it at the lag "
+        evidence=f"idle {percent(sum(idle), sum(spent))} of {RECENT} steps, {percent(bound_share)} of it at the lag "
         f"bound; {at_once:.1f} episodes at once, at most {config.rollout.max_running}",
-        settings=settings if held < 0.5 else (f"buffer.max_lag={config.buffer.max_lag + 1}", *settings),
+        settings=settings if bound_share < 0.5 else (f"buffer.max_lag={config.buffer.max_lag + 1}", *settings),
         commands=(f"agentrl view {facts.path}",),
     )
 
@@ -114,9 +114,9 @@ def tokens_too_old(facts: RunFacts) -> Advice | None:
 
 def long_episodes_lost(facts: RunFacts) -> Advice | None:
     """What is left out, for its age or by a deadline, is longer than what is trained: short episodes win."""
-    trained = [one.tokens for one in facts.settled if one.trained]
+    trained = [episode.tokens for episode in facts.settled if episode.trained]
     for reason, settings in (("stale", _room(facts)), ("deadline", (_deadline(facts),))):
-        lost = [one.tokens for one in facts.settled if one.lost == reason]
+        lost = [episode.tokens for episode in facts.settled if episode.lost == reason]
         some = len(lost) >= _LEAST_LOST and share(len(lost), len(lost) + len(trained)) >= _LOST
         if some and trained and mean(lost) >= _BIASED * mean(trained):
             return Advice(
@@ -137,7 +137,10 @@ def _room(facts: RunFacts) -> tuple[str, ...]:
 
 def groups_expire(facts: RunFacts) -> Advice | None:
     """Groups, or late members, miss their deadline."""
-    lost, trained = sum(one.lost == "deadline" for one in facts.settled), sum(one.trained for one in facts.settled)
+    lost, trained = (
+        sum(episode.lost == "deadline" for episode in facts.settled),
+        sum(episode.trained for episode in facts.settled),
+    )
     if lost < _LEAST_LOST or share(lost, lost + trained) < _LOST:
         return None
     return Advice(
@@ -167,12 +170,12 @@ def disk_full(facts: RunFacts) -> Advice | None:
 
 def evaluation_fails(facts: RunFacts) -> Advice | None:
     """A held-out set was played, and nothing of it counts."""
-    for one in facts.evaluations:
-        if one.finished and one.failed > one.n:
+    for result in facts.evaluations:
+        if result.finished and result.failed > result.n:
             return Advice(
                 name="evaluation_fails",
-                cause=f"episodes of the held-out set {one.name!r} fail, so it says nothing of the policy",
-                evidence=f"after step {one.step} {one.failed} of {one.failed + one.n} episodes failed",
+                cause=f"episodes of the held-out set {result.name!r} fail, so it says nothing of the policy",
+                evidence=f"after step {result.step} {result.failed} of {result.failed + result.n} episodes failed",
                 commands=(f"agentrl tasks {facts.path} --failed",),
             )
     return None
@@ -184,15 +187,15 @@ def evaluation_late(facts: RunFacts) -> Advice | None:
     due = (facts.step - max(every, _PATIENCE)) // every * every if every else 0
     if due <= 0 or not sets:
         return None
-    of_first = [one for one in facts.evaluations if one.name == sets[0].name]
-    open_ones = [one.step for one in of_first if not one.finished and one.step <= due]
-    done = [one.step for one in of_first if one.finished and one.step >= due]
+    of_first = [result for result in facts.evaluations if result.name == sets[0].name]
+    open_ones = [result.step for result in of_first if not result.finished and result.step <= due]
+    done = [result.step for result in of_first if result.finished and result.step >= due]
     if done and not open_ones:
         return None
     shown = (
         f"that of step {open_ones[0]} is not finished"
         if open_ones
-        else f"none since step {_newest([one.step for one in of_first])}"
+        else f"none since step {_newest([result.step for result in of_first])}"
     )
     return Advice(
         name="evaluation_late",

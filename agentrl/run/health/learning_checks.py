@@ -64,13 +64,13 @@ def gradient_spikes(facts: RunFacts) -> Advice | None:
     recent = facts.values("grad_norm")
     if len(usual) < _USUAL or not recent or max(recent) < max(_SPIKE * middle(usual), _HIGHEST * max(usual)):
         return None
-    at = next(row["step"] for row in facts.recent if row.get("grad_norm") == max(recent))
+    step = next(row["step"] for row in facts.recent if row.get("grad_norm") == max(recent))
     return Advice(
         name="gradient_spikes",
         cause="single batches throw the policy far: an outlier of a reward, or steps that are too large",
-        evidence=f"grad_norm {max(recent):.3g} at step {at}, {middle(usual):.3g} in the middle before",
+        evidence=f"grad_norm {max(recent):.3g} at step {step}, {middle(usual):.3g} in the middle before",
         settings=(f"train.grad_clip={3 * middle(usual):.2g}", f"train.lr={facts.config.train.lr / 3:.2g}"),
-        commands=(f"agentrl retrain {facts.path} --step {at}",),
+        commands=(f"agentrl retrain {facts.path} --step {step}",),
     )
 
 
@@ -94,8 +94,8 @@ def entropy_collapse(facts: RunFacts) -> Advice | None:
 
 def _success(rows: Sequence[Mapping[str, Any]]) -> float:
     """The success of some steps, else their outcome reward."""
-    found = [value for row in rows if (value := number(row, "success_mean")) is not None]
-    return mean(found or [value for row in rows if (value := number(row, "outcome_mean")) is not None])
+    rates = [value for row in rows if (value := number(row, "success_mean")) is not None]
+    return mean(rates or [value for row in rows if (value := number(row, "outcome_mean")) is not None])
 
 
 def _gained(facts: RunFacts) -> bool:

@@ -35,7 +35,7 @@ def _silent(facts: RunFacts) -> Sequence[EpisodeFacts]:
     silent, groups = _silence(facts)
     if groups < _LEAST_GROUPS or share(silent, groups) < _SILENT:
         return ()
-    return [one for one in facts.episodes if one.stop_reason.by_policy and one.outcome is not None]
+    return [episode for episode in facts.episodes if episode.stop_reason.by_policy and episode.outcome is not None]
 
 
 def _groups(facts: RunFacts) -> str:
@@ -46,7 +46,11 @@ def _groups(facts: RunFacts) -> str:
 def tasks_too_hard(facts: RunFacts) -> Advice | None:
     """Nobody ever succeeds."""
     played = _silent(facts)
-    if not played or any(one.success for one in played) or max(one.outcome or 0.0 for one in played) > 0:
+    if (
+        not played
+        or any(episode.success for episode in played)
+        or max(episode.outcome or 0.0 for episode in played) > 0
+    ):
         return None
     env = facts.config.env.id
     return Advice(
@@ -61,7 +65,7 @@ def tasks_too_hard(facts: RunFacts) -> Advice | None:
 def tasks_solved(facts: RunFacts) -> Advice | None:
     """Everybody always succeeds."""
     played = _silent(facts)
-    if not played or not all(one.success for one in played):
+    if not played or not all(episode.success for episode in played):
         return None
     return Advice(
         name="tasks_solved",
@@ -75,9 +79,14 @@ def tasks_solved(facts: RunFacts) -> Advice | None:
 def reward_alike(facts: RunFacts) -> Advice | None:
     """All episodes get the same reward, whatever they did."""
     played = _silent(facts)
-    outcomes = {one.outcome for one in played}
-    texts = {one.text for one in played if one.turns}
-    if len(outcomes) != 1 or len(texts) < 2 or all(one.success for one in played) or max(outcomes, default=0) == 0:  # pyright: ignore[reportArgumentType]
+    outcomes = {episode.outcome for episode in played}
+    texts = {episode.text for episode in played if episode.turns}
+    if (
+        len(outcomes) != 1
+        or len(texts) < 2
+        or all(episode.success for episode in played)
+        or max(outcomes, default=0) == 0  # pyright: ignore[reportArgumentType]
+    ):
         return None
     return Advice(
         name="reward_alike",
@@ -94,12 +103,12 @@ def sampled_cold(facts: RunFacts) -> Advice | None:
     if not (temperature <= _COLD or (len(entropy) >= RECENT and max(entropy) < _CERTAIN)):
         return None
     groups: dict[int, list[EpisodeFacts]] = {}
-    for one in facts.episodes:
-        if one.stop_reason.by_policy and one.outcome is not None:
-            groups.setdefault(one.group, []).append(one)
-    compared = [own for own in groups.values() if len(own) > 1]
-    alike = [own for own in compared if _equal(own)]
-    solved = all(one.success for own in compared for one in own)
+    for episode in facts.episodes:
+        if episode.stop_reason.by_policy and episode.outcome is not None:
+            groups.setdefault(episode.group, []).append(episode)
+    compared = [members for members in groups.values() if len(members) > 1]
+    alike = [members for members in compared if _equal(members)]
+    solved = all(episode.success for members in compared for episode in members)
     if len(compared) < _LEAST_GROUPS or share(len(alike), len(compared)) < _SILENT or solved:
         return None
     measured = f", entropy {max(entropy[-RECENT:]):.2g} nats" if entropy else ""
@@ -113,20 +122,21 @@ def sampled_cold(facts: RunFacts) -> Advice | None:
 
 
 def _equal(own: Sequence[EpisodeFacts]) -> bool:
-    texts = {one.text for one in own if one.turns}
-    return len({(one.tokens, one.outcome) for one in own}) == 1 and len(texts) < 2
+    texts = {episode.text for episode in own if episode.turns}
+    return len({(episode.tokens, episode.outcome) for episode in own}) == 1 and len(texts) < 2
 
 
 def groups_alike(facts: RunFacts) -> Advice | None:
     """Tasks differ, the members of a group do not."""
     played = _silent(facts)
-    if not played or len({one.outcome for one in played}) < 2:
+    if not played or len({episode.outcome for episode in played}) < 2:
         return None
     temperature = facts.config.rollout.temperature
     return Advice(
         name="groups_alike",
         cause="the members of a group all end alike, only tasks differ",
-        evidence=f"{_groups(facts)}; success {mean(bool(one.success) for one in played):.2f} of {len(played)} episodes",
+        evidence=f"{_groups(facts)}; success {mean(bool(episode.success) for episode in played):.2f} "
+        f"of {len(played)} episodes",
         settings=(
             f"rollout.group_size={2 * facts.config.rollout.group_size}",
             *((f"rollout.temperature={1.0:g}",) if temperature < 1 else ()),
@@ -143,7 +153,7 @@ def source_alike(facts: RunFacts) -> Advice | None:
         name = source.source
         scored = [turn for turn in facts.turns if name in turn.scores]
         values, texts = {turn.scores[name] for turn in scored}, {turn.text for turn in scored}
-        before = {turn.scores[name] for one in facts.first for turn in one.turns if name in turn.scores}
+        before = {turn.scores[name] for episode in facts.first for turn in episode.turns if name in turn.scores}
         satisfied = len(before) > 1 and values == {max(before)}
         if len(scored) >= _SCORES and len(values) == 1 and len(texts) > 1 and not satisfied:
             return Advice(
@@ -169,15 +179,17 @@ def source_fails(facts: RunFacts) -> Advice | None:
 
 def reward_hacking(facts: RunFacts) -> Advice | None:
     """The training reward rises while held-out success falls."""
-    for name in dict.fromkeys(one.name for one in facts.evaluations):
-        points = [one for one in facts.evaluations if one.name == name and one.finished and one.success is not None]
+    for name in dict.fromkeys(point.name for point in facts.evaluations):
+        points = [
+            point for point in facts.evaluations if point.name == name and point.finished and point.success is not None
+        ]
         if len(points) < 2:
             continue
-        best, last = max(points[:-1], key=lambda one: one.success or 0.0), points[-1]
+        best, last = max(points[:-1], key=lambda point: point.success or 0.0), points[-1]
         fell = (best.success or 0.0) - (last.success or 0.0)
         rewards = [
-            mean(facts.values("outcome_mean", [row for row in facts.steps if abs(row["step"] - one.step) <= RECENT]))
-            for one in (best, last)
+            mean(facts.values("outcome_mean", [row for row in facts.steps if abs(row["step"] - point.step) <= RECENT]))
+            for point in (best, last)
         ]
         rose = rewards[1] - rewards[0]
         if fell >= _FELL and fell >= _SURE * _error(best, last) and rose >= _ROSE * max(1.0, abs(rewards[0])):
@@ -194,30 +206,30 @@ def reward_hacking(facts: RunFacts) -> Advice | None:
 
 def _error(*points: EvalFacts) -> float:
     """The standard error of the difference of two success rates, of all the same tasks taken for others."""
-    rates = [(one.success or 0.0, max(1, one.n)) for one in points]
+    rates = [(point.success or 0.0, max(1, point.n)) for point in points]
     return sum(rate * (1 - rate) / n for rate, n in rates) ** 0.5
 
 
 def one_text(facts: RunFacts) -> Advice | None:
     """Episodes of different tasks are the same text, word by word, and it pays."""
-    read = [one for one in facts.episodes if one.turns]
+    read = [episode for episode in facts.episodes if episode.turns]
     if len(read) < _LEAST_EPISODES:
         return None
-    text, n = Counter(one.text for one in read).most_common(1)[0]
-    same = [one for one in read if one.text == text]
-    tasks = len({one.group for one in same})
-    early = [one for one in facts.first if one.turns]
-    at_first = share(sum(one.text == text for one in early), len(early))
+    text, n = Counter(episode.text for episode in read).most_common(1)[0]
+    same = [episode for episode in read if episode.text == text]
+    tasks = len({episode.group for episode in same})
+    early = [episode for episode in facts.first if episode.turns]
+    at_first = share(sum(episode.text == text for episode in early), len(early))
     if n < _SAME * len(read) or tasks < _TASKS or len(text) < _TEXT or not early or n < _GREW * at_first * len(read):
         return None
-    own, others = (mean(one.outcome or 0.0 for one in group) for group in (same, early))
-    if own <= others:
+    earned, others = (mean(episode.outcome or 0.0 for episode in group) for group in (same, early))
+    if earned <= others:
         return None
     return Advice(
         name="one_text",
         cause="one text earns the reward of different tasks: the grader takes it for an answer to all of them",
         evidence=f"{n} of {len(read)} episodes, of {tasks} groups, are the same {len(text)} characters "
-        f"({percent(at_first)} at first), and earn {own:.2f} ({others:.2f} at first)",
+        f"({percent(at_first)} at first), and earn {earned:.2f} ({others:.2f} at first)",
         settings=(f"algo.kl_weight={3 * getattr(facts.config.algo, 'kl_weight', 0.0) or 0.01:g}",),
         commands=(f"agentrl view {facts.path}", f"agentrl validate {facts.config.env.id}"),
     )

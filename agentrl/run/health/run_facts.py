@@ -150,13 +150,13 @@ class RunFacts:
 
     def values(self, name: str, rows: Sequence[Mapping[str, Any]] | None = None) -> list[float]:
         """What the last steps measured, or `rows`; a dot goes into a table. Steps without a number are left out."""
-        found = [number(row, name) for row in (self.recent if rows is None else rows)]
-        return [value for value in found if value is not None]
+        numbers = [number(row, name) for row in (self.recent if rows is None else rows)]
+        return [value for value in numbers if value is not None]
 
     @property
     def turns(self) -> list[TurnFacts]:
         """The turns of the last episodes that were read."""
-        return [turn for one in self.episodes for turn in one.turns]
+        return [turn for episode in self.episodes for turn in episode.turns]
 
     @property
     def span_s(self) -> float:
@@ -209,11 +209,11 @@ def read_facts(
     since = _time(times, RECENT)
     attempts = [row.attempt for row in rows[-1 - RECENT :]]
     episodes, first, settled = _episodes(store, since, _time(times, RECENT + config.buffer.max_lag))
-    at = now()
+    now_s = now()
     return RunFacts(
         path=quote(str(path)),
         config=config,
-        now_s=at,
+        now_s=now_s,
         live=live,
         training=live and PHASE.of(store.meta) in STEPS_COME,
         load=os.getloadavg()[0] / (os.cpu_count() or 1) if live and holder(RunDir(path)).pid is not None else None,
@@ -223,11 +223,13 @@ def read_facts(
         episodes=episodes,
         first=first,
         settled=settled,
-        playing=[(began, at if ended is None else ended) for began, ended in store.metrics.activity(_TURNS).episodes],
+        playing=[
+            (began, now_s if ended is None else ended) for began, ended in store.metrics.activity(_TURNS).episodes
+        ],
         evaluations=evaluations,
         hosts=_hosts(store, since, after=rows[-1].step - RECENT - 2 if rows else -1),
         quarantined=[task.reason for task in store.deaths.quarantined() if task.time_s > since],
-        unscored=[str(one) for one in score_failures(store) if one.matters],
+        unscored=[str(failure) for failure in score_failures(store) if failure.matters],
         disk=no_space_on(path),
     )
 
@@ -241,15 +243,15 @@ def _episodes(
     store: RunStore, since: float, settled_since: float
 ) -> tuple[list[EpisodeFacts], list[EpisodeFacts], list[EpisodeFacts]]:
     served = store.versions.served_versions()
-    times, steps = [one.confirmed_s for one in served], [one.step for one in served]
+    times, steps = [version.confirmed_s for version in served], [version.step for version in served]
 
     def behind(trajectory: Trajectory, at: int) -> int | None:
         turn = trajectory.turns[at]
-        known = bisect_right(times, turn.started_s)
-        if not turn.spans or not known:
+        n_served = bisect_right(times, turn.started_s)
+        if not turn.spans or not n_served:
             return None
         try:
-            return steps[known - 1] - store.versions.step_of(turn.spans[0].version)
+            return steps[n_served - 1] - store.versions.step_of(turn.spans[0].version)
         except StoreError:  # an engine's that somebody else started
             return None
 
@@ -264,17 +266,17 @@ def _episodes(
     ]
     recent = [row for row in newest if (row.ended_s or 0.0) > since]
     recent = sorted(recent if len(recent) >= _LEAST else newest[:_LEAST], key=lambda row: row.ended_s or 0.0)
-    known = {row.id for row in recent}
+    recent_ids = {row.id for row in recent}
     oldest = [row for row in store.search.find_episodes(EpisodeFilter(), by="ended", limit=_TEXTS) if row.ended_s]
     settled = [_facts(row, None, behind) for row in newest if (row.ended_s or 0.0) > settled_since]
-    return with_turns(recent), with_turns([row for row in oldest if row.id not in known]), settled
+    return with_turns(recent), with_turns([row for row in oldest if row.id not in recent_ids]), settled
 
 
 def _facts(
     row: EpisodeRow, trajectory: Trajectory | None, behind: Callable[[Trajectory, int], int | None]
 ) -> EpisodeFacts:
     turns: list[TurnFacts] = []
-    for at, turn in enumerate(trajectory.turns if trajectory else ()):
+    for place, turn in enumerate(trajectory.turns if trajectory else ()):
         if turn.learns:
             info: Mapping[str, Any] = turn.step.info if turn.step else {}
             errors = info.get("tool_errors")
@@ -283,7 +285,7 @@ def _facts(
                     text=turn.text,
                     tokens=len(turn.token_ids),
                     cut=turn.finish == "length",
-                    behind=behind(trajectory, at) if trajectory else None,
+                    behind=behind(trajectory, place) if trajectory else None,
                     parse_failure=str(info.get("parse_failure") or ""),
                     tool_errors={str(name): int(n) for name, n in errors.items()} if isinstance(errors, dict) else {},  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
                     scores=turn.scores,
@@ -307,12 +309,12 @@ def _facts(
 
 
 def _evaluations(store: RunStore, config: RunConfig, step: int) -> list[EvalFacts]:
-    found: list[EvalFacts] = []
+    results: list[EvalFacts] = []
     for purpose in store.groups.purposes():
         if (read := held_out.read_label(purpose, now=step)) is None:
             continue
         result = held_out.result(store, read.name, purpose)
-        found.append(
+        results.append(
             EvalFacts(
                 name=read.name,
                 when=read.when,
@@ -323,15 +325,17 @@ def _evaluations(store: RunStore, config: RunConfig, step: int) -> list[EvalFact
                 finished=held_out.finished(store, purpose),
             )
         )
-    return sorted(found, key=lambda one: (one.name, one.step))
+    return sorted(results, key=lambda point: (point.name, point.step))
 
 
 def _compared(evaluations: Sequence[EvalFacts]) -> set[int]:
     """The steps of each set's last evaluation and of its best one before: rewards around them are compared."""
     steps = set[int]()
-    for name in {one.name for one in evaluations}:
-        points = [one for one in evaluations if one.name == name and one.success is not None]
-        steps |= {one.step for one in (*points[-1:], *sorted(points[:-1], key=lambda one: one.success or 0.0)[-1:])}
+    for name in {point.name for point in evaluations}:
+        points = [point for point in evaluations if point.name == name and point.success is not None]
+        steps |= {
+            point.step for point in (*points[-1:], *sorted(points[:-1], key=lambda point: point.success or 0.0)[-1:])
+        }
     return steps
 
 
@@ -345,11 +349,11 @@ def _hosts(store: RunStore, since: float, *, after: int) -> dict[str, HostFacts]
             last[worker] = row.values
             if row.time_s <= since:
                 first[worker] = row.values
-    found: dict[str, HostFacts] = {}
+    hosts: dict[str, HostFacts] = {}
     for worker, row in last.items():
-        of, grown = found.setdefault(str(row["host"]), HostFacts()), Counter[str]()
+        of, grown = hosts.setdefault(str(row["host"]), HostFacts()), Counter[str]()
         for name in ("ended", "failed"):
             grown[name] = int(row[name]) - int(first.get(worker, {}).get(name, 0))
         of.ended += grown["ended"]
         of.failed += grown["failed"]
-    return found
+    return hosts

@@ -32,14 +32,14 @@ def engine_left_behind(facts: RunFacts) -> Advice | None:
 
 def weights_not_served(facts: RunFacts) -> Advice | None:
     """Turns that began after new weights were confirmed were sampled with old ones."""
-    known = [turn.behind for turn in facts.turns if turn.behind is not None]
-    late = [behind for behind in known if behind >= _BEHIND]
-    if len(known) < _LEAST_TURNS or share(len(late), len(known)) < _BEHIND_SHARE:
+    lags = [turn.behind for turn in facts.turns if turn.behind is not None]
+    late = [behind for behind in lags if behind >= _BEHIND]
+    if len(lags) < _LEAST_TURNS or share(len(late), len(lags)) < _BEHIND_SHARE:
         return None
     return Advice(
         name="weights_not_served",
         cause="engines confirm new weights, or adapters, and go on sampling with old ones",
-        evidence=f"{len(late)} of {len(known)} turns began with weights {min(late)} to {max(late)} steps older than "
+        evidence=f"{len(late)} of {len(lags)} turns began with weights {min(late)} to {max(late)} steps older than "
         "those served",
         settings=("engine.canary=true", *(("engine.sync=full",) if facts.config.sends_adapters else ())),
         commands=(f"agentrl logs {facts.path} engine-0",),
@@ -73,7 +73,7 @@ def sampling_differs(facts: RunFacts) -> Advice | None:
     if not biased and sum(value > limit for value in fresh) < 2:
         return None
     shown = ", ".join(f"{mean:.3g}" for mean in means)
-    figures = [f"mismatch_mean {', '.join(f'{one:.2g}' for one in fresh)} nats on fresh tokens"] if fresh else []
+    figures = [f"mismatch_mean {', '.join(f'{figure:.2g}' for figure in fresh)} nats on fresh tokens"] if fresh else []
     return Advice(
         name="sampling_differs",
         cause="engines draw tokens from another distribution than the learner trains",

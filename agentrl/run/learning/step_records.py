@@ -59,5 +59,5 @@ class StepRecords:
         which `agentrl retrain` compares with its own. Only the store has them: they are no curve."""
         after = self._bound.after(alarms)
         await self._calls(lambda store: MAX_LAG.set(store, after))
-        made = {"hashes": list(hashes.values()), "with": circumstances(self._settings.config.train)}
-        await self._calls(lambda store: store.metrics.record("weights", step, made))
+        values = {"hashes": list(hashes.values()), "with": circumstances(self._settings.config.train)}
+        await self._calls(lambda store: store.metrics.record("weights", step, values))

@@ -82,7 +82,7 @@ class WeightPush:
     async def start(self, row: dict[str, Any]) -> WeightVersion:
         """Take the learner's weights, have it leave a GPU that it shares, and start to send them. The metrics `row` of
         the step is recorded when every engine has them."""
-        step, held = self._step(), None
+        step, lock = self._step(), None
         if self._turns is not None:
             await self._turns.begin_leaving()
         if self._in_memory:
@@ -93,8 +93,8 @@ class WeightPush:
             self._mark()
             version = await self._calls(lambda store: store.versions.mint_version(step, written.path))
             parcels = await self._torch.run(lambda: self._parcels.of_files(version, written))
-            held = None if self._turns is None else await self._turns.end()
-        self.under_way = Job(self._nursery, partial(self._send, version, parcels, row, held))
+            lock = None if self._turns is None else await self._turns.end()
+        self.under_way = Job(self._nursery, partial(self._send, version, parcels, row, lock))
         return version
 
     async def settle(self) -> float:
@@ -154,9 +154,9 @@ class WeightPush:
             costs |= self._turns.cost()
         if self._league is not None:  # first: groups that this version admits draw from all members before it
             await self._league.announce(await trio.to_thread.run_sync(self.urls))
-        whole = parcels[None]
-        if row and isinstance(whole, Parcel):
-            await self._calls.write_file(lambda: self._pin(version, whole.path))
+        parcel = parcels[None]
+        if row and isinstance(parcel, Parcel):
+            await self._calls.write_file(lambda: self._pin(version, parcel.path))
         await self._calls(lambda store: store.versions.confirm_version(version))
         if row:
             values = {**row, **costs, "version": version.version}

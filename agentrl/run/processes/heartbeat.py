@@ -172,8 +172,8 @@ class Pulse:
         while True:
             await trio.sleep(_LOOK_S)
             now = trio.current_time()
-            if (found := self.process.count()) != count or found == _RETIRED:
-                count, heard = found, now
+            if (new_count := self.process.count()) != count or new_count == _RETIRED:
+                count, heard = new_count, now
             if not self.process.stopped():
                 ran = now
             silent_s = self.silent_s if count else max(self.start_s, self.silent_s)
@@ -184,6 +184,6 @@ class Pulse:
                 if count:
                     self.process.dump()
                     await trio.sleep(_DUMP_S)
-                what = "came no further" if count else "did not get ready"
-                hangs(f"{what} for {silent_s:g} s ({self.names[0] if count else 'engine.start_deadline_s'})")
+                problem = "came no further" if count else "did not get ready"
+                hangs(f"{problem} for {silent_s:g} s ({self.names[0] if count else 'engine.start_deadline_s'})")
                 return

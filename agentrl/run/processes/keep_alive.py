@@ -81,10 +81,10 @@ def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: Ru
     live_with_parent()
     hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
     with waiting_for_no_reader(), closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
-        kept = _Kept(command, owner.path, owner.mark)
-        pulse = Pulse(process=kept, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
+        process = _Kept(command, owner.path, owner.mark)
+        pulse = Pulse(process=process, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
         try:
-            return trio.run(_keep, kept, pulse, RestartBudget(), path, clock=HostClock())
+            return trio.run(_keep, process, pulse, RestartBudget(), path, clock=HostClock())
         except BaseExceptionGroup as group:
             raise matters(group) from None
 

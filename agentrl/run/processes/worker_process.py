@@ -78,29 +78,29 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)
     renderer, looks = renderer_of(config), Looks[RunStore](reader)
-    known = await await_engines(config, looks, heartbeat)
-    sight = RunView(config, looks, known)
-    fleet = _fleet(sight, known, renderer)
-    own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
-    pinned = _pinned_fleet(sight, known, renderer)
+    fleet_view = await await_engines(config, looks, heartbeat)
+    sight = RunView(config, looks, fleet_view)
+    fleet = _fleet(sight, fleet_view, renderer)
+    role_fleets = {role: _fleet(sight, fleet_view, renderer, role) for role in config.role_models}
+    pinned = _pinned_fleet(sight, fleet_view, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(
-        engine=Policies(fleet, own),
+        engine=Policies(fleet, role_fleets),
         renderer=renderer,
         store=store,
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
-        frozen=_frozen(config, known, renderer),
+        frozen=_frozen(config, fleet_view, renderer),
         pinned=pinned,
         adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts,
         eval_sampling=config.eval_sampling,
-        artifacts=any(one.measure == "tests" for one in config.rewards),
+        artifacts=any(source.measure == "tests" for source in config.rewards),
     )
-    worker = Worker(name, store, context, config.buffer.groups_ahead, sharing=len(known.workers))
-    if known.paused:
+    worker = Worker(name, store, context, config.buffer.groups_ahead, sharing=len(fleet_view.workers))
+    if fleet_view.paused:
         worker.pause(now=False)
     telemetry = Telemetry(opened, run.metrics, name)
     try:
@@ -108,10 +108,10 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             nursery.start_soon(heartbeat.beat)
             nursery.start_soon(collect_after_growth)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            for one in (fleet, *own.values(), *([] if pinned is None else [pinned])):
-                nursery.start_soon(partial(one.control, start=_concurrency(config)))
+            for each_fleet in (fleet, *role_fleets.values(), *([] if pinned is None else [pinned])):
+                nursery.start_soon(partial(each_fleet.control, start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store, partial(_counts, worker))
-            nursery.start_soon(_follow, sight, {None: fleet, **own}, pinned, context.frozen, worker, index)
+            nursery.start_soon(_follow, sight, {None: fleet, **role_fleets}, pinned, context.frozen, worker, index)
             if index == 0:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(reward_services.serve, config, store)
             await worker.run()
@@ -223,25 +223,25 @@ async def _follow(
     while True:
         await trio.sleep(_FOLLOW_S)
         with suppress(StoreError):
-            known = await sight.looks(partial(known_of, sight.config))
+            fleet_view = await sight.looks(partial(known_of, sight.config))
             for role, fleet in fleets.items():
-                fleet.follow(known.urls[role], partial(_client, sight, known, role=role))
-            if pinned is not None and known.evaluating:
-                pinned.follow(known.evaluating, partial(_pinned_client, sight))
+                fleet.follow(fleet_view.urls[role], partial(_client, sight, fleet_view, role=role))
+            if pinned is not None and fleet_view.evaluating:
+                pinned.follow(fleet_view.evaluating, partial(_pinned_client, sight))
             for role, policy in sight.config.rollout.frozen_roles().items():
                 other = frozen.get(role)
-                if policy in known.given and isinstance(other, Fleet):
-                    other.follow([known.given[policy]], partial(_given, sight.config))
-            worker.sharing = len(known.workers)
-            if known.changes != seen:
+                if policy in fleet_view.given and isinstance(other, Fleet):
+                    other.follow([fleet_view.given[policy]], partial(_given, sight.config))
+            worker.sharing = len(fleet_view.workers)
+            if fleet_view.changes != seen:
                 config = configuration.from_json(await sight.looks(lambda store: CONFIG.of(store.meta)) or "{}")
                 worker.retune(config.rollout, config.buffer.groups_ahead)
-                seen = known.changes
-            if known.paused:
-                worker.pause(now=known.paused["now"])
+                seen = fleet_view.changes
+            if fleet_view.paused:
+                worker.pause(now=fleet_view.paused["now"])
             elif worker.paused:
                 worker.go_on()
-            if index not in known.workers:
+            if index not in fleet_view.workers:
                 worker.leave()
 
 
@@ -289,10 +289,10 @@ def _client(sight: RunView, known: FleetView, url: str, *, role: str | None = No
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     config, version = sight.config, known.version.version
     engine, tokens = config.engine, vocabulary(model_dir(config.model_of(role)))
-    given: dict[str, Any] = {"api_key": engine.key_of(url), "kind": engine.kind, "vocabulary": tokens}
+    options: dict[str, Any] = {"api_key": engine.key_of(url), "kind": engine.kind, "vocabulary": tokens}
     if config.sends_adapters:
-        return AdapterClient(url, current=sight.adapter, **given)
-    return EngineClient(url, version=version, **given)
+        return AdapterClient(url, current=sight.adapter, **options)
+    return EngineClient(url, version=version, **options)
 
 
 def _pinned_fleet(sight: RunView, known: FleetView, renderer: Renderer) -> Fleet | None:
@@ -308,8 +308,10 @@ def _pinned_fleet(sight: RunView, known: FleetView, renderer: Renderer) -> Fleet
 def _pinned_client(sight: RunView, url: str) -> EngineClient:
     config = sight.config
     tokens = vocabulary(model_dir(config.model))
-    given: dict[str, Any] = {"api_key": config.engine.key_of(url), "kind": config.engine.kind, "vocabulary": tokens}
-    return AdapterClient(url, current=sight.pinned, **given) if config.sends_adapters else EngineClient(url, **given)
+    options: dict[str, Any] = {"api_key": config.engine.key_of(url), "kind": config.engine.kind, "vocabulary": tokens}
+    return (
+        AdapterClient(url, current=sight.pinned, **options) if config.sends_adapters else EngineClient(url, **options)
+    )
 
 
 def _concurrency(config: RunConfig) -> Aimd | None:

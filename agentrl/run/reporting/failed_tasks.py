@@ -54,19 +54,19 @@ def skips(task: Task, skipped: Sequence[str]) -> bool:
 def as_rows(found: Sequence[FailedTask], config: RunConfig) -> list[dict[str, Any]]:
     """Plain data, the most frequent failures first; `place` is "" if no code of anybody raised it."""
     rows: list[dict[str, Any]] = []
-    for one in sorted(found, key=lambda one: (-one.times, one.episode)):
-        reason, place = split_place(one.detail or one.reason.value)
+    for failure in sorted(found, key=lambda failure: (-failure.times, failure.episode)):
+        reason, place = split_place(failure.detail or failure.reason.value)
         rows.append(
             {
-                "id": id_of(one.task, config),
-                "environment": one.task.env,
-                "seed": one.task.seed,
-                "purpose": one.purpose,
-                "kind": one.reason.value,
+                "id": id_of(failure.task, config),
+                "environment": failure.task.env,
+                "seed": failure.task.seed,
+                "purpose": failure.purpose,
+                "kind": failure.reason.value,
                 "reason": printable(reason),
                 "place": printable(place),
-                "times": one.times,
-                "episode": one.episode,
+                "times": failure.times,
+                "episode": failure.episode,
             }
         )
     return rows
@@ -75,23 +75,23 @@ def as_rows(found: Sequence[FailedTask], config: RunConfig) -> list[dict[str, An
 def all_rows(store: RunStore, config: RunConfig) -> list[dict[str, Any]]:
     """Plain data on every task that was played, as it was first met: how many of its episodes the policy ended, how
     many succeeded (of those that say so), how many failed through no doing of the policy."""
-    found: dict[str, dict[str, Any]] = {}
+    by_task: dict[str, dict[str, Any]] = {}
     after = 0
     while episodes := store.reads.episodes(after=after):
         after = episodes[-1].id
-        for one in episodes:
-            if one.stop_reason is None:
+        for episode in episodes:
+            if episode.stop_reason is None:
                 continue
-            id = id_of(one.task, config)
-            row = found.setdefault(
-                f"{one.purpose} {id}",
-                {"id": id, "environment": one.task.env, "seed": one.task.seed, "purpose": one.purpose}
+            id = id_of(episode.task, config)
+            row = by_task.setdefault(
+                f"{episode.purpose} {id}",
+                {"id": id, "environment": episode.task.env, "seed": episode.task.seed, "purpose": episode.purpose}
                 | dict.fromkeys(("episodes", "succeeded", "failed"), 0),
             )
-            row["episodes"] += one.stop_reason.by_policy
-            row["succeeded"] += bool(one.success)
-            row["failed"] += one.stop_reason in FAILURES
-    return list(found.values())
+            row["episodes"] += episode.stop_reason.by_policy
+            row["succeeded"] += bool(episode.success)
+            row["failed"] += episode.stop_reason in FAILURES
+    return list(by_task.values())
 
 
 def tasks_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -144,24 +144,25 @@ class FailureLines:
 
     def lines(self, store: RunStore) -> Iterator[str]:
         """What is new since the last call."""
-        found, now = store.metrics.failures(), self.now()
-        if found.failed == self._counted or now - self._looked < _LOOK_S:
+        counts, now = store.metrics.failures(), self.now()
+        if counts.failed == self._counted or now - self._looked < _LOOK_S:
             return
-        self._counted, self._looked = found.failed, now
+        self._counted, self._looked = counts.failed, now
         new = store.metrics.failed_tasks(after_s=self._after_s)
-        for one in new:
-            self._after_s = max(self._after_s, one.last_s)
-            reason, place = split_place(one.detail or one.reason.value)
-            kind = (one.task.env, place or reason)
-            self._kinds[kind] += one.times
-            if self._kinds[kind] == one.times:
+        for failure in new:
+            self._after_s = max(self._after_s, failure.last_s)
+            reason, place = split_place(failure.detail or failure.reason.value)
+            kind = (failure.task.env, place or reason)
+            self._kinds[kind] += failure.times
+            if self._kinds[kind] == failure.times:
                 yield printable(
-                    f"failed: seed {one.task.seed}, episode {one.episode}: {one.detail or one.reason.value}"
+                    f"failed: seed {failure.task.seed}, episode {failure.episode}: "
+                    f"{failure.detail or failure.reason.value}"
                 )
-        if found.failed >= 2 * self._told:
-            self._told = found.failed
+        if counts.failed >= 2 * self._told:
+            self._told = counts.failed
             more = "" if self.path is None else f": agentrl tasks {self.path} --failed"
-            yield f"failed: {found.failed} of {found.ended} episodes so far, through no doing of the policy{more}"
+            yield f"failed: {counts.failed} of {counts.ended} episodes so far, through no doing of the policy{more}"
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class ScoreFailureLines:
         if self.now() - self._looked < _LOOK_S:
             return
         self._looked = self.now()
-        for one in score_failures(store):
-            if one.matters and one.calls_failed >= 2 * self._told.get(one.source, 0):
-                self._told[one.source] = one.calls_failed
-                yield printable(f"warning: {one}: agentrl rewards {self.path}")
+        for failure in score_failures(store):
+            if failure.matters and failure.calls_failed >= 2 * self._told.get(failure.source, 0):
+                self._told[failure.source] = failure.calls_failed
+                yield printable(f"warning: {failure}: agentrl rewards {self.path}")

@@ -71,8 +71,8 @@ class WaitLines:
             for source, count in store.scores.episodes_unscored().items()
         )
         logs = f"agentrl logs {supervisor.run.path}"
-        if named := LEARNER_WAITS.of(store.meta):
-            yield f"warning: no step for {waited_s:.0f} s: {named}" + (f"; {sources}" if sources else "")
+        if reason := LEARNER_WAITS.of(store.meta):
+            yield f"warning: no step for {waited_s:.0f} s: {reason}" + (f"; {sources}" if sources else "")
         elif enough and not store.lineage.stands_beyond(step):
             yield (
                 f"warning: {ready} groups are scored, and the learner takes none for {waited_s:.0f} s, nor does it say "
@@ -106,8 +106,8 @@ class _Alerts:
     def failures(self, supervisor: Supervisor) -> Iterator[str]:
         """The failures since the last call."""
         if self._failures is None:
-            kept = supervisor.phase != MEASURING
-            self._failures = FailureLines(supervisor.run.path if kept else None)
+            folder_stays = supervisor.phase != MEASURING
+            self._failures = FailureLines(supervisor.run.path if folder_stays else None)
             self._unscored = ScoreFailureLines(supervisor.run.path) if supervisor.config.rewards else None
         yield from self._failures.lines(supervisor.store)
         if self._unscored is not None:
@@ -129,10 +129,10 @@ class _Alerts:
             return
         self._rows = [*self._rows[1 - _STANDING :], row]
         self._standing += 1
-        found = no_signal(self._rows)
-        if found is not None and self._standing >= 2 * self._warned:
+        standstill = no_signal(self._rows)
+        if standstill is not None and self._standing >= 2 * self._warned:
             self._warned = self._standing
-            yield f"warning: {replace(found, steps=self._standing)}"
+            yield f"warning: {replace(standstill, steps=self._standing)}"
 
 
 @dataclass(slots=True)
@@ -229,11 +229,11 @@ class LiveView:
             self._numbers(table, recent, [row.values for row in metrics])
         for alarm in recent[-1].get("alarms", ()) if recent else ():
             table.add_row(Text("alarm", style="bold red"), Text(alarm, style="red"))
-        if found := no_signal([row.values for row in metrics]):
-            table.add_row(Text("no signal", style="bold red"), Text(str(found), style="red"))
+        if standstill := no_signal([row.values for row in metrics]):
+            table.add_row(Text("no signal", style="bold red"), Text(str(standstill), style="red"))
         curve = list(report.during(store, config))
         if curve:
-            table.add_row("held-out", "  ".join(f"{at}: {success:.2f}" for at, success in curve))
+            table.add_row("held-out", "  ".join(f"{at_step}: {success:.2f}" for at_step, success in curve))
         counts = store.groups.counts()
         table.add_row(
             "groups",
@@ -273,8 +273,8 @@ def _age(supervisor: Supervisor) -> str:
 
 def _bar(step: int, steps: int, left_s: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    left = f"{duration(left_s)} left" if left_s else ""
-    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40), Text(left))
+    remaining = f"{duration(left_s)} left" if left_s else ""
+    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40), Text(remaining))
     return grid
 
 
@@ -301,7 +301,7 @@ def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
     if not values:
         return ""
     stride = max(1, len(values) // width)
-    means = [fmean(values[at : at + stride]) for at in range(0, len(values), stride)]
+    means = [fmean(values[start : start + stride]) for start in range(0, len(values), stride)]
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[int((mean - low) * scale)] for mean in means)

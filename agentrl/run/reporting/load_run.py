@@ -114,12 +114,16 @@ class LoadedRun:
         """A row for each turn of these episodes, or of one: what the model wrote, what it was answered, the turn's
         reward, and how many tokens were sampled (None once `buffer.keep_steps` has dropped them)."""
         with self._store() as store:
-            return Table(row for found in self._trajectories(store, purpose, episode) for row in _turns(found))
+            return Table(
+                row for trajectory in self._trajectories(store, purpose, episode) for row in _turns(trajectory)
+            )
 
     def rewards(self, purpose: str | None = "train", *, episode: int | None = None) -> Table:
         """A row for each reward that a turn of these episodes, or of one, has earned from a source."""
         with self._store() as store:
-            return Table(row for found in self._trajectories(store, purpose, episode) for row in _rewards(found))
+            return Table(
+                row for trajectory in self._trajectories(store, purpose, episode) for row in _rewards(trajectory)
+            )
 
     def _store(self) -> RunStore:
         return RunStore.read(RunDir.open(self.path).store_path)
@@ -143,14 +147,14 @@ def _episodes(store: RunStore, purpose: str | None) -> Iterator[dict[str, Any]]:
     while rows := store.reads.episodes(purpose, after=after, limit=_MOST):
         after = rows[-1].id
         for row in rows:
-            found = asdict(row)
-            task = found.pop("task")
+            fields = asdict(row)
+            task = fields.pop("task")
             yield {
-                "episode": found.pop("id"),
-                "group": found.pop("group_id"),
+                "episode": fields.pop("id"),
+                "group": fields.pop("group_id"),
                 "env": task["env"],
                 "seed": task["seed"],
-                **found,
+                **fields,
                 "group_state": row.group_state.value,
                 "stop_reason": None if row.stop_reason is None else row.stop_reason.value,
             }

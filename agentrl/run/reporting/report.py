@@ -80,7 +80,9 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "bias": finite(asdict(store.metrics.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},
         "unmeasured": evaluation.unmeasured(store, config, "after"),
-        "reward_failures": [asdict(one) | {"line": str(one)} for one in score_failures(store) if one.matters],
+        "reward_failures": [
+            asdict(failure) | {"line": str(failure)} for failure in score_failures(store) if failure.matters
+        ],
         "failed_tasks": failed_tasks.as_rows(store.metrics.failed_tasks(), config),
         "quarantined": [
             {"env": entry.task.env, "seed": entry.task.seed, "episode": entry.episode_id, "reason": entry.reason}
@@ -90,9 +92,9 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
     }
-    whole = run.summary.with_name(f"{run.summary.name}.new")
-    whole.write_text(json.dumps(summary, indent=2) + "\n")
-    whole.replace(run.summary)  # others read it as soon as it is there
+    new_file = run.summary.with_name(f"{run.summary.name}.new")
+    new_file.write_text(json.dumps(summary, indent=2) + "\n")
+    new_file.replace(run.summary)  # others read it as soon as it is there
     return summary
 
 
@@ -110,16 +112,16 @@ def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
 
 def measured(store: RunStore, name: str) -> Iterator[tuple[int, evaluation.EvalResult]]:
     """The finished evaluations of a held-out set by step: before, during, after."""
-    found = {0: evaluation.label(name, "before")}
+    purposes = {0: evaluation.label(name, "before")}
     labels = [
         (purpose, evaluation.read_label(purpose, now=store.versions.current_version().step))
         for purpose in store.groups.purposes()
     ]
     for when in ("during", "after"):  # the last one holds for a step that has both
-        found |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
-    for step in sorted(found):
-        result = evaluation.result(store, name, found[step])
-        if result is not None and result.n and evaluation.finished(store, found[step]):
+        purposes |= {read.step: purpose for purpose, read in labels if read and (read.name, read.when) == (name, when)}
+    for step in sorted(purposes):
+        result = evaluation.result(store, name, purposes[step])
+        if result is not None and result.n and evaluation.finished(store, purposes[step]):
             yield step, result
 
 
@@ -181,8 +183,8 @@ def _shown_k(curve: Sequence[tuple[int, evaluation.EvalResult]]) -> list[str]:
 def _draw_pass(axes: Any, name: str, k: str, curve: Iterable[tuple[int, evaluation.EvalResult]], color: str) -> None:
     """Draw pass@k by step, with its interval."""
     drawn = [(step, result.pass_at[k]) for step, result in curve if k in result.pass_at]
-    values = [one["value"] for _, one in drawn]
-    errors = [[one["value"] - one["low"] for _, one in drawn], [one["high"] - one["value"] for _, one in drawn]]
+    values = [rate["value"] for _, rate in drawn]
+    errors = [[rate["value"] - rate["low"] for _, rate in drawn], [rate["high"] - rate["value"] for _, rate in drawn]]
     label = f"success, {name}" if k == "1" else f"pass@{k}, {name}"
     line = {"linewidth": 2, "linestyle": "-" if k == "1" else "--", "capsize": 2, "elinewidth": 1}
     axes.errorbar([step for step, _ in drawn], values, yerr=errors, color=color, marker="o", label=label, **line)
@@ -222,8 +224,8 @@ def transcript(trajectory: Trajectory) -> str:
         lines += quoted(({"role": role, "content": turn.text},))
         if turn.step is not None:
             lines += quoted(turn.step.observation)
-            said = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
-            lines.append(f"    (turn {turn.id}{''.join(said)})")
+            parts = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
+            lines.append(f"    (turn {turn.id}{''.join(parts)})")
     return "\n".join(lines) + "\n"
 
 
@@ -271,13 +273,13 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     console.print(table)
     show_bias(console, summary)
     if any(summary["replays"].values()):
-        counts = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in summary["replays"].items())
+        counts = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in summary["replays"].items())
         console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
     if summary["failed_tasks"]:
         console.print(failed_tasks.table(summary["failed_tasks"], most=failed_tasks.MOST_ROWS))
         console.print(f"all of them: agentrl tasks {path} --failed", markup=False, highlight=False)
-    for one in summary["reward_failures"]:
-        line = printable(f"{one['line']}: agentrl rewards {path}")
+    for failure in summary["reward_failures"]:
+        line = printable(f"{failure['line']}: agentrl rewards {path}")
         console.print(f"warning: {line}", style="bold red", markup=False, highlight=False)
     for line in notice_counts.lines(summary["notices"])[:_MOST_NOTICES]:
         console.print(f"not used: {printable(line)}", markup=False, highlight=False)
@@ -310,8 +312,8 @@ def _pass(found: dict[str, Any] | None, k: str) -> str:
 
 def _interval(found: dict[str, Any], k: str) -> str:
     """The interval of pass@k; "" if it was not measured."""
-    one = found["pass_at"].get(k)
-    return "" if one is None else f" [{one['low']:.2f}, {one['high']:.2f}]"
+    rate = found["pass_at"].get(k)
+    return "" if rate is None else f" [{rate['low']:.2f}, {rate['high']:.2f}]"
 
 
 def show_bias(console: Console, summary: dict[str, Any]) -> None:
@@ -324,9 +326,9 @@ def show_bias(console: Console, summary: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("", "mean", "p25", "p50", "p75", "p95"):
         table.add_column(column, justify="right" if column else "left")
-    for what in ("turns", "tokens", "seconds"):
-        cells = [f"{_number(trained[what][name])} / {_number(played[what][name])}" for name in played[what]]
-        table.add_row(f"{what} of an episode", *cells)
+    for unit in ("turns", "tokens", "seconds"):
+        cells = [f"{_number(trained[unit][name])} / {_number(played[unit][name])}" for name in played[unit]]
+        table.add_row(f"{unit} of an episode", *cells)
     pairs = zip(trained["advantage_by_quartile"], played["advantage_by_quartile"], strict=True)
     table.add_row("advantage, shortest to longest quarter", "", *(f"{_number(a)} / {_number(b)}" for a, b in pairs))
     weighted = f"{_number(trained['weighted_tokens'])} / {_number(played['weighted_tokens'])}"

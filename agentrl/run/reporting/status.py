@@ -78,15 +78,15 @@ def status(
 ) -> dict[str, Any]:
     """What stands in `agentrl status --json`. `late` is the seconds since the last step if they are far more than a
     step takes, else None. `rows`: those of the steps, by somebody who has read them."""
-    held, config = holder(run), run.config()
+    process, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
         rows = store.metrics.values("step") if rows is None else rows
         counts, phase, early = store.groups.counts(), PHASE.of(store.meta) or "", STOPPED_EARLY.of(store.meta)
         sets, drops = (
-            {one.name: list(report.measured(store, one.name)) for one in config.eval.sets},
+            {held_out.name: list(report.measured(store, held_out.name)) for held_out in config.eval.sets},
             store.metrics.drops(),
         )
-        size = scaling.told(config, store.meta, live=held.kind != "nobody")
+        size = scaling.told(config, store.meta, live=process.kind != "nobody")
         paused, restarted = PAUSED.of(store.meta), RESTARTED.of(store.meta)
         split, waits = autoscaler.line(store), LEARNER_WAITS.of(store.meta) or ""
         failures, unscored = (
@@ -102,11 +102,11 @@ def status(
     gaps = [after.time_s - before.time_s for before, after in pairwise(rows[-_RECENT - 1 :])]
     ago, pace = (max(0.0, now() - rows[-1].time_s) if rows else None), median(gaps) if gaps else None
     done = rows[-1].step if rows else 0
-    training = held.kind != "nobody" and phase in STEPS_COME and not paused
+    training = process.kind != "nobody" and phase in STEPS_COME and not paused
     return {
         "run": str(run.path),
-        "state": "over" if held.kind == "nobody" and run.summary.exists() else _STATES[held.kind],
-        "pid": held.pid,
+        "state": "over" if process.kind == "nobody" and run.summary.exists() else _STATES[process.kind],
+        "pid": process.pid,
         "phase": phase,
         "stopped_early": early,
         "paused_s": max(0.0, now() - paused["since_s"]) if paused else None,
@@ -116,7 +116,7 @@ def status(
         "step_s": pace,
         "late_s": ago if training and ago and pace is not None and ago > max(_LATE_S, _SLOW * pace) else None,
         "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
-        "held_out": {step: result.success for own in list(sets.values())[:1] for step, result in own},
+        "held_out": {step: result.success for results in list(sets.values())[:1] for step, result in results},
         "pass_at": {name: {"step": curve[-1][0], **curve[-1][1].pass_at} for name, curve in sets.items() if curve},
         "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
         "size": size,
@@ -144,10 +144,10 @@ def eta_s(rows: Sequence[Metric], steps: int) -> float | None:
 
 def duration(seconds: float) -> str:
     """A time for a person, as `2 h 05 min`, `3 min 20 s` or `45 s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+    total_s = round(seconds)
+    if total_s >= 3600:
+        return f"{total_s // 3600} h {total_s % 3600 // 60:02d} min"
+    return f"{total_s // 60} min {total_s % 60:02d} s" if total_s >= 60 else f"{total_s} s"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -172,7 +172,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         held_out = f"; held-out at {', '.join(measured)}" if measured else ""
         yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
     for name, newest in found["pass_at"].items():
-        passes = ", ".join(evaluation.said(k, one) for k, one in newest.items() if k != "step")
+        passes = ", ".join(evaluation.said(k, rate) for k, rate in newest.items() if k != "step")
         yield f"held-out  {name} at {newest['step']}: {passes}"
     dropped = (GroupState.EXPIRED, GroupState.FAILED)  # told by their reasons
     groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
@@ -187,8 +187,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for name, why in found["size"].get("trouble", {}).items():
         yield f"trouble   {name}: {why}"
     if failed := found["failed"]:
-        said = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
-        yield f"failed    {said}; agentrl tasks {path} --failed"
+        counts = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
+        yield f"failed    {counts}; agentrl tasks {path} --failed"
     for line in found["unscored"]:
         yield f"unscored  {line}; agentrl rewards {path}"
     for line in notice_counts.lines(found["notices"])[:_MOST_NOTICES]:
@@ -213,22 +213,24 @@ def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
 def stop(run: RunDir, deadline_s: float) -> str:
     """End the run in order, as Ctrl-C does: by a signal, or through its store if it runs on another machine. Returns
     what to tell. Raises UsageError if it has not ended after `deadline_s`."""
-    held = holder(run)
-    if held.kind == "nobody":
+    process = holder(run)
+    if process.kind == "nobody":
         return f"{run.path} is not under way; go on with {resume_command(run)}"
-    if held.pid is None or _takes_no_signals(run):
+    if process.pid is None or _takes_no_signals(run):
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
             STOP_WANTED.set(store, run.lock_path.read_text())
-        mend = "type this on the machine on which it was started" if held.pid is None else f"end process {held.pid}"
+        mend = (
+            "type this on the machine on which it was started" if process.pid is None else f"end process {process.pid}"
+        )
         return _ended(run, deadline_s, f"if it hangs, {mend}")
     try:
-        os.kill(held.pid, signal.SIGTERM)
-        os.kill(held.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
     except PermissionError:
-        raise UsageError(f"process {held.pid} of {run.path} is another user's: ask them to stop it") from None
+        raise UsageError(f"process {process.pid} of {run.path} is another user's: ask them to stop it") from None
     except ProcessLookupError:
         pass
-    return _ended(run, deadline_s, f"wait, or end it with kill -9 {held.pid}")
+    return _ended(run, deadline_s, f"wait, or end it with kill -9 {process.pid}")
 
 
 def _stopped_early(run: RunDir) -> bool:

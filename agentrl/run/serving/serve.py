@@ -79,13 +79,13 @@ def serve(
 
 
 def _announced(url: str, kind: str, name: str, key: EngineKey | None, variable: str | None) -> list[str]:
-    made = key is not None and variable is None
-    named = variable or _KEY
-    attach = "" if key is None else f" --set engine.api_key_env={named}"
-    ask = "" if key is None else f" --key-variable {named}"
+    is_new_key = key is not None and variable is None
+    variable_name = variable or _KEY
+    attach = "" if key is None else f" --set engine.api_key_env={variable_name}"
+    ask = "" if key is None else f" --key-variable {variable_name}"
     return [
         f"model: {name}",
-        *([f"key: export {named}={key.value}"] if key is not None and made else []),
+        *([f"key: export {variable_name}={key.value}"] if key is not None and is_new_key else []),
         *(["key: none; everybody who reaches this address may use the engine and change it"] if key is None else []),
         f"a run: agentrl train RUN.toml --set engine.kind={kind} --set 'engine.urls=[\"{url}\"]'{attach}",
         f"a test: agentrl eval --endpoint {url} --model {name} --env agentrl/Calculator-v0{ask}",

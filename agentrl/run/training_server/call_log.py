@@ -153,8 +153,8 @@ class CallLog(Closing):
     def session_is(self, id: str) -> Literal["open", "ended", "unknown"]:
         """Whether a session goes on."""
         with self._lock:
-            found = self._find("SELECT ended FROM sessions WHERE id = ?", id)
-        return "unknown" if found is None else "ended" if found[0] else "open"
+            row = self._find("SELECT ended FROM sessions WHERE id = ?", id)
+        return "unknown" if row is None else "ended" if row[0] else "open"
 
     def end_session(self, id: str) -> None:
         """No call of a session comes any more."""
@@ -175,8 +175,8 @@ class CallLog(Closing):
             )
         if row is None:
             return None
-        number, path, model, kind, rank, attention, mlp, named = row
-        return WeightsRecord(number, path, model, kind, rank, bool(attention), bool(mlp), bool(named))
+        number, path, model, kind, rank, attention, mlp, is_named = row
+        return WeightsRecord(number, path, model, kind, rank, bool(attention), bool(mlp), bool(is_named))
 
     def sampler(self, id: str) -> SamplerRecord | None:
         """A sampling client; None if there is none of this id."""
@@ -193,8 +193,8 @@ class CallLog(Closing):
         """The sessions that go on and wait for no answer."""
         waits = "SELECT session FROM calls WHERE form IS NULL"
         with self._lock:
-            found = self._all(f"SELECT id FROM sessions WHERE NOT ended AND id NOT IN ({waits})")
-        return [str(row[0]) for row in found]
+            rows = self._all(f"SELECT id FROM sessions WHERE NOT ended AND id NOT IN ({waits})")
+        return [str(row[0]) for row in rows]
 
     def models_of(self, session: str) -> list[ModelRecord]:
         """The models of a session."""
@@ -218,11 +218,11 @@ class CallLog(Closing):
         CallChanged if another one has its number, CallTooLate if a later one of its model has its answer."""
         id, digest = f"{owner}:{place}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         with self._writing():
-            found = self._find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
-            if found is not None:
-                if found[1] != digest:
+            row = self._find("SELECT id, digest FROM calls WHERE owner = ? AND place = ?", owner, place)
+            if row is not None:
+                if row[1] != digest:
                     raise CallChanged(f"call {place} of {owner} came before with another content: number calls once")
-                return str(found[0]), False
+                return str(row[0]), False
             passed = self._find("SELECT answered FROM models WHERE id = ?", owner)
             if passed is not None and place <= passed[0]:
                 hint = "it cannot be computed any more: make a new training client"
@@ -332,12 +332,21 @@ class CallLog(Closing):
             if effects.wrote_state:
                 self._do("UPDATE models SET state = ? WHERE id = ?", call.place, call.owner)
                 self._do("UPDATE calls SET body = x'' WHERE owner = ? AND place <= ?", call.owner, call.place)
-            if (one := effects.weights) is not None:
-                self._do("DELETE FROM weights WHERE path = ?", one.path)
+            if (weights := effects.weights) is not None:
+                self._do("DELETE FROM weights WHERE path = ?", weights.path)
                 self._do(
                     "INSERT INTO weights (number, path, model, kind, rank, attention, mlp, named) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    *(one.number, one.path, one.model, one.kind, one.rank, one.attention, one.mlp, one.named),
+                    *(
+                        weights.number,
+                        weights.path,
+                        weights.model,
+                        weights.kind,
+                        weights.rank,
+                        weights.attention,
+                        weights.mlp,
+                        weights.named,
+                    ),
                 )
             if effects.sampler is not None:
                 self._add_sampler(effects.sampler)
@@ -377,9 +386,9 @@ class CallLog(Closing):
         return self._database.execute(statement, values).fetchone()
 
     def _one(self, statement: str, *values: Any) -> Sequence[Any]:
-        found = self._find(statement, *values)
-        assert found is not None
-        return found
+        row = self._find(statement, *values)
+        assert row is not None
+        return row
 
     def _all(self, statement: str, *values: Any) -> list[Sequence[Any]]:
         return self._database.execute(statement, values).fetchall()

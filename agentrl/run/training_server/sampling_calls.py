@@ -130,24 +130,24 @@ class SamplingCalls:
         raise EngineUnavailable(f"{_ENGINES} engines ended while they computed it: the server's log says how")
 
     async def _answer(self, call: Call, adapters: HeldAdapters) -> CallAnswer:
-        asked: SampleRequest = parse(SampleRequest, call.body)
+        request: SampleRequest = parse(SampleRequest, call.body)
         for name in _UNSUPPORTED:
-            if value := getattr(asked, name):
+            if value := getattr(request, name):
                 raise ConfigError(name, value, "this server does not have it: leave it out")
-        tokens = prompt_tokens(asked.prompt)
+        tokens = prompt_tokens(request.prompt)
         room = self._max_context - len(tokens)
         if not tokens or room < 1:
             hint = f"give 1 to {self._max_context - 1}: the server was started with --max-context {self._max_context}"
             raise ConfigError("prompt", f"{len(tokens)} tokens", hint)
         if beyond := [token for token in tokens if not 0 <= token < self._vocab]:
             raise ConfigError("prompt", beyond[0], f"the model has the tokens 0 to {self._vocab - 1}")
-        sampling = self._sampling(asked.sampling_params, room)
+        sampling = self._sampling(request.sampling_params, room)
         sampler = self._log.sampler(call.owner)
         assert sampler is not None
         async with adapters.held(self._weights(sampler.path)) as name:
-            samples = await self._samples(call, asked.num_samples, tokens, sampling, adapters.client, name)
+            samples = await self._samples(call, request.num_samples, tokens, sampling, adapters.client, name)
             scores = None
-            if asked.prompt_logprobs:
+            if request.prompt_logprobs:
                 async with self._turns.turn(call.session, len(tokens)):
                     scores = await adapters.client.score(tokens, deadline_s=_DEADLINE_S, model=name)
         return sample_answer(samples, scores)
@@ -161,12 +161,12 @@ class SamplingCalls:
         engine: EngineClient,
         name: str | None,
     ) -> list[Generation]:
-        found = dict[int, Generation]()
+        generations = dict[int, Generation]()
         failures = list[AgentRLError]()
 
-        async def one(at: int) -> None:
+        async def draw(place: int) -> None:
             request = GenerateRequest(
-                request_id=f"{call.id}:{at}",
+                request_id=f"{call.id}:{place}",
                 session=call.id,
                 token_ids=tokens,
                 sampling=sampling,
@@ -176,17 +176,17 @@ class SamplingCalls:
             )
             try:
                 async with self._turns.turn(call.session, len(tokens) + sampling.max_tokens):
-                    found[at] = await engine.generate(request)
+                    generations[place] = await engine.generate(request)
             except AgentRLError as error:
                 failures.append(error)
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for at in range(number):
-                nursery.start_soon(one, at)
+            for index in range(number):
+                nursery.start_soon(draw, index)
         if failures:
             raise failures[0]
-        return [found[at] for at in range(number)]
+        return [generations[index] for index in range(number)]
 
     def _sampling(self, asked: SamplingFields, room: int) -> SamplingParams:
         if asked.seed is not None:

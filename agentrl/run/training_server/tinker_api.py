@@ -123,8 +123,8 @@ class TinkerApi:
                 return self._get(route)
             if method != "POST":
                 raise HttpRefusal(404, "")
-            if (own := self._posts.get(route)) is not None:
-                return await own(content, headers)
+            if (handler := self._posts.get(route)) is not None:
+                return await handler(content, headers)
             if route in ("optim_step", "save_weights", "save_weights_for_sampler", "unload_model"):
                 return await self._numbered(route, content)
             words = route.split("/")
@@ -169,13 +169,13 @@ class TinkerApi:
         return _json(200, status="accepted")
 
     async def _create_session(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked = headers.get("x-idempotency-key") or secrets.token_hex(16)
-        session = await trio.to_thread.run_sync(self._log.begin_session, asked)
+        idempotency_key = headers.get("x-idempotency-key") or secrets.token_hex(16)
+        session = await trio.to_thread.run_sync(self._log.begin_session, idempotency_key)
         return _json(200, type="create_session", session_id=session, warning_message=_WARNING)
 
     async def _heartbeat(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: _OfSession = parse(_OfSession, body)
-        self._hear(asked.session_id)
+        request: _OfSession = parse(_OfSession, body)
+        self._hear(request.session_id)
         return _json(200, type="session_heartbeat")
 
     async def _finish(self, session: str) -> Answer:
@@ -190,40 +190,40 @@ class TinkerApi:
     # --- training clients -----------------------------------------------------------------------------------------
 
     async def _create_model(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: CreateModel = parse(CreateModel, body)
-        self._hear(asked.session_id)
-        self._check_base(asked.base_model)
-        model = model_id(asked.session_id, asked.model_seq_id)
-        return await self._accept(asked.session_id, model, 0, "create_model", body, model=model)
+        request: CreateModel = parse(CreateModel, body)
+        self._hear(request.session_id)
+        self._check_base(request.base_model)
+        model = model_id(request.session_id, request.model_seq_id)
+        return await self._accept(request.session_id, model, 0, "create_model", body, model=model)
 
     async def _load_weights(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: LoadWeights = parse(LoadWeights, body)
-        if asked.weights_access_token is not None:
+        request: LoadWeights = parse(LoadWeights, body)
+        if request.weights_access_token is not None:
             raise ConfigError("weights_access_token", "...", "this server has one account: leave it out")
-        if asked.session_id is None:
+        if request.session_id is None:
             return await self._numbered("load_weights", body)
-        if asked.model_seq_id is None:
+        if request.model_seq_id is None:
             raise ConfigError("model_seq_id", None, "give the number of the training client in its session")
-        self._hear(asked.session_id)
-        if asked.base_model is not None:
-            self._check_base(asked.base_model)
-        model = model_id(asked.session_id, asked.model_seq_id)
-        return await self._accept(asked.session_id, model, 0, "load_weights", body, model=model)
+        self._hear(request.session_id)
+        if request.base_model is not None:
+            self._check_base(request.base_model)
+        model = model_id(request.session_id, request.model_seq_id)
+        return await self._accept(request.session_id, model, 0, "load_weights", body, model=model)
 
     async def _forward_backward(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/x-protobuf":
             raise HttpRefusal(415, "forward_backward is a protobuf message here: use the tinker client 0.38 or newer")
-        asked = await trio.to_thread.run_sync(ForwardBackwardRequest.read, body)
-        if asked.seq_id < 1:
-            raise ConfigError("seq_id", asked.seq_id, "calls are numbered from 1")
-        record = self._model(asked.model_id)
-        kind = "forward" if asked.forward_only else FORWARD_BACKWARD
-        return await self._accept(record.session, record.id, asked.seq_id, kind, body)
+        request = await trio.to_thread.run_sync(ForwardBackwardRequest.read, body)
+        if request.seq_id < 1:
+            raise ConfigError("seq_id", request.seq_id, "calls are numbered from 1")
+        record = self._model(request.model_id)
+        kind = "forward" if request.forward_only else FORWARD_BACKWARD
+        return await self._accept(record.session, record.id, request.seq_id, kind, body)
 
     async def _numbered(self, kind: str, body: bytes) -> Answer:
-        asked: _Numbered = parse(_Numbered, body)
-        record = self._model(asked.model_id)
-        return await self._accept(record.session, record.id, asked.seq_id, kind, body)
+        request: _Numbered = parse(_Numbered, body)
+        record = self._model(request.model_id)
+        return await self._accept(record.session, record.id, request.seq_id, kind, body)
 
     async def _accept(
         self, session: str, owner: str, place: int, kind: str, body: bytes, model: str | None = None
@@ -240,8 +240,8 @@ class TinkerApi:
         return _json(200, request_id=id, model_id=owner)
 
     async def _info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: _OfModel = parse(_OfModel, body)
-        record = self._model(asked.model_id)
+        request: _OfModel = parse(_OfModel, body)
+        record = self._model(request.model_id)
         data = {"arch": None, "model_name": self._name, "tokenizer_id": self._tokenizer}
         return _json(
             200,
@@ -254,10 +254,10 @@ class TinkerApi:
         )
 
     async def _weights_info(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: _OfPath = parse(_OfPath, body)
-        weights = self._log.weights(asked.tinker_path)
+        request: _OfPath = parse(_OfPath, body)
+        weights = self._log.weights(request.tinker_path)
         if weights is None:
-            raise HttpRefusal(404, f"this server has no weights at {asked.tinker_path!r}")
+            raise HttpRefusal(404, f"this server has no weights at {request.tinker_path!r}")
         return _json(
             200,
             base_model=self._name,
@@ -281,29 +281,29 @@ class TinkerApi:
     # --- sampling clients -----------------------------------------------------------------------------------------
 
     async def _create_sampler(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: CreateSampler = parse(CreateSampler, body)
-        self._hear(asked.session_id)
-        if asked.base_model is not None:
-            self._check_base(asked.base_model)
-        if asked.model_path is not None:
-            weights = self._log.weights(asked.model_path)
+        request: CreateSampler = parse(CreateSampler, body)
+        self._hear(request.session_id)
+        if request.base_model is not None:
+            self._check_base(request.base_model)
+        if request.model_path is not None:
+            weights = self._log.weights(request.model_path)
             if weights is None or weights.kind != "sampler_weights":
                 hint = "this server has no such weights of save_weights_for_sampler"
-                raise ConfigError("model_path", asked.model_path, hint)
-        id = sampler_id(asked.session_id, asked.sampling_session_seq_id)
-        sampler = SamplerRecord(id, asked.session_id, asked.model_path)
+                raise ConfigError("model_path", request.model_path, hint)
+        id = sampler_id(request.session_id, request.sampling_session_seq_id)
+        sampler = SamplerRecord(id, request.session_id, request.model_path)
         await trio.to_thread.run_sync(self._log.add_sampler, sampler)
         return _json(200, type="create_sampling_session", sampling_session_id=id)
 
     async def _sample(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: _SampleNumber = parse(_SampleNumber, body)
+        sample_number: _SampleNumber = parse(_SampleNumber, body)
         wanted: SampleRequest = parse(SampleRequest, body)
-        sampler = self._sampler(asked.sampling_session_id)
+        sampler = self._sampler(sample_number.sampling_session_id)
         self._hear(sampler.session)
 
         def accept() -> tuple[str, bool]:
             return self._log.accept(
-                session=sampler.session, owner=sampler.id, place=asked.seq_id, kind=SAMPLE, body=body
+                session=sampler.session, owner=sampler.id, place=sample_number.seq_id, kind=SAMPLE, body=body
             )
 
         id, fresh = await trio.to_thread.run_sync(accept)
@@ -311,7 +311,7 @@ class TinkerApi:
             assert self.sampling is not None
             call = await trio.to_thread.run_sync(self._log.call, id)
             self.sampling.came(call)
-        return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{at}" for at in range(wanted.num_samples)])
+        return _json(200, request_id=id, sample_sequence_ids=[f"{id}:{number}" for number in range(wanted.num_samples)])
 
     def _sampler(self, id: str) -> SamplerRecord:
         sampler = self._log.sampler(id)
@@ -322,24 +322,24 @@ class TinkerApi:
     # --- futures --------------------------------------------------------------------------------------------------
 
     async def _retrieve(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        asked: _Named = parse(_Named, body)
-        found = await self._waited(asked.request_id)
-        if isinstance(found, CallAnswer):
-            return 200, Typed(_TYPES[found.form], found.data)
-        if found == "unknown":
-            raise HttpRefusal(404, f"there is no future {asked.request_id!r}")
-        return _json(408, type="try_again", request_id=asked.request_id, queue_state="active")
+        request: _Named = parse(_Named, body)
+        answer = await self._waited(request.request_id)
+        if isinstance(answer, CallAnswer):
+            return 200, Typed(_TYPES[answer.form], answer.data)
+        if answer == "unknown":
+            raise HttpRefusal(404, f"there is no future {request.request_id!r}")
+        return _json(408, type="try_again", request_id=request.request_id, queue_state="active")
 
     async def _waited(self, call: str) -> CallAnswer | str:
         event = trio.Event()
         self._waiters[call].add(event)
         try:
-            found = await trio.to_thread.run_sync(self._log.answer_of, call)
-            if found == "pending":
+            answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            if answer == "pending":
                 with trio.move_on_after(_WAIT_S):
                     await event.wait()
-                    found = await trio.to_thread.run_sync(self._log.answer_of, call)
-            return found
+                    answer = await trio.to_thread.run_sync(self._log.answer_of, call)
+            return answer
         finally:
             if call in self._waiters:
                 self._waiters[call].discard(event)

@@ -208,20 +208,20 @@ class ForwardBackwardRequest:
     @property
     def loss(self) -> tuple[str, dict[str, float | str]]:
         """The name of the loss and its settings."""
-        found = {
+        settings = {
             key: value.text if value.WhichOneof("value") == "text" else value.number
             for key, value in self.message.loss_fn_config_v2.items()
         }
-        return self.message.loss_fn, found or dict(self.message.loss_fn_config)
+        return self.message.loss_fn, settings or dict(self.message.loss_fn_config)
 
     def rows(self, loss: TargetLoss, *, vocab: int, most_tokens: int) -> list[TargetRow]:
         """The rows with what the loss reads. Raises ConfigError for what cannot be computed."""
-        found = [
+        rows = [
             _row(f"data[{number}]", datum, loss, vocab, most_tokens) for number, datum in enumerate(self.message.data)
         ]
-        if not found:
+        if not rows:
             raise ConfigError("data", [], "give one datum or more")
-        return found
+        return rows
 
 
 def _row(name: str, datum: Any, loss: TargetLoss, vocab: int, most_tokens: int) -> TargetRow:
@@ -236,9 +236,9 @@ def _row(name: str, datum: Any, loss: TargetLoss, vocab: int, most_tokens: int) 
     if not 1 <= len(input_T) <= most_tokens:
         raise ConfigError(f"{name}.model_input", f"{len(input_T)} tokens", f"give 1 to {most_tokens}")
     _check_ids(f"{name}.model_input", input_T, vocab)
-    given = {key: _tensor(f"{name}.loss_fn_inputs.{key}", one) for key, one in datum.loss_fn_inputs.items()}
+    inputs = {key: _tensor(f"{name}.loss_fn_inputs.{key}", message) for key, message in datum.loss_fn_inputs.items()}
     field = f"{name}.loss_fn_inputs.target_tokens"
-    target = given.pop("target_tokens", None)
+    target = inputs.pop("target_tokens", None)
     if target is None:
         raise ConfigError(field, None, "give the token that comes after each token of model_input")
     if target.is_floating_point() or target.ndim not in (1, 2) or len(target) != len(input_T):
@@ -246,17 +246,17 @@ def _row(name: str, datum: Any, loss: TargetLoss, vocab: int, most_tokens: int) 
         raise ConfigError(field, f"{target.dtype} {list(target.shape)}", hint)
     _check_ids(field, target, vocab)
     if loss.default:
-        given = {column: torch.ones(target.shape) for column in loss.columns} | given
-    for key in sorted(given.keys() ^ set(loss.columns)):
+        inputs = {column: torch.ones(target.shape) for column in loss.columns} | inputs
+    for key in sorted(inputs.keys() ^ set(loss.columns)):
         hint = "the loss reads it: give it" if key in loss.columns else "the loss does not read it: leave it out"
-        raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(given[key].shape) if key in given else None, hint)
-    for key, column in given.items():
+        raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(inputs[key].shape) if key in inputs else None, hint)
+    for key, column in inputs.items():
         if column.shape != target.shape:
             hint = f"give the shape of target_tokens, {list(target.shape)}"
             raise ConfigError(f"{name}.loss_fn_inputs.{key}", list(column.shape), hint)
         if not bool(torch.isfinite(column).all()):
             raise ConfigError(f"{name}.loss_fn_inputs.{key}", "nan or inf", "give finite numbers")
-    columns = {key: column.float() for key, column in given.items()}
+    columns = {key: column.float() for key, column in inputs.items()}
     return TargetRow(input_T=input_T, target_TC=target, columns=columns)
 
 
@@ -278,7 +278,7 @@ def _tensor(name: str, message: Any) -> Tensor:
             return torch.from_numpy(numbers.reshape(shape))
         if math.prod(shape) > _MOST_NUMBERS:
             raise ValueError(f"{math.prod(shape)} numbers are too many")
-        starts, columns = (np.frombuffer(one, np.int64) for one in (sparse.crow_indices, sparse.col_indices))
+        starts, columns = (np.frombuffer(indices, np.int64) for indices in (sparse.crow_indices, sparse.col_indices))
         dense = np.zeros(shape, kind)  # a place that is not named has token 0 and weight 0
         dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = numbers
         return torch.from_numpy(dense)
@@ -296,8 +296,8 @@ def forward_backward_answer(loss: float, logprobs: Sequence[Tensor]) -> CallAnsw
     output = messages().ForwardBackwardOutput()
     output.loss_fn_output_type = "ArrayRecord"
     output.metrics["loss:sum"] = loss
-    for choices, neighbours in groupby(logprobs, key=lambda one: one.shape[1:]):
-        arrays = [one.numpy().astype(np.float32) for one in neighbours]
+    for choices, neighbours in groupby(logprobs, key=lambda row: row.shape[1:]):
+        arrays = [row.numpy().astype(np.float32) for row in neighbours]
         record = output.loss_fn_outputs.add()
         record.num_datums = len(arrays)
         column = record.fields["logprobs"]

@@ -178,11 +178,11 @@ class TrainingCalls:
             after()
 
     def _create(self, call: Call, record: ModelRecord) -> _Done:
-        asked: CreateModel = parse(CreateModel, call.body)
-        lora = asked.lora_config
+        request: CreateModel = parse(CreateModel, call.body)
+        lora = request.lora_config
         if lora is None:
             raise ConfigError("lora_config", None, "this server trains adapters: give a rank")
-        _check_optimizer(asked.optimizer_config.type)
+        _check_optimizer(request.optimizer_config.type)
         check_rank("lora_config.rank", lora.rank, lora.rank, self._most_rank)
         if not (lora.train_attn or lora.train_mlp):
             hint = "this server does not train the unembedding: set train_attn or train_mlp"
@@ -212,10 +212,12 @@ class TrainingCalls:
         return request.rows(loss, vocab=self._learner.vocab, most_tokens=self._most_tokens), loss
 
     def _optim_step(self, call: Call, record: ModelRecord) -> _Done:
-        asked: OptimStep = parse(OptimStep, call.body)
-        adam = asked.adam_params
+        request: OptimStep = parse(OptimStep, call.body)
+        adam = request.adam_params
         if adam is None:
-            raise ConfigError("optim_params", asked.optimizer_params and asked.optimizer_params.type, "give AdamParams")
+            raise ConfigError(
+                "optim_params", request.optimizer_params and request.optimizer_params.type, "give AdamParams"
+            )
         step = AdamStep(
             lr=adam.learning_rate,
             beta1=adam.beta1,
@@ -233,11 +235,13 @@ class TrainingCalls:
         return answer, CallEffects(wrote_state=True), lambda: self._drop_states(record, call.place)
 
     def _save_weights(self, call: Call, record: ModelRecord) -> _Done:
-        asked: SaveWeights = parse(SaveWeights, call.body)
-        weights, folder = self._weights_record(call, record, "weights", asked.path), self._weights_folder(call.number)
+        request: SaveWeights = parse(SaveWeights, call.body)
+        weights, folder = self._weights_record(call, record, "weights", request.path), self._weights_folder(call.number)
         old = self._log.weights(weights.path)
-        if old is not None and not asked.overwrite:
-            raise ConfigError("path", asked.path, "there is a checkpoint of this name: give overwrite=True, or another")
+        if old is not None and not request.overwrite:
+            raise ConfigError(
+                "path", request.path, "there is a checkpoint of this name: give overwrite=True, or another"
+            )
         self._ensure(record)
         folder.mkdir(parents=True, exist_ok=True)
         self._learner.save(_name(record), folder / _STATE)
@@ -245,16 +249,16 @@ class TrainingCalls:
         return answer, CallEffects(weights=weights), lambda: old and self._remove_weights(old.number)
 
     def _save_for_sampler(self, call: Call, record: ModelRecord) -> _Done:
-        asked: SaveWeights = parse(SaveWeights, call.body)
-        weights = self._weights_record(call, record, "sampler_weights", asked.path)
+        request: SaveWeights = parse(SaveWeights, call.body)
+        weights = self._weights_record(call, record, "sampler_weights", request.path)
         old = self._log.weights(weights.path)
         self._ensure(record)
         self._learner.export(_name(record), self._weights_folder(call.number))
         sampler = None
-        if asked.path is None:
-            if asked.sampling_session_seq_id is None:
+        if request.path is None:
+            if request.sampling_session_seq_id is None:
                 raise ConfigError("path", None, "give a name, or sampling_session_seq_id for a sampling client")
-            id = sampler_id(record.session, asked.sampling_session_seq_id)
+            id = sampler_id(record.session, request.sampling_session_seq_id)
             sampler = SamplerRecord(id, record.session, weights.path)
         answer = json_answer(
             path=None if sampler else weights.path,
@@ -265,20 +269,20 @@ class TrainingCalls:
         return answer, effects, lambda: old and self._remove_weights(old.number)
 
     def _load_weights(self, call: Call, record: ModelRecord) -> _Done:
-        asked: LoadWeights = parse(LoadWeights, call.body)
-        weights = self._log.weights(asked.path)
+        request: LoadWeights = parse(LoadWeights, call.body)
+        weights = self._log.weights(request.path)
         if weights is None or weights.kind != "weights":
-            raise ConfigError("path", asked.path, "this server has no such checkpoint of save_state")
-        if asked.optimizer_config is not None:
-            _check_optimizer(asked.optimizer_config.type)
-        check_rank("path", asked.path, weights.rank, self._most_rank)
+            raise ConfigError("path", request.path, "this server has no such checkpoint of save_state")
+        if request.optimizer_config is not None:
+            _check_optimizer(request.optimizer_config.type)
+        check_rank("path", request.path, weights.rank, self._most_rank)
         shape = AdapterShape(weights.rank, attention=weights.attention, mlp=weights.mlp)
         if record.state is None:
             self._learner.create(_name(record), shape, seed=0)
         else:
             self._ensure(record)
-        self._learner.load(_name(record), self._weights_folder(weights.number) / _STATE, optimizer=asked.optimizer)
-        answer = json_answer(path=asked.path, model_id=record.id, type="load_weights")
+        self._learner.load(_name(record), self._weights_folder(weights.number) / _STATE, optimizer=request.optimizer)
+        answer = json_answer(path=request.path, model_id=record.id, type="load_weights")
         return answer, self._made(call, record, shape), lambda: self._drop_states(record, call.place)
 
     def _unload(self, call: Call, record: ModelRecord) -> _Done:

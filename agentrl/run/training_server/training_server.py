@@ -106,10 +106,10 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
             lora_rank=most_rank,
             max_loras=HELD,
         )
-        kept = KeptEngine(start, vocabulary=learner.vocab, patience_s=engine.start_deadline_s)
+        kept_engine = KeptEngine(start, vocabulary=learner.vocab, patience_s=engine.start_deadline_s)
         with CallLog(folder / "calls.sqlite") as log:
             async with trio.open_nursery() as nursery:
-                await nursery.start(kept.run)
+                await nursery.start(kept_engine.run)
                 api = TinkerApi(
                     log, key=key, name=settings.model, tokenizer=str(model), max_context=settings.max_context
                 )
@@ -123,7 +123,7 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                 )
                 api.sampling = SamplingCalls(
                     log,
-                    kept,
+                    kept_engine,
                     folder,
                     kind=engine.kind,
                     most_rank=most_rank,
@@ -141,7 +141,7 @@ async def training_server(settings: TrainingServerSettings) -> AsyncGenerator[Ru
                 nursery.start_soon(partial(listen, api, listeners, bounds=_BOUNDS, refuses=api.refuses))
                 host = f"[{settings.host}]" if ":" in settings.host else settings.host
                 port = listeners[0].socket.getsockname()[1]
-                yield RunningTrainingServer(f"http://{host}:{port}", key, kept)
+                yield RunningTrainingServer(f"http://{host}:{port}", key, kept_engine)
                 nursery.cancel_scope.cancel()
 
 

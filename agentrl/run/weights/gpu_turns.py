@@ -97,12 +97,12 @@ class Turns:
     async def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
         """End a turn after which the engines go on with the weights they have. An engine that does not wake is left to
         the supervisor's watch."""
-        held = await self.end()
+        lock = await self.end()
         try:
             with suppress(EngineError):
                 await self._each(await trio.to_thread.run_sync(urls), sleep.wake)
         finally:
-            held.let_go()
+            lock.let_go()
 
     async def give_up(self) -> None:
         """Have the learner leave, wherever its turn was: it is saved, and ends."""

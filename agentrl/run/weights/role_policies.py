@@ -40,8 +40,8 @@ def objects_of(
     """Where in the object store the weights of a policy of the run `name` go; None if they go by files."""
     if engine.weights_url is None:
         return None
-    own = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
-    url = "/".join(filter(None, [engine.weights_url.rstrip("/"), own, role]))
+    folder = f"{name}-{meta(CREATED_S.key)}"  # another run at the same URL was made at another time
+    url = "/".join(filter(None, [engine.weights_url.rstrip("/"), folder, role]))
     return ObjectFolder(url, deadline_s=engine.admin_deadline_s)
 
 
