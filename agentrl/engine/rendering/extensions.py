@@ -24,6 +24,25 @@ _ASKED: Final[Message] = {"role": "user", "content": "."}
 _ANSWER: Final[Message] = {"role": "tool", "content": "."}
 
 
+# Why the rest of a conversation is found by a sentinel, and not by rendering the conversation again.
+#
+# The tokens of a turn are those that were sampled (law 1). To render the whole conversation as text and encode it again
+# gives others: a tokenizer merges over the border between two messages, a template strips blanks, drops the thoughts of
+# earlier turns or writes a tool call in its own order. The prompt would then hold tokens that nobody sampled, with
+# log-probabilities that belong to nothing, and the row would fork at every turn. So only what follows a turn is
+# rendered, and is put behind the sampled tokens.
+#
+# To cut the rendered text where the earlier conversation ends is not enough: many templates write the past in another
+# way once something follows it. So a small conversation is rendered twice, with and without the new messages, and a
+# sentinel stands for the turn in both. What stands behind the sentinel in the first is the end of the turn and the new
+# part; what stands behind it in the second says where the turn ends. The sentinel is made unlike any text in the
+# messages (`unused`), so that a tool's answer that quotes it cannot move the border.
+#
+# A turn that was cut by its token limit has no end token. Then the end is added, since the model has to see a closed
+# turn; a tool call that was cut is left as it is, since closing its syntax would put words into the policy's mouth.
+#
+# A template that shows the text of a turn twice, or in another form, cannot be extended. It is refused with its name
+# before the first episode. `tests/engine/test_renderer.py` goes through the templates that packages bring.
 class Extensions:
     """Extends conversations. `ends` are the tokens that end a turn in a history, `stop_token_ids` those that a model
     may end it with. Raises ModelError for a template that ends no turn with a special token."""

@@ -37,6 +37,27 @@ async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
             raise kind(f"{url} samples from version {span.version}, which this run never made: {other}")
 
 
+# Why a broken turn goes on elsewhere, and who is blamed for it.
+#
+# A turn of some thousand tokens may take minutes, so an engine that dies in the middle of it must not cost what it has
+# sampled. Sampling the turn anew would be simpler. It would also prefer short turns: a long one meets a death more
+# often, and what is sampled again has another length. So the tokens that came stay (law 1), the next engine gets the
+# prompt with them behind it, and each token keeps the log-probability and the version of the weights that made it.
+#
+# Whose fault a failure is cannot be seen from one attempt. An engine that breaks off may be ill, or the request may
+# have killed it. The answer decides what happens to the episode: the policy must not be able to turn its own failure
+# into one of the infrastructure (law 3), and one ill engine must not end healthy episodes. So three outcomes differ:
+#
+#   taken and failed     The engine is broken and leaves the fleet until it answers again. The turn goes on at another.
+#                        After `max_faults` such failures the turn is given up: it may be the cause.
+#   refused (400, 422)   The engine says that the request is at fault. One other engine is asked. If it refuses too,
+#                        the request is at fault. If it takes the request, the first engine was, and is broken.
+#   gone or silent       Nobody took the request, so it cannot be at fault. The engine leaves the fleet, and the wait
+#                        counts against `outage_deadline_s`, never against the turn.
+#
+# Silence is not death: a long prefill, a queue and a pause for new weights are silent as well. A silent engine is
+# asked whether it lives before it is given up (`health.py`), and no wait is longer than half of the deadline, so that
+# one engine that hangs leaves time to try another. `tests/engine/test_failover.py` has a case for each line above.
 class Attempts:
     """Makes attempts at turns. A wait at one silent replica is bounded by half of `outage_deadline_s`. `knows` says
     whether the run made a weight version; None: it made all."""

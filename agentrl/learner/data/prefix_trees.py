@@ -44,6 +44,23 @@ from agentrl.tokens.images import Image
 _SAVED = 0.05  # of a divided group's nodes, so many must be: a stem is a pass more
 
 
+# Why the nodes lie in preorder, and why there is no mask over all of them.
+#
+# A pack has N nodes and needs attention in which a node sees its ancestors alone. Written as a mask it has N² entries:
+# 4 GB for 64k nodes, more than the weights of a small model, and most of it says no. Kernels that take a sparse mask
+# exist for some GPUs and not for a CPU; a run has to compute the same everywhere.
+#
+# If the rows are laid in the order of their tokens, each row adds its new nodes side by side, behind those that it
+# shares. Its queries are then a slice, its keys and values are gathered by its path, and the mask that is left is the
+# plain causal one, aligned at the bottom right: the form that every attention kernel has. The price is one call a
+# branch and a gather of keys that rows share. Attention over shared nodes is computed once, as part of the row that
+# brought them.
+#
+# The depth of a node is its position, so a token has the position that the engine gave it, however many rows are in
+# the pack. Two members that sampled the same token after the same prefix share the node and not its entry in the loss:
+# each keeps its advantage and its behaviour log-probability, so the loss is that of the rows (`Pack`).
+#
+# `tests/learner/test_packing.py` and `tests/learner/test_model.py` compare packs with plain rows, one by one.
 @dataclass(frozen=True, slots=True)
 class Branch:
     """Nodes `start` to `stop` (exclusive) are the last ones of the root path `path` (node numbers in order, on the host

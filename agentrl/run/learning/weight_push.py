@@ -50,6 +50,24 @@ class LeaderMeta:
         return self._store.meta(key)
 
 
+# Why a push overlaps the next step, and why it may not overlap more.
+#
+# If the learner waited until every engine serves the new weights, the two would take turns: an engine that restarts for
+# a minute would stop training for a minute, which law 6 forbids. So the push is a job of its own. Its weights are a
+# copy in a file or in memory, taken between two steps on torch's thread: the originals change with the next step, while
+# engines still read.
+#
+# At most one push is under way. With two, an engine could confirm a newer version before an older one and then take the
+# older one, and its tokens would carry a version that it no longer serves. It would also hide a fleet that takes
+# weights more slowly than the learner makes them; now the learner waits in `settle`, and the time is counted as idle.
+#
+# An error of the push is raised by whoever settles it, which is the loop after its next step. So a step under way is
+# finished and can be saved. While the learner waits for groups nobody would settle, and no group may ever come without
+# the version that failed: `look` is called then.
+#
+# The row of a step is written by its push and not by its step. A reader that sees the row may count on engines that
+# serve its weights, and the cost of the push belongs to the row. A checkpoint waits for the push as well: the canary
+# finds weights that an engine did not take, and a checkpoint of such a step would carry the fault on.
 class WeightPush:
     """Sends the weights of `step()` steps. `pin` keeps a version's weights if an evaluation needs them. Engines that no
     file can serve (`in_memory`) get them again from a learner that waits. `patience_s` is longer than any delivery
