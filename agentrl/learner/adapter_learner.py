@@ -124,12 +124,12 @@ class AdapterLearner:
         for parameter in lora.parameters(module, name):
             parameter.data = parameter.data.float()
         mark = f".{name}."
-        named = {
-            given.replace(mark, "."): parameter
-            for given, parameter in module.named_parameters()
-            if ".lora_" in given and mark in given
+        parameters = {
+            full_name.replace(mark, "."): parameter
+            for full_name, parameter in module.named_parameters()
+            if ".lora_" in full_name and mark in full_name
         }
-        self._adapters[name] = _Adapter(named, torch.optim.AdamW(named.values()))
+        self._adapters[name] = _Adapter(parameters, torch.optim.AdamW(parameters.values()))
 
     def forget(self, name: str) -> None:
         """Take an adapter out of memory."""
@@ -139,20 +139,20 @@ class AdapterLearner:
     def forward(self, name: str, rows: Sequence[TargetRow], loss: RowLoss) -> tuple[float, list[Tensor]]:
         """The loss of all rows, and the log-probs of each row's targets, of their shape."""
         lora.activate(self._model.module, name)
-        total, found = 0.0, list[Tensor]()
+        total, logprobs = 0.0, list[Tensor]()
         with torch.no_grad():
             for part in self._passes(rows):
                 of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
                 total += float(_sum(part, of_targets, loss))
-                found += [one.cpu() for one in of_targets]
-        return total, found
+                logprobs += [tensor.cpu() for tensor in of_targets]
+        return total, logprobs
 
     def forward_backward(self, name: str, rows: Sequence[TargetRow], loss: RowLoss) -> tuple[float, list[Tensor]]:
         """As `forward`; the gradients are added to the adapter's, all or, if it raises, none."""
         lora.activate(self._model.module, name)
         adapter = self._adapters[name]
         parameters = list(adapter.parameters.values())
-        total, found = 0.0, list[Tensor]()
+        total, logprobs = 0.0, list[Tensor]()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         for part in self._passes(rows):
             of_targets = self._model.choices([(row.input_T, row.target_TC) for row in part])
@@ -162,10 +162,10 @@ class AdapterLearner:
                 if new is not None:
                     sum_ += new
             total += float(lost.detach())
-            found += [one.detach().cpu() for one in of_targets]
+            logprobs += [tensor.detach().cpu() for tensor in of_targets]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return total, found
+        return total, logprobs
 
     def step(self, name: str, adam: AdamStep) -> dict[str, float]:
         """An AdamW step from the gradients at hand, which are gone afterwards. Returns the norm of the gradient before
@@ -194,9 +194,11 @@ class AdapterLearner:
         adapter = self._adapters[name]
         tensors = {f"{_WEIGHT}/{key}": parameter.detach() for key, parameter in adapter.parameters.items()}
         for key, parameter in adapter.parameters.items():
-            tensors |= {f"{moment}/{key}": one for moment, one in adapter.optimizer.state.get(parameter, {}).items()}
+            tensors |= {
+                f"{moment}/{key}": tensor for moment, tensor in adapter.optimizer.state.get(parameter, {}).items()
+            }
         draft = file.with_name(f".{file.name}.draft")
-        save_file({key: one.cpu().contiguous() for key, one in tensors.items()}, draft)
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, draft)
         for path in (draft, file.parent):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -215,8 +217,8 @@ class AdapterLearner:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read the state in {str(file)!r}: {error}") from error
         weights = dict(_below(tensors, _WEIGHT))
-        if {key: one.shape for key, one in weights.items()} != {
-            key: one.shape for key, one in adapter.parameters.items()
+        if {key: tensor.shape for key, tensor in weights.items()} != {
+            key: tensor.shape for key, tensor in adapter.parameters.items()
         }:
             raise ModelError("the checkpoint is of an adapter of another rank, or on other layers")
         fresh = torch.optim.AdamW(adapter.parameters.values())
@@ -261,4 +263,4 @@ def _sum(rows: Sequence[TargetRow], of_targets: Sequence[Tensor], loss: RowLoss)
 
 def _below(tensors: Mapping[str, Tensor], name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors whose names begin with `name` and a slash, by the rest."""
-    return ((key.removeprefix(f"{name}/"), one) for key, one in tensors.items() if key.startswith(f"{name}/"))
+    return ((key.removeprefix(f"{name}/"), tensor) for key, tensor in tensors.items() if key.startswith(f"{name}/"))

@@ -28,7 +28,7 @@ class ReportedLengths:
 
 def group_spread(group: GroupRows) -> float | None:
     """The sample deviation of the rewards of its scored members; None with fewer than two, or only late ones."""
-    rewards = [one.reward for one in group.members if one.scored]
+    rewards = [member.reward for member in group.members if member.scored]
     return stdev(rewards) if len(rewards) > 1 and not group.taken_before else None
 
 
@@ -37,24 +37,24 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
     late members are here are left out. An unbiased estimate where groups close whole; where a quorum closes them, the
     members that end first are counted, and if success is quick the figure is too high."""
     successes = [
-        [one.success for one in group.members if one.scored and one.success is not None]
+        [member.success for member in group.members if member.scored and member.success is not None]
         for group in groups
         if group.members and not group.taken_before
     ]
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     k = 1
     while chosen := [group for group in successes if len(group) >= k]:
-        found[str(k)] = fmean(pass_at_k(len(group), sum(group), k) for group in chosen)
+        rates[str(k)] = fmean(pass_at_k(len(group), sum(group), k) for group in chosen)
         k *= 2
-    return found
+    return rates
 
 
 def lengths(members: Sequence[PlayedEpisode]) -> ReportedLengths:
     """Of these episodes."""
     return ReportedLengths(
         episodes=len(members),
-        turns=fmean(one.turns for one in members) if members else None,
-        tokens=fmean(one.tokens for one in members) if members else None,
+        turns=fmean(member.turns for member in members) if members else None,
+        tokens=fmean(member.tokens for member in members) if members else None,
     )
 
 
@@ -98,7 +98,7 @@ def by_environment(
 ) -> dict[str, EnvironmentReport]:
     """By the environment's id. `laid` are the step's passes, `computed` those that were run: one of `epochs` for each
     pass."""
-    return {env: _report([one for one in ready if one.env == env], laid, computed) for env in _ids(ready)}
+    return {env: _report([group for group in ready if group.env == env], laid, computed) for env in _ids(ready)}
 
 
 def _ids(ready: Sequence[GroupRows]) -> list[str]:
@@ -107,7 +107,7 @@ def _ids(ready: Sequence[GroupRows]) -> list[str]:
 
 def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[Computed]) -> EnvironmentReport:
     rows = [row for group in own for row in group.rows]
-    members = [one for group in own for one in group.members]
+    members = [member for group in own for member in group.members]
     episodes_E = torch.tensor(sorted({row.episode_id for row in rows}), dtype=torch.long)
 
     def of(pack: Pack, column_K: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[C
         reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
         success_mean=_mean([float(success) for group in own for success in group.successes]),
         pass_at=pass_at(own),
-        limited=_mean([float(one.limited) for one in members]),
+        limited=_mean([float(member.limited) for member in members]),
         played=lengths(members),
-        trained=lengths([one for one in members if one.trained]),
-        dropped=lengths([one for one in members if not one.trained]),
+        trained=lengths([member for member in members if member.trained]),
+        dropped=lengths([member for member in members if not member.trained]),
         groups_without_signal=sum(
             not any(row.has_signal for row in group.rows) for group in own if not group.taken_before
         ),

@@ -107,8 +107,8 @@ def prices(module: Any) -> Prices:
 def operations(module: Any, pack: Pack) -> float:
     """Floating-point operations of a pass forward and backward, with its share of those of its stem."""
     price = prices(module)
-    whole = price.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
-    return whole if pack.stem is None else whole - price.stem(pack.stem) * (1 - 1 / pack.stem.passes)
+    total = price.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
+    return total if pack.stem is None else total - price.stem(pack.stem) * (1 - 1 / pack.stem.passes)
 
 
 def pairs(queries: int, keys: int) -> int:

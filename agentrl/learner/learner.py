@@ -171,7 +171,7 @@ class Learner:
         self.worker.watch = Stopwatch()
         algorithms = {**self.algorithms, "algo": self.settings.algo if algo is None else algo}
         ready = self._passes.rows(groups, step_of, undone, max_lag, algo)
-        (part,) = self._passes.prepared([[one for one in ready if not one.skipped]], algorithms)
+        (part,) = self._passes.prepared([[group_rows for group_rows in ready if not group_rows.skipped]], algorithms)
         tally = StepTally(algorithms)
         self.worker.own_loss = own_loss
         try:
@@ -187,14 +187,14 @@ class Learner:
     def finish_step(self, parts: Sequence[Accumulated]) -> StepReport:
         """The second half: an optimizer step from the gradients of all `parts`, which is counted. Returns and raises as
         `step` does."""
-        tally, names = parts[0].tally, {name for one in parts for name in one.names}
-        for one in parts[1:]:
-            tally.merge(one.tally)
+        tally, names = parts[0].tally, {name for part in parts for name in part.names}
+        for part in parts[1:]:
+            tally.merge(part.tally)
         if names:
-            self._optimizer_step(names, torch.tensor(sum(one.loss for one in parts), dtype=torch.float64), tally)
-        ready = [rows for one in parts for rows in one.ready]
-        groups = [group for one in parts for group in one.groups]
-        return self._ended_step(groups, ready, [pack for one in parts for pack in one.packs], tally)
+            self._optimizer_step(names, torch.tensor(sum(part.loss for part in parts), dtype=torch.float64), tally)
+        ready = [rows for part in parts for rows in part.ready]
+        groups = [group for part in parts for group in part.groups]
+        return self._ended_step(groups, ready, [pack for part in parts for pack in part.packs], tally)
 
     def retune(self, settings: LearnerSettings) -> None:
         """Go on with the rates and bounds of `settings`, from the next step on. Models, algorithms and batches must be
@@ -207,7 +207,9 @@ class Learner:
         """Count a step whose updates are made."""
         lr, watch, tally = lr_of(self.optimizer), self.worker.watch, tally.on_host()
         on_every_rank(self.worker, EndStep())
-        self.state.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
+        self.state.trained.append(
+            tuple(trajectory.episode_id for group in groups for trajectory in group.trajectories if trajectory.scored)
+        )
         self._check_skipped()
         used = use(
             self.worker.module_of,

@@ -114,9 +114,9 @@ class Tracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
-        self.add(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
-        return made
+        result = (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
 
 
 def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
@@ -171,8 +171,8 @@ def _held(
             for layers in TRACED
         )
     times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
-    found = {name: getattr(less, name) for name in MemoryBudget.__slots__}
-    return MemoryBudget(**{name: size + (getattr(more, name) - size) * times for name, size in found.items()})
+    sizes = {name: getattr(less, name) for name in MemoryBudget.__slots__}
+    return MemoryBudget(**{name: size + (getattr(more, name) - size) * times for name, size in sizes.items()})
 
 
 def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
@@ -197,13 +197,13 @@ def _traced(
             model.layout = Counted
     optimizers = list(models.optimizers.values())
     (pack,) = packs([rows], 1 << 60)
-    found = stem(rows, passes)
-    if passes > 1 and len(found) and models.prompt_once:
-        pack = replace(pack, stem=found)
+    prompt_stem = stem(rows, passes)
+    if passes > 1 and len(prompt_stem) and models.prompt_once:
+        pack = replace(pack, stem=prompt_stem)
     tracker = Tracker()
     with tracker:
-        own, others = models.held()
-        weights, frozen = tracker.add(own), tracker.add(others)
+        learning, others = models.held()
+        weights, frozen = tracker.add(learning), tracker.add(others)
         for parameter in models.learned():
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
         gradients = tracker.now - weights - frozen
@@ -248,8 +248,8 @@ def hollow() -> Generator[None]:
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for part in module.modules() if recurse else (module,):
             for name, parameter in part._parameters.items():  # pyright: ignore[reportPrivateUsage]
-                if parameter is not None and (made := function(parameter.detach())).dtype != parameter.dtype:
-                    setattr(part, name, nn.Parameter(made, parameter.requires_grad))
+                if parameter is not None and (converted := function(parameter.detach())).dtype != parameter.dtype:
+                    setattr(part, name, nn.Parameter(converted, parameter.requires_grad))
         return module
 
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(nn.Module, "_apply", convert):
@@ -268,13 +268,13 @@ def _update(optimizers: Sequence[torch.optim.Optimizer], on_gpu: bool) -> None:
 def _along(pack: Pack, context: int) -> float:
     """The most that one of `context` ranks has of a pass's keys and values: a run of nodes has a copy of its path."""
     edges = sorted({0, 0 if pack.stem is None else len(pack.stem), len(pack.token_ids_N)})
-    found = [0] * context
+    lengths = [0] * context
     for span in pairwise(edges):
-        own = pieces(pack.branches, [span])
-        for rank, share in enumerate(spans(own, context)):
-            found[rank] += sum(len(one.path) for one in pieces(own, share))
-    whole = sum(len(one.path) for span in pairwise(edges) for one in pieces(pack.branches, [span]))
-    return max(found) / whole
+        branches = pieces(pack.branches, [span])
+        for rank, share in enumerate(spans(branches, context)):
+            lengths[rank] += sum(len(branch.path) for branch in pieces(branches, share))
+    total = sum(len(branch.path) for span in pairwise(edges) for branch in pieces(pack.branches, [span]))
+    return max(lengths) / total
 
 
 class Kernel:

@@ -89,9 +89,9 @@ class RankWorker:
     def _passes(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
         """The passes on this rank's device, grouped by shared prompt; the prompt's own backward pass comes after its
         group. The time goes to `part` of the step."""
-        for _, own in groupby(share, lambda one: (one.pack.policy, one.pack.stem)):
+        for _, group in groupby(share, lambda scheduled: (scheduled.pack.policy, scheduled.pack.stem)):
             with self.models.stem():
-                yield from ((one, self._on_device(one)) for one in own)
+                yield from ((scheduled, self._on_device(scheduled)) for scheduled in group)
             self.watch.lap(part)
             self.progress()
 
@@ -118,7 +118,7 @@ class RankWorker:
     def forward_backward(self, share: Sequence[Pass]) -> list[PassResult]:
         """Forward and backward; accumulate gradients."""
         results: list[PassResult] = []
-        for one, pack in self._passes(share, "backward"):
+        for scheduled, pack in self._passes(share, "backward"):
             others = {} if "proximal" in pack.columns else self.models.others(pack)
             trained = pack.algo.trained(self.step_index)
             with listening(self.routers_of(pack)) as heard:
@@ -136,7 +136,7 @@ class RankWorker:
             self.watch.lap("forward")
             self.progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
-            (loss.total * (1 / self.ranks.team if one.counts else 0)).backward()
+            (loss.total * (1 / self.ranks.team if scheduled.counts else 0)).backward()
             self.watch.lap("backward")
             self.progress()
         return self._sent(results)

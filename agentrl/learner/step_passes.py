@@ -133,7 +133,7 @@ class StepPasses:
         wanted = [pack for part in updates for pack in part if every or pack.algo.ahead]
         if not wanted:
             return [list(part) for part in updates]
-        columns = {id(wanted[at]): computed for at, computed in self._over_ranks(Forward, wanted).items()}
+        columns = {id(wanted[place]): computed for place, computed in self._over_ranks(Forward, wanted).items()}
         return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
     def _with_advantages(
@@ -148,8 +148,8 @@ class StepPasses:
             columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
             sizes = [len(pack.target_K) for pack in laid]
             advantages = {name: column.split(sizes) for name, column in algo.advantages(columns).items()}
-            for at, pack in enumerate(laid):
-                judged[id(pack)] = pack.having({name: of[at] for name, of in advantages.items()})
+            for place, pack in enumerate(laid):
+                judged[id(pack)] = pack.having({name: of[place] for name, of in advantages.items()})
         return [[judged[id(pack)] for pack in part] for part in updates]
 
     def accumulate(self, part: Sequence[Pack], tally: StepTally) -> tuple[set[str], Tensor]:
@@ -157,9 +157,9 @@ class StepPasses:
         worker = self._worker
         part = pulled(part, worker.routers_of, self._settings.train.balance_weight, self._routing)
         results = self._over_ranks(ForwardBackward, part)
-        for at, pack in enumerate(part):
-            tally.add_pass(pack, results[at])
-        loss = torch.stack([results[at].loss for at in range(len(part))]).sum()
+        for place, pack in enumerate(part):
+            tally.add_pass(pack, results[place])
+        loss = torch.stack([results[place].loss for place in range(len(part))]).sum()
         names = {
             policy_of(pack.policy) if name == "policy" else name
             for pack in part
@@ -170,7 +170,7 @@ class StepPasses:
     def _routing(self, part: Sequence[Pack]) -> list[Routed]:
         """The routers' choices in these passes, computed without gradients."""
         results = self._over_ranks(ForwardRouting, part)
-        return [results[at] for at in range(len(part))]
+        return [results[place] for place in range(len(part))]
 
     @property
     def _at_once(self) -> int:
@@ -187,8 +187,8 @@ class StepPasses:
         orders = [order(share) for share in shares for _ in range(team)]
         results = self._ranks.run(self._worker, orders)[::team]
         return {
-            one.at: result
+            scheduled.at: result
             for share, of_share in zip(shares, results, strict=True)
-            for one, result in zip(share, of_share, strict=True)
-            if one.counts
+            for scheduled, result in zip(share, of_share, strict=True)
+            if scheduled.counts
         }

@@ -193,8 +193,8 @@ class StepTally:
     def columns(self, n: int | None = None) -> dict[str, Tensor]:
         """Those that were measured, of the first `n` passes, or of all."""
         passes = self.tokens[:n]
-        names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
-        return {name: torch.cat([one[name] for one in passes]) for name in names}
+        names = [name for name in passes[0] if all(name in by_name for by_name in passes)] if passes else []
+        return {name: torch.cat([by_name[name] for by_name in passes]) for name in names}
 
     def add_update(self, loss: Tensor, grad_norm: float | None) -> None:
         """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
@@ -314,14 +314,14 @@ def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
     """Those of all scored tokens of an algorithm that knows them before the passes, else those of its passes."""
     early = [row for row in rows if "advantage" in row.columns]
     late = [pack for pack in laid if "advantage" in pack.columns and all(row.algo != pack.algo for row in early)]
-    found = [each.columns["advantage"] for each in (*early, *late)]
-    return torch.cat([column.cpu() for column in found]) if found else torch.zeros(0)
+    columns = [each.columns["advantage"] for each in (*early, *late)]
+    return torch.cat([column.cpu() for column in columns]) if columns else torch.zeros(0)
 
 
 def _rejected(laid: Sequence[Pack]) -> int:
     """How many episodes the algorithm left out of the loss: those with a sequence that is not kept."""
-    found = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
-    return len(torch.unique(torch.cat(found))) if found else 0
+    episodes = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
+    return len(torch.unique(torch.cat(episodes))) if episodes else 0
 
 
 class _ByFunction(TypedDict):

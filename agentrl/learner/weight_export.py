@@ -138,13 +138,13 @@ def hash_of(tensor: Tensor) -> str:
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS[flat.element_size()])
     factors = _factors(flat.device)
-    whole = len(words) - len(words) % _ROW
-    slabs = [*words[:whole].view(-1, _ROW).split(_ROWS.get(flat.device.type, 128)), words[whole:][None]]
+    full_count = len(words) - len(words) % _ROW
+    slabs = [*words[:full_count].view(-1, _ROW).split(_ROWS.get(flat.device.type, 128)), words[full_count:][None]]
     sums = [(slab.int() * factors[: slab.shape[1]]).sum(1, dtype=torch.int64) for slab in slabs]
-    found = len(words)
+    digest = len(words)
     for part in torch.cat(sums).tolist():
-        found = (found * _ODD + part) & _MASK
-    return f"{found:08x}"
+        digest = (digest * _ODD + part) & _MASK
+    return f"{digest:08x}"
 
 
 @cache
@@ -222,14 +222,14 @@ def take(module: Any, dtype: torch.dtype) -> WeightSnapshot | None:
     sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
     keeps = not sharded or distributed.get_rank() == 0
     device = next(iter(state.values())).device
-    whole: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
         cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
         full = gather(cast, name)
         if keeps:
-            whole[name] = full.to("cpu", copy=True) if sharded else full
+            weights[name] = full.to("cpu", copy=True) if sharded else full
     _settle(device, sharded)
-    return WeightSnapshot(checkpoint_names(module, whole), device) if keeps else None
+    return WeightSnapshot(checkpoint_names(module, weights), device) if keeps else None
 
 
 def _settle(device: torch.device, sharded: bool) -> None:

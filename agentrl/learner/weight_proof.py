@@ -34,13 +34,13 @@ def proof_of(
     tokens = probe_tokens(learner.models.of(role).vocab, min(PROBE, most_tokens))
     merged = train.lora_rank > 0 and not as_adapter
     rounded = dtype == "float32" or not (merged or train.compile)  # else weights are no layer's own, or fused
-    held: torch.dtype = getattr(torch, dtype) if rounded else torch.float32
+    probe_dtype: torch.dtype = getattr(torch, dtype) if rounded else torch.float32
     return Canary(
         version=version,
         token_ids=tokens,
-        logprobs=learner.score(tokens, held, role=role),
+        logprobs=learner.score(tokens, probe_dtype, role=role),
         dtype=dtype,
         rounded=rounded,
         fingerprints=fingerprints,
-        by_role={role: learner.score(tokens, held, role=role) for role in adapted},
+        by_role={role: learner.score(tokens, probe_dtype, role=role) for role in adapted},
     )

@@ -129,14 +129,14 @@ def save(
     this process's to write. Raises RunFailed if what another rank wrote is not there."""
     may_appear()
     root, folder = draft.parent, draft.parent / name_of(state.step)
-    given = contents(module, optimizers, parts, own) if found is None else found
+    entries = contents(module, optimizers, parts, own) if found is None else found
     try:
         copy_description(model_folder, draft)
         for role, model in own.items():
             of_role(draft, role).mkdir(parents=True)
             copy_description(model.folder, of_role(draft, role))
         progress()
-        for name, content in given:
+        for name, content in entries:
             if name == SHARDS:
                 optimizer_state.write(draft / SHARDS, 0, content, progress)
             else:
@@ -211,15 +211,15 @@ def copied(
     ]
     live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
     places = {local(tensor).untyped_storage().data_ptr() for tensor in _tensors(live)}
-    return [(name, _kept(found, places)) for name, found in contents(module, optimizers, parts, own)]
+    return [(name, _kept(content, places)) for name, content in contents(module, optimizers, parts, own)]
 
 
 def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
     """About what `copied` takes, on all ranks of the machine: weights whole, and what optimizers remember."""
-    held = [*(master_weights.state(each) for each in (module, *(model.module for model in own.values())))]
+    weights = [*(master_weights.state(each) for each in (module, *(model.module for model in own.values())))]
     return sum(
         tensor.nbytes
-        for tensor in _tensors([held, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]])
+        for tensor in _tensors([weights, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]])
     )
 
 
@@ -257,8 +257,8 @@ def _kept(found: Any, places: Set[int]) -> Any:
     if isinstance(found, dict):
         return {key: _kept(item, places) for key, item in cast("dict[Any, Any]", found).items()}
     if isinstance(found, list | tuple):
-        made = [_kept(item, places) for item in cast("Sequence[Any]", found)]
-        return made if isinstance(found, list) else tuple(made)
+        items = [_kept(item, places) for item in cast("Sequence[Any]", found)]
+        return items if isinstance(found, list) else tuple(items)
     return found
 
 

@@ -56,6 +56,6 @@ def _fault(folder: Path, progress: Callable[[], None]) -> str | None:
 
 def _set_aside(folder: Path) -> Path:
     """Rename a checkpoint, so that no reader takes it for one."""
-    names = (f"{_ASIDE}{folder.name}{f'-{at}' if at else ''}" for at in range(1_000_000))
+    names = (f"{_ASIDE}{folder.name}{f'-{number}' if number else ''}" for number in range(1_000_000))
     aside = next(path for name in names if not (path := folder.with_name(name)).exists())
     return folder.rename(aside)

@@ -168,17 +168,17 @@ def group_rows(
 
 def _scores(counted: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
     """By reward function: its sum over the turns of each episode that it scored. Only numbers count."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    by_function: defaultdict[str, list[float]] = defaultdict(list)
     for member in counted:
-        own: defaultdict[str, float] = defaultdict(float)
+        sums: defaultdict[str, float] = defaultdict(float)
         for turn in member.turns:
             scores: object = None if turn.step is None else turn.step.info.get("scores")
             for name, value in cast("Mapping[str, object]", scores).items() if isinstance(scores, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
-                    own[name] += value
-        for name, value in own.items():
-            found[name].append(value)
-    return {name: tuple(values) for name, values in sorted(found.items())}
+                    sums[name] += value
+        for name, value in sums.items():
+            by_function[name].append(value)
+    return {name: tuple(values) for name, values in sorted(by_function.items())}
 
 
 def _scores_late(counted: Sequence[Trajectory]) -> dict[str, int]:
@@ -198,12 +198,12 @@ def _played(group: Group, rows: Sequence[Row]) -> tuple[PlayedEpisode, ...]:
     return tuple(
         PlayedEpisode(
             env=group.task.env,
-            turns=len(own := [turn for turn in member.turns if turn.learns]),
-            tokens=sum(len(turn.token_ids) for turn in own),
+            turns=len(learning_turns := [turn for turn in member.turns if turn.learns]),
+            tokens=sum(len(turn.token_ids) for turn in learning_turns),
             trained=trained[member.episode_id],
             scored=member.scored,
             limited=member.stop_reason in _LIMITS,
-            reward=(member.outcome or 0.0) + sum(turn.reward for turn in own),
+            reward=(member.outcome or 0.0) + sum(turn.reward for turn in learning_turns),
             success=member.success,
         )
         for member in (*group.trajectories, *group.left_out)

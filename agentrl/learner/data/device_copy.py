@@ -22,19 +22,19 @@ _ALIGNED = 16  # bytes
 def moved(value: Any, device: torch.device | str) -> Any:
     """A record of tensors, or of records of them, with every tensor on `device`: in one copy, for which a device's
     queue is not waited for. What comes from there is waited for."""
-    there, away = torch.device(device), dict[int, Tensor]()
+    target, away = torch.device(device), dict[int, Tensor]()
 
     def ask(tensor: Tensor) -> Tensor:
-        any_will_do = there.type == "cpu" or there == torch.device(there.type)
-        if tensor.device.type != there.type or (tensor.device != there and not any_will_do):
+        any_will_do = target.type == "cpu" or target == torch.device(target.type)
+        if tensor.device.type != target.type or (tensor.device != target and not any_will_do):
             away.setdefault(id(tensor), tensor)
         return tensor
 
     each_tensor(value, ask)
     if not away:
         return value
-    found = dict(zip(away, _copied(list(away.values()), there), strict=True))
-    return each_tensor(value, lambda tensor: found.get(id(tensor), tensor))
+    copies = dict(zip(away, _copied(list(away.values()), target), strict=True))
+    return each_tensor(value, lambda tensor: copies.get(id(tensor), tensor))
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -42,8 +42,8 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: each_tensor(getattr(value, field.name), change) for field in fields(value) if field.init}
-        return replace(value, **named)
+        changed = {field.name: each_tensor(getattr(value, field.name), change) for field in fields(value) if field.init}
+        return replace(value, **changed)
     if isinstance(value, Mapping):
         return {name: each_tensor(item, change) for name, item in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, tuple | list):
@@ -58,8 +58,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     piece = parts[0].new_empty(starts[-1], pin_memory=device.type == "cuda")
     for start, part in zip(starts, parts, strict=False):
         piece[start : start + len(part)] = part
-    there = piece.to(device, non_blocking=device.type == "cuda")  # pinned memory is kept until it was read
+    on_device = piece.to(device, non_blocking=device.type == "cuda")  # pinned memory is kept until it was read
     return [
-        there[start : start + len(part)].view(tensor.dtype).view(tensor.shape)
+        on_device[start : start + len(part)].view(tensor.dtype).view(tensor.shape)
         for start, part, tensor in zip(starts, parts, tensors, strict=False)
     ]

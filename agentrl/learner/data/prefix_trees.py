@@ -167,14 +167,14 @@ def _shared(one: Tensor, other: Tensor) -> int:
 
 def chains(rows: Sequence[Row]) -> list[PrefixTree]:
     """A tree of each row; rows that are its beginning lie in it. None has a second branch."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for index in _order(rows):
-        ids, longest = rows[index].token_ids, rows[found[-1][0]].token_ids if found else ()
-        if found and longest[: len(ids)] == ids:
-            found[-1].append(index)
+        ids, longest = rows[index].token_ids, rows[runs[-1][0]].token_ids if runs else ()
+        if runs and longest[: len(ids)] == ids:
+            runs[-1].append(index)
         else:
-            found.append([index])
-    return [build_tree([rows[index] for index in part]) for part in sorted(map(sorted, found))]
+            runs.append([index])
+    return [build_tree([rows[index] for index in part]) for part in sorted(map(sorted, runs))]
 
 
 def forest(rows: Sequence[Row], budget: int) -> list[PrefixTree]:
@@ -186,13 +186,13 @@ def forest(rows: Sequence[Row], budget: int) -> list[PrefixTree]:
     shared = [0, *map(_shared, ids, ids[1:])]  # of a row and the one before it
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the first rows: nodes, trees, where their last tree begins
     for stop in range(1, len(ids) + 1):
-        size, found = 0, list[tuple[int, int, int]]()
+        size, options = 0, list[tuple[int, int, int]]()
         for start in reversed(range(stop)):  # a tree of the rows from start to stop
             size += len(ids[start]) - (shared[start + 1] if start + 1 < stop else 0)
-            if size > budget and found:
+            if size > budget and options:
                 break
-            found.append((best[start][0] + size, best[start][1] + 1, start))
-        best.append(min(found))
+            options.append((best[start][0] + size, best[start][1] + 1, start))
+        best.append(min(options))
     parts: list[list[int]] = []
     stop = len(ids)
     while stop:
@@ -213,16 +213,16 @@ def packs(
     """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
     each policy, and of each algorithm, have passes of their own. If nothing is `shared`, each row
     is a tree. With `stems`, groups that are divided have them where that pays."""
-    return [pack for own in kinds(groups) for pack in _packs(own, budget, device, shared, stems)]
+    return [pack for kind_groups in kinds(groups) for pack in _packs(kind_groups, budget, device, shared, stems)]
 
 
 def kinds(groups: Sequence[Sequence[Row]]) -> list[list[list[Row]]]:
     """The rows of each group by their policy and algorithm."""
-    found: list[tuple[str | None, Algorithm]] = []
+    distinct: list[tuple[str | None, Algorithm]] = []
     for row in (row for rows in groups for row in rows):
-        if (row.policy, row.algo) not in found:
-            found.append((row.policy, row.algo))
-    return [[[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in found]
+        if (row.policy, row.algo) not in distinct:
+            distinct.append((row.policy, row.algo))
+    return [[[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in distinct]
 
 
 def _packs(
@@ -233,8 +233,8 @@ def _packs(
     apart: list[Pack] = []
     for rows in filter(None, groups):
         trees = forest(rows, budget) if shared else chains(rows)
-        if stems and shared and (own := grown(trees, device)):
-            apart += own
+        if stems and shared and (stem_packs := grown(trees, device)):
+            apart += stem_packs
             continue
         for tree in trees:
             size = len(tree.token_ids_N)
@@ -251,21 +251,23 @@ def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 
     must; else none. Of several `ranks` each computes the stem, and some of the passes. Of a mixture a node of the stem
     has the experts of the group's first row that tells any, in every pass."""
     rows = [row for tree in trees for row in tree.rows]
-    found = stem(rows, len(trees))
+    shared_stem = stem(rows, len(trees))
     sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
     without = sum(sizes) / ranks
     rounds = sizes[::ranks]  # the most that a rank computes in each
-    if len(found) + sum(rounds) - len(rounds) * len(found) > (1 - _SAVED) * without:
+    if len(shared_stem) + sum(rounds) - len(rounds) * len(shared_stem) > (1 - _SAVED) * without:
         return []
-    size = len(found)
+    size = len(shared_stem)
     prefix_experts = [None if row.chosen is None else row.chosen[:size] for row in rows]
     prompt = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in prefix_experts], size)
     if prompt.chosen_NLK is not None:
-        found = replace(found, experts=blake2b(prompt.chosen_NLK.numpy().tobytes(), digest_size=16).digest())
-    made = [replace(_pack([tree], device, prompt.chosen_NLK), stem=found) for tree in trees]
-    first = made[0].routes
+        shared_stem = replace(
+            shared_stem, experts=blake2b(prompt.chosen_NLK.numpy().tobytes(), digest_size=16).digest()
+        )
+    passes = [replace(_pack([tree], device, prompt.chosen_NLK), stem=shared_stem) for tree in trees]
+    first = passes[0].routes
     assert first is not None, "every pass has"
-    return [replace(made[0], routes=replace(first, differing=first.differing + prompt.differing)), *made[1:]]
+    return [replace(passes[0], routes=replace(first, differing=first.differing + prompt.differing)), *passes[1:]]
 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:

@@ -29,9 +29,9 @@ class Ragged:
         """That of a whole column."""
         heads: list[int] = []
         numbers: list[float] = []
-        for head, own in sampling_mask.parts(values):
+        for head, tail in sampling_mask.parts(values):
             heads.append(head)
-            numbers += own
+            numbers += tail
         return cls(torch.tensor(heads, dtype=torch.long), torch.tensor(numbers, dtype=torch.int32))
 
     @classmethod

@@ -87,9 +87,9 @@ def rows_of(
 ) -> list[Row]:
     """All rows of an episode, with every token that learns, however old: see `lag_bound`. Raises ValueError for a turn
     without any context: nothing predicts its first token."""
-    turns, named = trajectory.turns, {**known(), KEPT: column(KEPT)}
+    turns, column_kinds = trajectory.turns, {**known(), KEPT: column(KEPT)}
     continued = {turn.parent for turn in turns}
-    ragged = {name for name, of in named.items() if of.ragged}
+    ragged = {name for name, of in column_kinds.items() if of.ragged}
     known_images = images.of_steps(trajectory.start, (turn.step for turn in turns))
     seen: set[int] = set()
     rows: list[Row] = []
@@ -98,7 +98,7 @@ def rows_of(
         token_ids: list[int] = []
         place: list[int] = []
         observed: list[int] = []
-        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared, *named)}
+        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared, *column_kinds)}
         for turn in _path(turns, leaf):
             token_ids += turn.prompt_ids
             if not token_ids and turn.token_ids:
@@ -110,7 +110,11 @@ def rows_of(
             seen.add(turn.index)
             place += range(start, len(token_ids))
             if algo.observes and turn.parent is not None:
-                observed += (at for at in range(start - len(turn.prompt_ids), start) if token_ids[at] < images.FIRST)
+                observed += (
+                    position
+                    for position in range(start - len(turn.prompt_ids), start)
+                    if token_ids[position] < images.FIRST
+                )
             n = len(turn.token_ids)
             values["behaviour"] += turn.logprobs
             for span in turn.spans:
@@ -122,7 +126,7 @@ def rows_of(
             for name, column_T in prepared.items():
                 values[name] += [float(column_T[turn.index])] * n
             values["weight"] += [1.0] * n
-            for name in named:
+            for name in column_kinds:
                 values[name] += filled(name, turn.columns, n)
         if place:
             rows.append(
@@ -134,7 +138,9 @@ def rows_of(
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
                     columns={
-                        name: _tensor(name, numbers, named) for name, numbers in values.items() if name not in ragged
+                        name: _tensor(name, numbers, column_kinds)
+                        for name, numbers in values.items()
+                        if name not in ragged
                     },
                     ragged={name: Ragged.of(values[name]) for name in ragged},
                     chosen=expert_records.told((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),

@@ -48,9 +48,9 @@ def stretched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def restart(module: nn.Module) -> None:
     """Forget the longest row so far."""
     for part, _ in stretched(module):
-        for name, whole in list(part.named_buffers(recurse=False)):
+        for name, buffer in list(part.named_buffers(recurse=False)):
             if name.endswith("original_inv_freq"):
-                part.register_buffer(name.replace("original_inv_freq", "inv_freq"), whole, persistent=False)
+                part.register_buffer(name.replace("original_inv_freq", "inv_freq"), buffer, persistent=False)
         for name in [name for name in vars(part) if name.endswith("max_seq_len_cached")]:
             setattr(part, name, part.original_max_seq_len)
 
@@ -82,15 +82,15 @@ class Roots:
 
     def hear(self, heard: RouterRecord) -> None:
         """Keep the routers' record of the stem's own pass."""
-        masses = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
+        masses = {mixture: _Lent(mass_E) for mixture, mass_E in heard.mass.items()}
         self._masses = list(masses.values())
-        self.heard = replace(heard, mass={at: one.leaf for at, one in masses.items()})
+        self.heard = replace(heard, mass={mixture: loan.leaf for mixture, loan in masses.items()})
 
     @property
     def size_bytes(self) -> int:
         """Of what is lent, and of the sums of its gradients."""
         lent = [*chain(*self._lent.values()), *self._masses]
-        return sum(one.made.nbytes + sum(of.nbytes for of in one.sums) for one in lent)
+        return sum(loan.made.nbytes + sum(of.nbytes for of in loan.sums) for loan in lent)
 
     def end(self, output: Tensor) -> None:
         """What the stem's own pass returned. FSDP gathers a layer for its backward pass when a gradient comes to its
@@ -99,11 +99,11 @@ class Roots:
 
     def backward(self) -> None:
         """Add the gradients of all passes to those of the stem's parameters; once."""
-        lent = [one for one in (*chain(*self._lent.values()), *self._masses) if one.sums]
+        lent = [loan for loan in (*chain(*self._lent.values()), *self._masses) if loan.sums]
         if not lent:
             return  # nothing is trained
-        tensors = [one.made for one in lent]
-        grads = [one.sums[0].to(one.made.dtype) for one in lent]
+        tensors = [loan.made for loan in lent]
+        grads = [loan.sums[0].to(loan.made.dtype) for loan in lent]
         if self._end is not None and self._end.requires_grad:
             tensors.append(self._end)
             grads.append(torch.zeros_like(self._end))

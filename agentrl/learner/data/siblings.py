@@ -50,7 +50,7 @@ def turn_columns(group: Group, algo_of: Callable[[str], Algorithm], quorum: int 
     for judging in dict.fromkeys(panels):
         judges = {judge: record[judge] for judge in judging}
         by_panel[judging] = _judged(members, places, group.size, judged | judges, judges, algo_of)
-    return [by_panel[judging][at] for at, judging in enumerate(panels)]
+    return [by_panel[judging][number] for number, judging in enumerate(panels)]
 
 
 def _judged(
@@ -62,7 +62,7 @@ def _judged(
     algo_of: Callable[[str], Algorithm],
 ) -> list[TurnColumns]:
     """The columns of the trajectories, each at its place among `size` siblings, if `judges` form the baseline."""
-    scored_G, judges_G = (torch.tensor([place in those for place in range(size)]) for those in (records, judges))
+    scored_G, judges_G = (torch.tensor([place in by_place for place in range(size)]) for by_place in (records, judges))
     prepared: list[TurnColumns] = [{} for _ in members]
     for role in dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns):
         rewards = [records[place].rewards.get(role, ()) if place in records else () for place in range(size)]

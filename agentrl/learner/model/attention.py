@@ -105,8 +105,8 @@ def tree_attention(
 
 def refuse_unknown(given: Mapping[str, object]) -> None:
     """Raises ValueError for a number or tensor that may change the scores."""
-    for name, what in given.items():
-        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
+    for name, value in given.items():
+        if name not in _NO_SCORES and value is not None and not isinstance(value, bool):
             raise ValueError(f"its attention takes {name!r}")
 
 
@@ -319,8 +319,8 @@ class Subtrees:
 
 def _numbered(first_B: Tensor, count_B: Tensor) -> Tensor:
     """So many numbers from each first one on, one after the other."""
-    at = torch.arange(int(count_B.sum()), device=first_B.device)
-    return at + (first_B - count_B.cumsum(0) + count_B).repeat_interleave(count_B)
+    positions = torch.arange(int(count_B.sum()), device=first_B.device)
+    return positions + (first_B - count_B.cumsum(0) + count_B).repeat_interleave(count_B)
 
 
 def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,11 +387,11 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
     for window in (None, 40) if shape.windows else (None,):
         exact = _outcome(Paths(branches, device), [part.float() for part in parts], window)
         try:
-            found = _outcome(layout(branches, device), parts, window)
+            computed = _outcome(layout(branches, device), parts, window)
         except Exception as error:  # kernels and compilers fail in many ways
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return f"it fails on {device.type} in {_short(dtype)} ({reason})"
-        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(computed, exact, strict=True))
         if not worst <= max(2 * torch.finfo(dtype).eps, 1e-3):
             return f"it is {worst:.1g} off on {device.type} in {_short(dtype)}"
     return None
@@ -400,9 +400,9 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
 @torch.enable_grad()
 def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
     """The outputs of attention, and their gradients."""
-    query, key, value, *sinks = asked = [part.clone().requires_grad_() for part in parts]
+    query, key, value, *sinks = inputs = [part.clone().requires_grad_() for part in parts]
     output = layout.attend(query, key, value, window, None, *sinks)
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), asked)]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]
 
 
 def _short(dtype: torch.dtype) -> str:

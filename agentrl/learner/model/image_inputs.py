@@ -33,11 +33,11 @@ class ImageInputs:
         if not len(pack.images):
             return {}
         spans = list(images.runs(ids_N.tolist()))
-        own = [pack.images[token] for token in dict.fromkeys(token for token, _, _ in spans)]
-        read = [self._patches(image) for image in own]
+        shown_images = [pack.images[token] for token in dict.fromkeys(token for token, _, _ in spans)]
+        read = [self._patches(image) for image in shown_images]
         patches, grid = (torch.cat(parts).to(ids_N.device) for parts in zip(*read, strict=True))
         tokens = module.model.get_image_features(patches, grid).pooler_output
-        by_token = {image.token: tokens_NH for image, tokens_NH in zip(own, tokens, strict=True)}
+        by_token = {image.token: tokens_NH for image, tokens_NH in zip(shown_images, tokens, strict=True)}
         shown_NH = torch.cat([by_token[token] for token, _, _ in spans])
         places_N = torch.cat([torch.arange(start, stop) for _, start, stop in spans]).to(ids_N.device)
         text_N = ids_N.masked_fill(ids_N >= images.FIRST, self._vision.placeholder)

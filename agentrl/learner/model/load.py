@@ -44,14 +44,14 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
 
     def loaded(attention: str) -> tuple[Any, dict[str, Any]]:
-        with _spread(ranks) as asked:
+        with _spread(ranks) as options:
             return _kind(folder).from_pretrained(
                 folder,
                 dtype=torch.float32,
                 attn_implementation=_attending(folder, attention),
                 local_files_only=True,
                 output_loading_info=True,
-                **asked,
+                **options,
             )
 
     try:
@@ -96,9 +96,9 @@ def _check_tied(module: Any, folder: Path) -> None:
         return
     tied = getattr(module, "_tied_weights_keys", None)  # transformers unties a model whose file has both
     tied = cast("dict[str, str]", tied) if isinstance(tied, dict) else {}
-    held = {name: file for file in folder.glob("*.safetensors") for name in _names(file)}
+    files = {name: file for file in folder.glob("*.safetensors") for name in _names(file)}
     for name, source in tied.items():
-        if name in held and source in held and not torch.equal(*(_tensor(held[key], key) for key in (name, source))):
+        if name in files and source in files and not torch.equal(*(_tensor(files[key], key) for key in (name, source))):
             hint = "give config.json tie_word_embeddings = false, or remove the tensor"
             raise ModelError(f"{str(folder)!r} ties {name!r} to {source!r}, and its file has another {name!r}: {hint}")
 
@@ -119,11 +119,11 @@ def _check_tokens(module: Any, folder: Path) -> None:
     file, rows = folder / "tokenizer.json", module.get_input_embeddings().num_embeddings
     if not file.is_file():
         return
-    found = json.loads(file.read_text())
-    vocab = found.get("model", {}).get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], at) for at, entry in enumerate(vocab))
-    pairs = [*pairs, *((added["content"], added["id"]) for added in found.get("added_tokens", ()))]
-    beyond = sorted({(at, token) for token, at in pairs if at >= rows})
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], token_id) for token_id, entry in enumerate(vocab))
+    pairs = [*pairs, *((added["content"], added["id"]) for added in tokenizer.get("added_tokens", ()))]
+    beyond = sorted({(token_id, token) for token, token_id in pairs if token_id >= rows})
     if not beyond:
         return
     templates = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*.jinja")]
@@ -131,10 +131,11 @@ def _check_tokens(module: Any, folder: Path) -> None:
     described = folder / "tokenizer_config.json"
     facts = json.loads(described.read_text()) if described.is_file() else {}
     texts += [json.dumps(facts.get(key, ""), ensure_ascii=False) for key in ("chat_template", "eos_token")]
-    needed = next(((at, token) for at, token in beyond if any(token in text for text in texts)), None)
-    at, token = needed or beyond[0]
+    needed = next(((token_id, token) for token_id, token in beyond if any(token in text for text in texts)), None)
+    token_id, token = needed or beyond[0]
     problem = (
-        f"the tokenizer in {str(folder)!r} has {len(beyond)} tokens beyond the model's {rows}, such as {token!r} ({at})"
+        f"the tokenizer in {str(folder)!r} has {len(beyond)} tokens beyond the model's {rows}, such as {token!r} "
+        f"({token_id})"
     )
     if needed:
         raise ModelError(f"{problem}, which its conversations need: resize the model's embeddings to the tokenizer")

@@ -123,12 +123,12 @@ class Places:
     def cut(self, edges: Sequence[int]) -> list[tuple[slice, Tensor, Tensor]]:
         """Those between each two edges of rows: which of them in their order, their rows from the first edge, ids."""
         if not len(self.row_I):
-            at = [0] * len(edges)
+            bounds = [0] * len(edges)
         elif self._before_P is not None:
-            at = self._before_P[list(edges)].tolist()
+            bounds = self._before_P[list(edges)].tolist()
         else:
-            at = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
-        spans = [slice(start, stop) for start, stop in pairwise(at)]
+            bounds = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()
+        spans = [slice(start, stop) for start, stop in pairwise(bounds)]
         return [(span, self.row_I[span] - edge, self.id_I[span]) for span, edge in zip(spans, edges, strict=False)]
 
 
@@ -150,12 +150,15 @@ class TokenQuery:
         """The chunks of so many rows; the blocks of each, by their rows from the first of the chunk, and the places in
         them."""
         spans = [range(first, min(first + self.rows, count)) for first in range(0, count, self.rows)]
-        edges = [*(at for span in spans for at in span[:: self.block]), count]
+        edges = [*(start for span in spans for start in span[:: self.block]), count]
         blocks = zip(pairwise(edges), self.own.cut(edges), self.plain.cut(edges), strict=True)
         for span in spans:
             inside = islice(blocks, len(span[:: self.block]))
-            found = [(slice(at - span.start, end - span.start), own, plain) for (at, end), own, plain in inside]
-            yield slice(span.start, span.stop), found
+            chunk_blocks = [
+                (slice(start - span.start, end - span.start), own_places, plain)
+                for (start, end), own_places, plain in inside
+            ]
+            yield slice(span.start, span.stop), chunk_blocks
 
 
 def statistics(
@@ -174,7 +177,7 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden_PH.dtype, torch.float32)
         own_I, plain_O, entropy_P = (
-            hidden_PH.new_empty(len(what), dtype=dtype) for what in (asked.own.row_I, asked.plain.row_I, hidden_PH)
+            hidden_PH.new_empty(len(places), dtype=dtype) for places in (asked.own.row_I, asked.plain.row_I, hidden_PH)
         )
         # Without parameters there is nothing to compute again.
         keeps = any(ctx.needs_input_grad) and parameters and len(hidden_PH) <= asked.rows
@@ -186,13 +189,13 @@ class _Statistics(torch.autograd.Function):
             if keeps:
                 ctx.kept = part_CH, logits_CV
             logits_CV = logits_CV.detach()
-            for block, (own, own_row, own_id), (plain, plain_row, plain_id) in blocks:
+            for block, (own_span, own_row, own_id), (plain, plain_row, plain_id) in blocks:
                 wide_bV = logits_CV[block].to(dtype)
                 if len(plain_row):
                     plain_O[plain] = wide_bV[plain_row, plain_id] - wide_bV.logsumexp(-1)[plain_row]
                 scaled_bV = wide_bV if asked.temperature == 1.0 else wide_bV / asked.temperature
                 logprobs_bV = scaled_bV.log_softmax(-1)
-                own_I[own] = logprobs_bV[own_row, own_id]
+                own_I[own_span] = logprobs_bV[own_row, own_id]
                 entropy_P[rows][block] = -logprobs_bV.exp().mul_(logprobs_bV).sum(-1)
             del logits_CV
         ctx.set_materialize_grads(False)
@@ -205,40 +208,40 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         a_I, b_O, h_P = grads
         hidden_PH, *parameters = ctx.saved_tensors
-        asked: TokenQuery = ctx.asked
+        query: TokenQuery = ctx.asked
         wanted = ctx.needs_input_grad[3:]
         trained = [parameter for parameter, wants in zip(parameters, wanted, strict=True) if wants]
         sums: list[Tensor] = []
         dhidden_PH = torch.empty_like(hidden_PH)
-        for rows, blocks in asked.chunks(len(hidden_PH)):
-            kept, ctx.kept = ctx.kept, None  # its numbers are overwritten: a second backward pass makes its own
-            if kept is None:
+        for rows, blocks in query.chunks(len(hidden_PH)):
+            computed, ctx.kept = ctx.kept, None  # its numbers are overwritten: a second backward pass makes its own
+            if computed is None:
                 part_CH = hidden_PH[rows].detach().requires_grad_()
                 with torch.enable_grad():
-                    kept = part_CH, ctx.head(part_CH)
-            part_CH, logits_CV = kept
+                    computed = part_CH, ctx.head(part_CH)
+            part_CH, logits_CV = computed
             own_CV = logits_CV.detach()
             # Without a head the logits are the input, which others may read.
             dlogits_CV = own_CV if parameters else torch.empty_like(own_CV)
-            for block, (own, *own_at), (plain, *plain_at) in blocks:
+            for block, (own_span, *own_at), (plain, *plain_at) in blocks:
                 dlogits_CV[block] = _gradient(
                     own_CV[block],
-                    asked.temperature,
-                    (own_at, None if a_I is None else a_I[own]),
+                    query.temperature,
+                    (own_at, None if a_I is None else a_I[own_span]),
                     (plain_at, None if b_O is None else b_O[plain]),
                     None if h_P is None else h_P[rows][block],
                 )
-            dhidden_PH[rows], *found = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
-            del kept, logits_CV, own_CV, dlogits_CV
-            wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in found]
+            dhidden_PH[rows], *gradients = torch.autograd.grad(logits_CV, [part_CH, *trained], dlogits_CV)
+            del computed, logits_CV, own_CV, dlogits_CV
+            wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             for total, gradient in zip(sums, wide, strict=False):
                 total += gradient
             sums = sums or wide
-            del found, wide
+            del gradients, wide
         if not len(hidden_PH):
             sums = [torch.zeros_like(tensor) for tensor in trained]
-        given = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
-        return dhidden_PH, None, None, *(next(given) if wants else None for wants in wanted)
+        totals = iter(total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
+        return dhidden_PH, None, None, *(next(totals) if wants else None for wants in wanted)
 
 
 def _gradient(
@@ -250,9 +253,9 @@ def _gradient(
 ) -> Tensor:
     """dz of the formula above, in float32."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    (at, a_I), (plain_at, b_O) = own, plain
+    (own_at, a_I), (plain_at, b_O) = own, plain
     scaled_CV = wide_CV if temperature == 1.0 else wide_CV / temperature
-    total_C1 = _sums(wide_CV, at[0], a_I)
+    total_C1 = _sums(wide_CV, own_at[0], a_I)
     if h_C is None:
         found_CV = scaled_CV.softmax(-1).mul_(-total_C1)
     else:
@@ -262,7 +265,7 @@ def _gradient(
         found_CV = logprobs_CV.add_(entropy_C1).mul_(h_C[:, None]).add_(total_C1).mul_(probs_CV).neg_()
         del probs_CV
     del scaled_CV
-    _scatter(found_CV, at, a_I)
+    _scatter(found_CV, own_at, a_I)
     if temperature != 1.0:
         found_CV.div_(temperature)
     if b_O is not None and len(b_O):

@@ -67,8 +67,8 @@ class LoraTarget:
     @property
     def names(self) -> frozenset[str]:
         """The names that a target may use for it, without expert numbers."""
-        own = {self.name, f"{self.name}.{self.parameter}"} if self.parameter else {self.name}
-        return frozenset(own | set(self.divided))
+        names = {self.name, f"{self.name}.{self.parameter}"} if self.parameter else {self.name}
+        return frozenset(names | set(self.divided))
 
     @property
     def divided(self) -> tuple[str, ...]:
@@ -90,9 +90,9 @@ def choose(module: Any, targets: Sequence[str]) -> list[LoraTarget]:
         raise ValueError(f"the model has no layer called {unknown[0]!r}")
     chosen = [part for part in parts if any(_named(part.names, target) for target in targets)]
     for part in chosen:
-        whole = part.names - set(part.divided)
-        named = [any(_named({name}, target) for target in targets) for name in part.divided]
-        if any(named) and not all(named) and not any(_named(whole, target) for target in targets):
+        whole_names = part.names - set(part.divided)
+        targeted = [any(_named({name}, target) for target in targets) for name in part.divided]
+        if any(targeted) and not all(targeted) and not any(_named(whole_names, target) for target in targets):
             halves = " and ".join(repr(name.rpartition(".")[2]) for name in part.divided)
             raise ValueError(f"{part.name}.{part.parameter} is one tensor: name {halves}, or neither")
     return chosen
@@ -103,7 +103,7 @@ def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Pie
     keeps the stack. Transformers divides numbered rows to find them, so no architecture needs to be known here."""
     rows: dict[str, torch.Tensor] = {}
     owner: list[str] = []
-    found: dict[str, list[Piece]] = {name: [] for name in stacks}
+    by_stack: dict[str, list[Piece]] = {name: [] for name in stacks}
     with unset_fake_temporarily():  # numbers of rows, also for a model that has none
         for name, (experts, out, _) in stacks.items():
             rows[name] = (len(owner) + torch.arange(experts * out)).view(experts, out, 1).expand(-1, -1, 2)
@@ -113,8 +113,8 @@ def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Pie
                 continue
             stack = owner[first := int(numbers[0, 0])]
             expert, start = divmod(first - int(rows[stack][0, 0, 0]), stacks[stack][1])
-            found[stack].append(Piece(name.removesuffix(".weight"), expert, start, start + len(numbers)))
-    return {name: tuple(sorted(of, key=lambda piece: (piece.expert, piece.start))) for name, of in found.items()}
+            by_stack[stack].append(Piece(name.removesuffix(".weight"), expert, start, start + len(numbers)))
+    return {name: tuple(sorted(of, key=lambda piece: (piece.expert, piece.start))) for name, of in by_stack.items()}
 
 
 def _parts(module: Any) -> Iterator[LoraTarget]:
@@ -194,13 +194,15 @@ def remove(module: Any, name: str) -> None:
 def _as_if_whole(module: Any) -> Generator[None]:
     """Inside, linear layers that are sharded look as large as they are whole: PEFT would make an adapter for a part of
     one that ranks compute together. They are frozen afterwards."""
-    own = [(part, part.weight) for part in module.modules() if isinstance(part, nn.Linear) and is_sharded(part.weight)]
-    for part, weight in own:
+    sharded = [
+        (part, part.weight) for part in module.modules() if isinstance(part, nn.Linear) and is_sharded(part.weight)
+    ]
+    for part, weight in sharded:
         part.weight = nn.Parameter(torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape))
     try:
         yield
     finally:
-        for part, weight in own:
+        for part, weight in sharded:
             part.weight = weight.requires_grad_(False)
 
 
@@ -287,7 +289,7 @@ def _of(adapter: str) -> str:
 
 
 def _own(found: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    return {name.removeprefix(_of(adapter)): one for name, one in found.items() if name.startswith(_of(adapter))}
+    return {name.removeprefix(_of(adapter)): tensor for name, tensor in found.items() if name.startswith(_of(adapter))}
 
 
 def export(module: Any, adapter: str, folder: Path) -> Path:
@@ -315,9 +317,11 @@ def write(module: Any, found: dict[str, Tensor], folder: Path, *, read_back: boo
     shutil.rmtree(draft, ignore_errors=True)
     for adapter, place in _places(module, draft):
         place.mkdir(parents=True)
-        own = _own(found, adapter)
-        save_file({_PREFIX + name: one for name, one in own.items()}, place / WEIGHTS, metadata={"format": "pt"})
-        _description(module, own).save_pretrained(place)
+        tensors = _own(found, adapter)
+        save_file(
+            {_PREFIX + name: tensor for name, tensor in tensors.items()}, place / WEIGHTS, metadata={"format": "pt"}
+        )
+        _description(module, tensors).save_pretrained(place)
     if read_back or module not in _read_once:
         try:
             for adapter, place in _places(module, draft):
@@ -360,18 +364,20 @@ def _check_read(module: Any, own: dict[str, Tensor], folder: Path) -> None:
     stacks = {f"{_below(name)}.{_parameter(layer)}": layer for name, layer in layers if _is_stack(layer)}
     stacks = {name.removeprefix(_PREFIX): layer for name, layer in stacks.items()}
     divided = pieces(module, {name: layer.get_param().shape for name, layer in stacks.items()})
-    left = set(own)
+    unread = set(own)
     for name, layer in layers:
         name = name.removeprefix(_PREFIX)
         parts = divided.get(f"{_below(name)}.{_parameter(layer)}", ())
         owners = [piece.name for piece in parts] or [name]
         pairs = [tuple(f"{owner}.lora_{side}.weight" for side in "AB") for owner in owners]
-        left -= set(chain(*pairs))
-        if missing := next((one for one in chain(*pairs) if one not in own), None):
+        unread -= set(chain(*pairs))
+        if missing := next((key for key in chain(*pairs) if key not in own), None):
             raise wrong(missing)
         if not parts:
-            found = (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
-            if not all(torch.equal(one, own[side].to(one.dtype)) for one, side in zip(found, pairs[0], strict=True)):
+            matrices = (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
+            if not all(
+                torch.equal(matrix, own[side].to(matrix.dtype)) for matrix, side in zip(matrices, pairs[0], strict=True)
+            ):
                 raise wrong(name)
             continue
         down_ERI = layer.lora_A[_NAME].weight.view(layer.num_experts, -1, layer.lora_A[_NAME].weight.shape[1])
@@ -381,8 +387,8 @@ def _check_read(module: Any, own: dict[str, Tensor], folder: Path) -> None:
             exact_OI = config.lora_alpha / config.r * own[up].float() @ own[down].float()
             if not torch.allclose(layer.scaling[_NAME] * found_OI, exact_OI, rtol=1e-3, atol=1e-5):
                 raise wrong(piece.name)
-    if left:
-        raise wrong(min(left))
+    if unread:
+        raise wrong(min(unread))
 
 
 def _places(module: Any, folder: Path) -> list[tuple[str, Path]]:
@@ -442,16 +448,16 @@ def _parameter(layer: Any) -> str:
 def _gathered(*layers: Any, changed: bool = False) -> Generator[None]:
     """Inside, the adapters of these layers are whole if they are sharded. If they are `changed`, the shards follow."""
     parts = [part[_NAME] for layer in layers for part in (layer.lora_A, layer.lora_B) if is_sharded(part[_NAME].weight)]
-    own = [part.weight for part in parts]
+    weights = [part.weight for part in parts]
     for number, part in enumerate(parts):
         part.weight = nn.Parameter(whole(part.weight.detach(), f"matrix {number} of an adapter"), requires_grad=False)
     try:
         yield
         if changed:
-            for part, shards in zip(parts, own, strict=True):
+            for part, shards in zip(parts, weights, strict=True):
                 fill(shards, part.weight)
     finally:
-        for part, shards in zip(parts, own, strict=True):
+        for part, shards in zip(parts, weights, strict=True):
             part.weight = shards
 
 
@@ -514,12 +520,12 @@ def _divided(module: Any, adapter_config: Any, owners: set[str]) -> set[str]:
         taken = adapter_config.target_modules - read.target_modules
         return {f"{owner}.weight" for owner in owners & modules if owner.rpartition(".")[2] in taken}
     stacks = {f"{_below(name)}.{_parameter(layer)}": layer for name, layer in _layers(module) if _is_stack(layer)}
-    found: set[str] = set()
+    parameter_names: set[str] = set()
     for name, of in pieces(module, {name: layer.get_param().shape for name, layer in stacks.items()}).items():
         if of:
             parts = sum(piece.expert == of[0].expert for piece in of)  # PEFT lays their A side by side
             pattern, parameter = rf".*\.{name.rpartition('.')[2]}", ".".join(name.split(".")[-2:])
-            found.add(parameter)
+            parameter_names.add(parameter)
             if parts > 1:
                 adapter_config.rank_pattern = {**adapter_config.rank_pattern, pattern: adapter_config.r * parts}
                 adapter_config.alpha_pattern = {
@@ -527,4 +533,4 @@ def _divided(module: Any, adapter_config: Any, owners: set[str]) -> set[str]:
                     pattern: adapter_config.lora_alpha * parts,
                 }
     adapter_config.target_modules = {owner.rpartition(".")[2] for owner in owners & modules}
-    return found
+    return parameter_names

@@ -79,20 +79,22 @@ class Critic:
             tensors = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"no critic in {str(folder)!r} ({error}): was another algo.kind trained?") from error
-        own = self.tensors()
-        wrong = own.keys() ^ tensors.keys() or {name for name in own if own[name].shape != tensors[name].shape}
+        current = self.tensors()
+        wrong = current.keys() ^ tensors.keys() or {
+            name for name in current if current[name].shape != tensors[name].shape
+        }
         if wrong:
             raise ModelError(
                 f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.critic, train.lora_rank)"
             )
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             fill(tensor, tensors[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters that only the critic trains by name, not copied."""
         trunk = self._trunk.module.named_parameters() if self.own else ()
-        named = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
-        return {**named, **{f"head.{name}": p for name, p in self.head.named_parameters()}}
+        trunk_tensors = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
+        return {**trunk_tensors, **{f"head.{name}": p for name, p in self.head.named_parameters()}}
 
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -115,7 +117,7 @@ class Follower:
     @contextmanager
     def in_place(self) -> Generator[None]:
         """Inside, the policy computes with this model's parameters. No gradient may be asked for across its ends."""
-        narrow = {name: one.data for name, one in self._leaders.items() if one.dtype != torch.float32}
+        narrow = {name: parameter.data for name, parameter in self._leaders.items() if parameter.dtype != torch.float32}
         self._exchange(narrow)
         for name in narrow:
             leader = self._leaders[name]
@@ -132,16 +134,16 @@ class Follower:
         """The policy gets this model's parameters, and this model the policy's, `but` for some. FSDP reads shards where
         they are."""
         for name, leader in self._leaders.items():
-            own = self._tensors[name]
+            tensor = self._tensors[name]
             if name in but:
                 continue
             if is_sharded(leader):
-                its, ours = local(leader), local(own)
+                its, ours = local(leader), local(tensor)
                 saved = its.clone()
                 its.copy_(ours)
                 ours.copy_(saved)
             else:
-                self._tensors[name], leader.data = leader.data, own
+                self._tensors[name], leader.data = leader.data, tensor
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -162,16 +164,18 @@ class Follower:
     def load(self, folder: Path) -> None:
         """Read its `tensors` from the file in `folder`. Raises ModelError if it is not there or of another shape."""
         try:
-            found = load_file(folder / self.file)
+            tensors = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
             hint = f"the run that wrote it had algo.{folder.name.partition('.')[0]}_every = 0"
             raise ModelError(f"no moving model in {str(folder)!r} ({error}): perhaps {hint}") from error
-        own = self._tensors
-        wrong = own.keys() ^ found.keys() or {name for name in own if own[name].shape != found[name].shape}
+        current = self._tensors
+        wrong = current.keys() ^ tensors.keys() or {
+            name for name in current if current[name].shape != tensors[name].shape
+        }
         if wrong:
             raise ModelError(f"the model in {str(folder)!r} is another one: {sorted(wrong)[0]} (train.lora_rank)")
-        for name, tensor in own.items():
-            fill(tensor, found[name])
+        for name, tensor in current.items():
+            fill(tensor, tensors[name])
 
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -219,24 +223,24 @@ class Models:
         for role in (None, *self.own):
             slots, begun = algorithms.slots(settings.algorithms_of(role)), self.of(role).folder
             for name, folder in slots.frozen.items():
-                given = reference_dir if name == REFERENCE and role is None else None
-                chosen = folder_of(folder) if folder else given or begun
+                reference = reference_dir if name == REFERENCE and role is None else None
+                chosen = folder_of(folder) if folder else reference or begun
                 below = bool(train.lora_rank) and chosen == begun
                 self._frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
             for name, follows in slots.moving.items():
                 self.moving[_named(name, role)] = Follower(self.of(role).module, follows)
         self.critic: Critic | None = None
         if critic.critic is not None:
-            own = critic.critic == "own"
-            trunk = self._load(model_dir, device, adapter=adapter, headless=True) if own else self.policy
-            self.critic = Critic(trunk, own=own)
+            has_own_trunk = critic.critic == "own"
+            trunk = self._load(model_dir, device, adapter=adapter, headless=True) if has_own_trunk else self.policy
+            self.critic = Critic(trunk, own=has_own_trunk)
             ranks.cut(self.critic.head)
         self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
         if settings.adapted_roles:
             roles = (None, *settings.adapted_roles)
             self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
         self._own |= {policy_of(role): model.parameters() for role, model in self.own.items()}
-        self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
+        self.optimizers = {name: self._optimizer(parameters, train.lr) for name, parameters in self._own.items()}
         self._lr: dict[str, float | None] = dict.fromkeys(self._own)  # None: the settings' one
         if self.critic is not None:
             self._lr["critic"] = critic.critic_lr
@@ -278,21 +282,21 @@ class Models:
         for model in models:
             layers = (model.module.get_input_embeddings(), model.module.get_output_embeddings())
             outer += [weight for layer in layers for weight in layer.parameters()]
-        known = roles_of(model.module for model in models)
-        tables = {id(weight) for weight in outer} | known.embeddings
-        return optimizers.make(self._settings.train, parameters, lr, outer=tables, vectors=known.others)
+        roles = roles_of(model.module for model in models)
+        tables = {id(weight) for weight in outer} | roles.embeddings
+        return optimizers.make(self._settings.train, parameters, lr, outer=tables, vectors=roles.others)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
-        own = {
+        learned = {
             f"{policy_of(role)}.{name}": masters.master(parameter)
             for role in (None, *self.own)
             for name, parameter in self.of(role).module.named_parameters()
             if parameter.requires_grad
         }
         critic = {} if self.critic is None else self.critic.tensors()
-        named = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
-        return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
+        by_part = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
+        return learned | {f"{part}.{name}": tensor for part, of in by_part.items() for name, tensor in of.items()}
 
     def of(self, role: str | None) -> PolicyModel:
         """The model that computes the policy of a role, or that of all others."""
@@ -311,13 +315,14 @@ class Models:
         """The tensors of models that learn, and those of the others; not copied."""
         moving = [tensor for follower in self.moving.values() for tensor in follower.tensors().values()]
         frozen = [model for model in self._frozen.values() if model is not None]
-        own = [model for model in self.language_models() if model not in frozen]
+        learning = [model for model in self.language_models() if model not in frozen]
         head = [] if self.critic is None else list(self.critic.head.parameters())
-        return [t for model in own for t in _tensors(model)] + head, [t for m in frozen for t in _tensors(m)] + moving
+        of_learning = [tensor for model in learning for tensor in _tensors(model)]
+        return of_learning + head, [tensor for model in frozen for tensor in _tensors(model)] + moving
 
     def learned(self) -> list[nn.Parameter]:
         """All parameters that optimizers update."""
-        return [parameter for own in self._own.values() for parameter in own]
+        return [parameter for parameters in self._own.values() for parameter in parameters]
 
     def masters(self) -> list[Tensor]:
         """The float32 numbers behind weights that are held in less."""
@@ -325,8 +330,12 @@ class Models:
 
     def away(self) -> list[Tensor]:
         """The tensors of optimizers, and masters, that wait in host memory."""
-        apart = [one for one in self.optimizers.values() if isinstance(one, optimizers.ParameterwiseOptimizer)]
-        return [tensor for one in apart for tensor in one.away()]
+        apart = [
+            optimizer
+            for optimizer in self.optimizers.values()
+            if isinstance(optimizer, optimizers.ParameterwiseOptimizer)
+        ]
+        return [tensor for optimizer in apart for tensor in optimizer.away()]
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -350,10 +359,10 @@ class Models:
             roots=self._roots_of(policy_of(pack.policy), self.of(pack.policy), pack),
         )
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
-        own = None
+        critic_roots = None
         if critic is not None and critic.own:  # its own routers choose
-            own = self._roots_of("critic", critic.trunk, replace(pack, routes=None))
-        values_K = None if critic is None else critic.values(pack, heard_PH, own)
+            critic_roots = self._roots_of("critic", critic.trunk, replace(pack, routes=None))
+        values_K = None if critic is None else critic.values(pack, heard_PH, critic_roots)
         return Outputs(
             logprobs_K=logprobs_K,
             entropy_K=entropy_K,

@@ -75,7 +75,7 @@ _IN_THE_MASK = "sliding_window"
 
 def _strict_sdpa(module: nn.Module, *given: Any, **named: Any) -> tuple[Tensor, None]:
     """transformers' sdpa, which drops what it does not know, such as a cap of the scores: here a ValueError."""
-    refuse_unknown({name: what for name, what in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
+    refuse_unknown({name: value for name, value in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
     return sdpa_attention_forward(module, *given, **named)
 
 
@@ -219,16 +219,18 @@ class PolicyModel:
         portion, sampled_sets = self._portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if sampled_sets is None else sampled_sets.sets()
         if len(ids_M):
-            own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
+            own_places = Places(
+                torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M])
+            )
         else:
-            own = Places(pack.predictor_K, pack.target_K, pack.scored_P)
+            own_places = Places(pack.predictor_K, pack.target_K, pack.scored_P)
         plain = Places(pack.observer_O, pack.observed_O, pack.observed_P)
         with settled(self.module):
             run = partial(self._run, portion, roots and roots.before)
-            hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
+            hidden_PH, results = self._read(run, own_places, plain, portion, temperature=temperature, dtype=self.dtype)
         if roots is not None and self.routers is not None and pack.routes is not None:
             self.routers.begin(roots.heard, pack.routes.rows_N[0])  # all of its rows begin there
-        own_KM, observed_O, entropy_P = found
+        own_KM, observed_O, entropy_P = results
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
         if sampled_sets is None or not len(ids_M):
@@ -250,11 +252,11 @@ class PolicyModel:
         depth_N = torch.cat([numbers_N[:n] for n in sizes])
         places_I = torch.cat(
             [
-                numbers_N[one.start : one.stop].repeat_interleave(of_TC[0].numel())
-                for one, (_, of_TC) in zip(branches, rows, strict=True)
+                numbers_N[branch.start : branch.stop].repeat_interleave(of_TC[0].numel())
+                for branch, (_, of_TC) in zip(branches, rows, strict=True)
             ]
         )
-        own = Places(places_I, torch.cat([of_TC.flatten() for _, of_TC in rows]).to(self.device))
+        own_places = Places(places_I, torch.cat([of_TC.flatten() for _, of_TC in rows]).to(self.device))
         none = Places(numbers_N[:0], tokens_N[:0])
 
         def run() -> Tensor:
@@ -263,7 +265,7 @@ class PolicyModel:
             return _logits(self.module, tokens_N, depth_N, self.layout(branches), numbers_N)
 
         with settled(self.module):
-            _, (found_I, _, _) = self._read(run, own, none, None, temperature=1.0, dtype=self.dtype)
+            _, (found_I, _, _) = self._read(run, own_places, none, None, temperature=1.0, dtype=self.dtype)
         parts = found_I.split([of_TC.numel() for _, of_TC in rows])
         return [part_I.view(of_TC.shape) for part_I, (_, of_TC) in zip(parts, rows, strict=True)]
 
@@ -293,10 +295,12 @@ class PolicyModel:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
         layout, gather = self.layout(portion.branches, self.device), portion.gather(gather)
         seen = {} if self._images is None else self._images.of(self.module, pack)
-        found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes, seen)
+        logits = _logits(
+            self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes, seen
+        )
         if self.routers is not None and portion.meshes is not None:
             self.routers.join(portion.meshes.context)
-        return found
+        return logits
 
     def _read(
         self,
@@ -323,10 +327,10 @@ class PolicyModel:
                 return head(hidden_CH)
 
         def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
-            asked = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size, block=block)
+            query = TokenQuery(own=own, plain=plain, temperature=temperature, rows=size, block=block)
             if head is None:
-                return statistics(_nothing, logits_PV[rows], (), asked)
-            return statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+                return statistics(_nothing, logits_PV[rows], (), query)
+            return statistics(logits_of, hidden_PH, tuple(layer.parameters()), query)
 
         return hidden_PH, found(own, plain) if portion is None else portion.read(own, plain, found)
 
@@ -386,17 +390,17 @@ def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManag
 def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     """Inside, each layer computes in float32 with its weights rounded to `dtype`; only one layer's are copied at a
     time."""
-    whole: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    originals: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def before(part: nn.Module, _: object) -> None:
-        found = [(local(one), master(one)) for one in part.parameters(recurse=False)]
-        whole[part] = [(own, own.data) for own, _ in found]
-        for own, exact in found:
-            own.data = local(exact).data.to(own.device, dtype).float()
+        pairs = [(local(parameter), master(parameter)) for parameter in part.parameters(recurse=False)]
+        originals[part] = [(shard, shard.data) for shard, _ in pairs]
+        for shard, exact in pairs:
+            shard.data = local(exact).data.to(shard.device, dtype).float()
 
     def after(part: nn.Module, *_: object) -> None:
-        for own, data in whole.pop(part):  # by now FSDP may have put its shard into the parameter's place
-            own.data = data
+        for shard, data in originals.pop(part):  # by now FSDP may have put its shard into the parameter's place
+            shard.data = data
 
     parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
     hooks = [part.register_forward_pre_hook(before) for part in parts]
@@ -406,7 +410,7 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for part in list(whole):  # left over if a pass failed
+        for part in list(originals):  # left over if a pass failed
             after(part)
 
 
@@ -436,16 +440,16 @@ def _logits_of_rows(
     module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor, routes: Routes | None = None
 ) -> Tensor:
     """By the model's own attention and rotations: a node's logits in the row that ends with its branch."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     for branch in branches:
-        own = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
-        if len(own):
-            place = own + (len(branch.path) - branch.stop)
+        nodes = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
+        if len(nodes):
+            place = nodes + (len(branch.path) - branch.stop)
             row = token_ids_N[branch.path][None]
-            given = {} if routes is None else {"routes": routes.at(branch.path)}
+            routing = {} if routes is None else {"routes": routes.at(branch.path)}
             restart(module)
-            found.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **given).logits[0])
-    return torch.cat(found)
+            logits.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **routing).logits[0])
+    return torch.cat(logits)
 
 
 def _shape(module: Any, ranks: int) -> AttentionShape:
@@ -483,10 +487,10 @@ def _hold_in(
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if which(parameter) and parameter.dtype != dtype:
-                whole = parameter.detach()
-                setattr(part, name, held := nn.Parameter(whole.to(dtype), parameter.requires_grad))
+                exact = parameter.detach()
+                setattr(part, name, converted := nn.Parameter(exact.to(dtype), parameter.requires_grad))
                 if trained is not None:
-                    master_weights.give(held, whole if trained.master_weights else None)
+                    master_weights.give(converted, exact if trained.master_weights else None)
 
 
 @torch.no_grad()
@@ -540,18 +544,20 @@ def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None
     _attend(module, "sdpa" if supported else "eager")
     if detect_fake_mode() is not None:
         return
-    found: dict[str, list[Tensor]] = {}
+    by_attention: dict[str, list[Tensor]] = {}
     with _tightened(module), _rounded(module, torch.float32):
         for name in ("eager", _STRICT, "sdpa") if supported else ("eager",):
             _attend(module, name)
             try:
-                found[name] = [_row(module, row_T) for row_T in rows]
+                by_attention[name] = [_row(module, row_T) for row_T in rows]
             except (ValueError, TypeError, RuntimeError, AttributeError):
                 if name == "eager":
                     return  # `_check` says why
-    eager = found["eager"]
-    same = all(_close(one, exact) for other in found.values() for one, exact in zip(other, eager, strict=True))
-    _attend(module, "sdpa" if same and len(found) == 3 else "eager")
+    eager = by_attention["eager"]
+    same = all(
+        _close(logits, exact) for other in by_attention.values() for logits, exact in zip(other, eager, strict=True)
+    )
+    _attend(module, "sdpa" if same and len(by_attention) == 3 else "eager")
     if not _close(eager[0][:shared], eager[1][:shared]):
         raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
 
@@ -603,14 +609,14 @@ def _without_noise(module: Any, folder: Path) -> None:
             if isinstance(value, float) and any(noise in name for noise in _NOISE):
                 setattr(owner, name, 0.0)
     if detect_fake_mode() is None:
-        tokens_T, found = _tokens(module, 4 * _SHORT), list[Tensor]()
+        tokens_T, logits = _tokens(module, 4 * _SHORT), list[Tensor]()
         tree = {"layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])}
-        given = tree if module.config.get_text_config()._attn_implementation == ATTENTION else {}
+        arguments = tree if module.config.get_text_config()._attn_implementation == ATTENTION else {}
         for training in (False, True):
             module.train(training)
             with _rounded(module, torch.float32), warnings.catch_warnings():
-                found.append(_row(module, tokens_T, **given))
-        if not _close(*found):
+                logits.append(_row(module, tokens_T, **arguments))
+        if not _close(*logits):
             raise ModelError(
                 f"{type(module).__name__} in {str(folder)!r} computes something else in training than the engine does "
                 "when it samples: switch off what is random in its config.json"

@@ -63,17 +63,17 @@ class Routes:
 def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
     """What the turns of a path say of its first `size` tokens [T, L, K], int16; None if they say nothing. Turns of
     another shape than the first one say nothing."""
-    found: np.ndarray | None = None
-    for own in turns:
-        if own is None:
+    chosen_TLK: np.ndarray | None = None
+    for turn in turns:
+        if turn is None:
             continue
-        data = np.frombuffer(own.data, dtype=np.dtype(f"<u{own.width}"))
-        data = data.reshape(-1, own.layers, own.per_token)[: max(0, size - own.start)]
-        if found is None:
-            found = np.full((size, own.layers, own.per_token), UNTOLD, dtype=np.int16)
-        if data.shape[1:] == found.shape[1:]:
-            found[own.start : own.start + len(data)] = data
-    return None if found is None else torch.from_numpy(found)
+        data = np.frombuffer(turn.data, dtype=np.dtype(f"<u{turn.width}"))
+        data = data.reshape(-1, turn.layers, turn.per_token)[: max(0, size - turn.start)]
+        if chosen_TLK is None:
+            chosen_TLK = np.full((size, turn.layers, turn.per_token), UNTOLD, dtype=np.int16)
+        if data.shape[1:] == chosen_TLK.shape[1:]:
+            chosen_TLK[turn.start : turn.start + len(data)] = data
+    return None if chosen_TLK is None else torch.from_numpy(chosen_TLK)
 
 
 def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SLK: Tensor | None = None) -> Routes:
@@ -122,7 +122,7 @@ def load(routes: Routes, shape: ExpertShape) -> Tensor:
     assert routes.chosen_NLK is not None, "the caller asked `known`"
     needed_N = routes.rows_N > 0
     own_NMK, rows_N = routes.chosen_NLK[needed_N][:, list(shape.mixed)], routes.rows_N[needed_N]
-    return torch.stack([used(own_NMK[:, at], rows_N, shape.experts) for at in range(len(shape.mixed))])
+    return torch.stack([used(own_NMK[:, mixture], rows_N, shape.experts) for mixture in range(len(shape.mixed))])
 
 
 def used(chosen_TK: Tensor, rows_T: Tensor, experts: int) -> Tensor:

@@ -72,21 +72,21 @@ class RouterRecord:
         mass_ME = added_up(torch.stack(list(self.mass.values())), group, "probabilities of experts")
         load_ME = torch.stack(list(self.load.values()))
         counts = torch.stack([load_ME.new_tensor(float(count)) for count in (self.agreed, self.replayed)])
-        whole = added_up(torch.cat([load_ME.flatten(), counts]), group, "loads of experts")
+        totals = added_up(torch.cat([load_ME.flatten(), counts]), group, "loads of experts")
         self.mass = dict(zip(self.mass, mass_ME.unbind(), strict=True))
-        self.load = dict(zip(self.load, whole[:-2].view_as(load_ME).unbind(), strict=True))
-        self.agreed, self.replayed = whole[-2:].unbind()
+        self.load = dict(zip(self.load, totals[:-2].view_as(load_ME).unbind(), strict=True))
+        self.agreed, self.replayed = totals[-2:].unbind()
 
     def begin(self, stem: RouterRecord, rows: Tensor) -> None:
         """The pass begins with a stem, of whose tokens each was heard once: so many rows have them."""
-        for at, mass_E in stem.mass.items():
-            self.mass[at] = self.mass[at] + rows * mass_E
-            self.load[at] = self.load[at] + rows * stem.load[at]
+        for mixture, mass_E in stem.mass.items():
+            self.mass[mixture] = self.mass[mixture] + rows * mass_E
+            self.load[mixture] = self.load[mixture] + rows * stem.load[mixture]
         self.agreed, self.replayed = self.agreed + rows * stem.agreed, self.replayed + rows * stem.replayed
 
     def pulled(self, pull_ME: Tensor) -> Tensor:
         """The balance loss of the pass."""
-        return sum((pull_E * self.mass[at]).sum() for at, pull_E in enumerate(pull_ME.unbind()))  # pyright: ignore
+        return sum((pull_E * self.mass[mixture]).sum() for mixture, pull_E in enumerate(pull_ME.unbind()))  # pyright: ignore
 
 
 def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> Routers | None:
@@ -94,11 +94,11 @@ def routers(module: nn.Module, run: Callable[[Routes], object], tokens: int) -> 
     warning. `run` makes a pass over so many tokens with routes, so that the hooks can be tried."""
     if not any(map(_mixtures, _layers(module))):
         return None
-    found = Routers(module)
-    if obstacle := found.hook(run, tokens):
+    model_routers = Routers(module)
+    if obstacle := model_routers.hook(run, tokens):
         warnings.warn(f"the experts of {type(module).__name__} cannot be replayed: {obstacle}", stacklevel=4)
         return None
-    return found
+    return model_routers
 
 
 @contextmanager
@@ -131,8 +131,8 @@ class Routers:
             return "a layer has experts, and no router beside them"
         for layer in self._layers:
             layer.register_forward_pre_hook(_eager(self._enter), with_kwargs=True)
-        for at, (number, gate) in enumerate(self._gates):
-            setattr(gate, "forward", _eager(partial(self._forward, at, number, gate.forward)))  # noqa: B010
+        for mixture, (number, gate) in enumerate(self._gates):
+            setattr(gate, "forward", _eager(partial(self._forward, mixture, number, gate.forward)))  # noqa: B010
         rows_T = torch.ones(tokens, dtype=torch.int32, device=next(self._layers[0].parameters()).device)
         with self.listening() as heard:
             try:
@@ -159,7 +159,7 @@ class Routers:
             return forward(*given, **named)
         chosen_NLK = routes.chosen_NLK
         with _Choosing(None if chosen_NLK is None else chosen_NLK[:, layer].long()) as choosing:
-            found = forward(*given, **named)
+            output = forward(*given, **named)
         if len(choosing.seen) == 1:
             scores_TE, index_TK, best_TK = choosing.seen[0]
             with nullcontext() if routes.pull_ME is not None else torch.no_grad():
@@ -167,7 +167,7 @@ class Routers:
             if self._heard is not None:
                 self._heard.mass[at] = self._heard.mass[at] + mass_E if at in self._heard.mass else mass_E
                 self._heard.add(at, index_TK, best_TK, len(mass_E), routes)
-        return found
+        return output
 
     @contextmanager
     def listening(self) -> Generator[RouterRecord]:
@@ -208,13 +208,13 @@ class _Choosing(TorchFunctionMode):
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
-            return found
+            return result
         scores_TE: Tensor = args[0]
-        index_TK = best_TK = cast(Tensor, found.indices)
+        index_TK = best_TK = cast(Tensor, result.indices)
         if self._chosen_TK is not None:
             index_TK = torch.where(self._chosen_TK < 0, best_TK, self._chosen_TK)
-            found = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
+            result = torch.return_types.topk((scores_TE.gather(-1, index_TK), index_TK))
         self.seen.append((scores_TE, index_TK, best_TK))
-        return found
+        return result

@@ -70,30 +70,33 @@ def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> Non
 
 def routed(of: RouterRecord) -> Routed:
     """The routers' outputs in a pass, without gradients."""
-    load_ME, mass_ME = (torch.stack([found[at].detach() for at in sorted(found)]) for found in (of.load, of.mass))
+    load_ME, mass_ME = (
+        torch.stack([by_mixture[mixture].detach() for mixture in sorted(by_mixture)])
+        for by_mixture in (of.load, of.mass)
+    )
     return Routed(load_ME=load_ME, mass_ME=mass_ME, agreed=of.agreed, replayed=of.replayed)
 
 
 def prepared(packs: Sequence[Pack], routers_of: RoutersOf, replay: RoutingReplay) -> list[Pack]:
     """The passes with routes that their policies can replay; without any where these are no mixtures. Raises RunFailed
     for a token that is not journaled if every one has to be replayed."""
-    found: list[Pack] = []
+    ready: list[Pack] = []
     for pack in packs:
         routers, routes = routers_of(pack), pack.routes
         if routers is None or routes is None:
-            found.append(replace(pack, routes=None))
+            ready.append(replace(pack, routes=None))
         elif replay == "off":
-            found.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
+            ready.append(replace(pack, routes=replace(routes, chosen_NLK=None, differing=0)))
         else:
-            found.append(replace(pack, routes=fitted(routes, routers.shape)))
-    needed = sum(int(pack.routes.rows_N.sum()) for pack in found if pack.routes)
-    lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in found if (routes := pack.routes))
+            ready.append(replace(pack, routes=fitted(routes, routers.shape)))
+    needed = sum(int(pack.routes.rows_N.sum()) for pack in ready if pack.routes)
+    lacking = sum(int(routes.rows_N[~known(routes)].sum()) for pack in ready if (routes := pack.routes))
     if replay == "on" and lacking:
         raise RunFailed(
             f"train.routing_replay = 'on', and {lacking} of {needed} tokens have no journaled experts that the model "
             "has: none of them was trained; go on with --set train.routing_replay=auto"
         )
-    return found
+    return ready
 
 
 def pulled(
@@ -101,22 +104,27 @@ def pulled(
 ) -> list[Pack]:
     """The passes of an update with their shares of the balance loss, which each policy has for itself. Which experts
     compute a token is known beforehand where all are replayed; else it is `heard_in` a pass ahead."""
-    places = {pack.policy: [at for at, own in enumerate(part) if own.policy == pack.policy] for pack in part}
-    found = list(part)
-    for own in places.values() if weight else ():
+    places = {pack.policy: [place for place, other in enumerate(part) if other.policy == pack.policy] for pack in part}
+    updated = list(part)
+    for of_policy in places.values() if weight else ():
         routed = [
-            (at, routers, routes) for at in own if (routers := routers_of(part[at])) and (routes := part[at].routes)
+            (place, routers, routes)
+            for place in of_policy
+            if (routers := routers_of(part[place])) and (routes := part[place].routes)
         ]
-        loads = {at: load(routes, routers.shape) for at, routers, routes in routed if _all_known(routes)}
-        left = [at for at, *_ in routed if at not in loads]
-        if left:
-            loads |= {at: replay.load_ME for at, replay in zip(left, heard_in([part[at] for at in left]), strict=True)}
-        for at, routers, routes in routed:
+        loads = {place: load(routes, routers.shape) for place, routers, routes in routed if _all_known(routes)}
+        unheard = [place for place, *_ in routed if place not in loads]
+        if unheard:
+            loads |= {
+                place: replay.load_ME
+                for place, replay in zip(unheard, heard_in([part[place] for place in unheard]), strict=True)
+            }
+        for place, routers, routes in routed:
             load_ME = torch.stack([counts.to(routes.rows_N.device) for counts in loads.values()]).sum(0)
             tokens = sum(int(routes.rows_N.sum()) for *_, routes in routed)
             scale = weight * routers.shape.experts / len(load_ME) / tokens**2
-            found[at] = replace(part[at], routes=replace(routes, pull_ME=(scale * load_ME).float()))
-    return found
+            updated[place] = replace(part[place], routes=replace(routes, pull_ME=(scale * load_ME).float()))
+    return updated
 
 
 def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
@@ -128,10 +136,13 @@ def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bo
     ratios: list[Tensor] = []  # the load of experts by the mean of their layer
     balances: list[Tensor] = []
     for policy in dict.fromkeys(pack.policy for pack, *_ in mixed):
-        own = [(routes, seen) for pack, routes, seen in mixed if pack.policy == policy]
-        load_ME, mass_ME = sum(seen.load_ME for _, seen in own), sum(seen.mass_ME.double() for _, seen in own)
+        of_policy = [(routes, seen) for pack, routes, seen in mixed if pack.policy == policy]
+        load_ME, mass_ME = (
+            sum(seen.load_ME for _, seen in of_policy),
+            sum(seen.mass_ME.double() for _, seen in of_policy),
+        )
         assert isinstance(load_ME, Tensor) and isinstance(mass_ME, Tensor)
-        tokens, experts = sum(int(routes.rows_N.sum()) for routes, _ in own), load_ME.shape[1]
+        tokens, experts = sum(int(routes.rows_N.sum()) for routes, _ in of_policy), load_ME.shape[1]
         ratios += (load_ME / load_ME.mean(1, keepdim=True).clamp(min=1)).unbind()
         balances += (experts * (load_ME * mass_ME).sum(1) / max(tokens, 1) ** 2).unbind()
     replayed = sum(int(routes.rows_N[known(routes)].sum()) for _, routes, _ in mixed)

@@ -30,15 +30,15 @@ def give(parameter: nn.Parameter, whole: Tensor | None) -> None:
 
 def master(parameter: Tensor) -> Tensor:
     """The float32 numbers of a parameter: most are their own."""
-    found = getattr(parameter, "_master", None)
-    return parameter if found is None else found
+    exact = getattr(parameter, "_master", None)
+    return parameter if exact is None else exact
 
 
 def move(module: nn.Module) -> None:
     """Bring masters to where their parameters are."""
     for parameter in module.parameters():
-        if (whole := master(parameter)) is not parameter:
-            give(parameter, whole.to(parameter.device))
+        if (exact := master(parameter)) is not parameter:
+            give(parameter, exact.to(parameter.device))
 
 
 def masters(module: nn.Module) -> dict[str, Tensor]:
@@ -57,5 +57,5 @@ def state(module: nn.Module) -> dict[str, Any]:
 def load(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Load what `state` returned, of a module with masters or without. Raises RuntimeError if it does not fit."""
     load_state_dict(module, whole)
-    for name, own in masters(module).items():
-        own.copy_(whole[name])
+    for name, tensor in masters(module).items():
+        tensor.copy_(whole[name])

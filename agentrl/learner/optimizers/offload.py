@@ -89,13 +89,13 @@ class Parking:
         """Those on the device that are worth it, each once. One that shares its memory frees none, and stays."""
         seen = set[int]()
         for tensor in tensors:
-            whole = tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least
-            if whole and tensor.device.type == self._device.type and id(tensor) not in seen:
+            is_worth_moving = tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least
+            if is_worth_moving and tensor.device.type == self._device.type and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
 
     def _of_models(self) -> list[Tensor]:
-        return [tensor for held in self._models.held() for tensor in held]
+        return [tensor for tensors in self._models.held() for tensor in tensors]
 
     def _of_optimizers(self) -> list[Tensor]:
         states = [state for optimizer in self._models.optimizers.values() for state in optimizer.state.values()]

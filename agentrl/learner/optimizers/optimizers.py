@@ -56,13 +56,14 @@ def make(
     """The optimizer of `parameters`. `outer` are the ids of embeddings and output layers, `vectors` those of parameters
     that are no matrices, whatever their dimensions: see `agentrl.learner.optimizers.parameter_roles`. Raises
     ConfigError if the optimizer is not installed."""
-    wholes = [cast(nn.Parameter, master(one)) for one in parameters]
+    wholes = [cast(nn.Parameter, master(parameter)) for parameter in parameters]
     outer, vectors = (
-        {id(whole) for one, whole in zip(parameters, wholes, strict=True) if id(one) in ids} for ids in (outer, vectors)
+        {id(whole) for parameter, whole in zip(parameters, wholes, strict=True) if id(parameter) in ids}
+        for ids in (outer, vectors)
     )
     matrices = {id(whole) for whole in wholes if whole.dim() > 1 and id(whole) not in vectors}
     base = _of(train, wholes, lr, outer, matrices)
-    if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
+    if not train.offload_optimizer and all(parameter.dtype == torch.float32 for parameter in parameters):
         return base
     return ParameterwiseOptimizer(parameters, base, offload=train.offload_optimizer)
 
@@ -83,20 +84,20 @@ def _decayed(parameters: Sequence[nn.Parameter], decay: float, matrices: Collect
     """Groups for an optimizer: weight decay is of matrices, not of norms and biases. Parameters stay in their order, by
     which a checkpoint knows them."""
     runs = groupby(parameters, key=lambda one: decay if id(one) in matrices else 0.0)
-    return [{"params": list(run), "weight_decay": own} for own, run in runs]
+    return [{"params": list(run), "weight_decay": weight_decay} for weight_decay, run in runs]
 
 
 def regrouped(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """A saved state of the same parameters, with the groups that the optimizer has now: it may have had another weight
     decay, or be of an agentrl whose decay reached vectors."""
-    groups, there = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    of = {at: group for group in there for at in group["params"]}
-    if [len(group["params"]) for group in groups] == [len(group["params"]) for group in there]:
+    groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    of = {number: group for group in saved_groups for number in group["params"]}
+    if [len(group["params"]) for group in groups] == [len(group["params"]) for group in saved_groups]:
         return saved
-    if of.keys() != {at for group in groups for at in group["params"]}:
+    if of.keys() != {number for group in groups for number in group["params"]}:
         return saved
-    own = ("params", "weight_decay")
-    return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in own} for group in groups]}
+    keys = ("params", "weight_decay")
+    return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in keys} for group in groups]}
 
 
 def _of(
@@ -110,8 +111,12 @@ def _of(
     if train.optimizer == "adamw8bit":
         return _eight_bit()(_decayed(parameters, decay, matrices), lr=lr, betas=train.betas)
     if train.optimizer == "muon":
-        inner = [one for one in parameters if one.dim() == 2 and id(one) in matrices and id(one) not in outer]
-        others = [one for one in parameters if all(one is not matrix for matrix in inner)]
+        inner = [
+            parameter
+            for parameter in parameters
+            if parameter.dim() == 2 and id(parameter) in matrices and id(parameter) not in outer
+        ]
+        others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in inner)]
         parts: list[Optimizer] = []
         if inner:
             momentum = 0.95 if train.momentum is None else train.momentum
@@ -124,13 +129,13 @@ def _of(
 
 
 def _muon(*, over: bool) -> Any:
-    found = getattr(torch.optim, "Muon", None)
-    if found is None:
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
         hint = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
         raise ConfigError("train.optimizer", "muon", hint)
     if over:
         return Muon
-    return found
+    return muon
 
 
 def _eight_bit() -> Any:
@@ -177,12 +182,12 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         """`base` is the optimizer of the parameters' float32 numbers."""
         super().__init__(base.parts if isinstance(base, CombinedOptimizer) else [base])
         self.parameters, self.offload = list(parameters), offload
-        self._at = {id(master(one)): at for at, one in enumerate(self.parameters)}
+        self._at = {id(master(parameter)): number for number, parameter in enumerate(self.parameters)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
-        for one in self.parameters:
-            one.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -203,20 +208,20 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         together = getattr(part, "rounds", None)
         if together is not None:
             return together(wholes)
-        return [[one] for one in wholes if self.parameters[self._at[id(one)]].grad is not None]
+        return [[whole] for whole in wholes if self.parameters[self._at[id(whole)]].grad is not None]
 
     def _update(self, part: Optimizer, group: dict[str, Any], wholes: Sequence[Tensor]) -> None:
-        held = [self.parameters[self._at[id(one)]] for one in wholes]
-        here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, held, strict=True)]
-        states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, held, strict=True)]
+        parameters = [self.parameters[self._at[id(whole)]] for whole in wholes]
+        here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, parameters, strict=True)]
+        states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, parameters, strict=True)]
         group["params"], part.state = here, defaultdict(dict, zip(here, states, strict=True))
         part.step()
-        for whole, parameter, one, state in zip(wholes, held, here, states, strict=True):
+        for whole, parameter, updated, state in zip(wholes, parameters, here, states, strict=True):
             if whole is not parameter and self.offload:
-                whole.copy_(one)
+                whole.copy_(updated)
             if parameter.dtype != torch.float32:
                 seed = self.param_groups[0]["updates"], self._at[id(whole)]
-                parameter.copy_(one if whole is not parameter else rounded(one, parameter.dtype, seed=seed))
+                parameter.copy_(updated if whole is not parameter else rounded(updated, parameter.dtype, seed=seed))
             if state:
                 self._keep(whole, state, parameter.device)
 
@@ -231,7 +236,7 @@ class ParameterwiseOptimizer(CombinedOptimizer):
         """A parameter's optimizer state, with its offloaded tensors copied to `device`."""
         before = self.state.get(whole, {})
         away = {name: value for name, value in before.items() if self.offload and _is_moved(value)}
-        return before | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}
+        return before | {name: with_shard(tensor, local(tensor).to(device, copy=True)) for name, tensor in away.items()}
 
     def _keep(self, whole: Tensor, state: dict[str, Any], device: torch.device) -> None:
         """Remember this of a parameter on `device`: in host memory where it was before, if it was there."""
@@ -242,19 +247,19 @@ class ParameterwiseOptimizer(CombinedOptimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict({**state_dict, "state": {}})
-        wholes = [one for group in self.param_groups for one in group["params"]]
-        for at, saved in state_dict["state"].items():
-            device = self.parameters[self._at[id(wholes[at])]].device
+        wholes = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, saved in state_dict["state"].items():
+            device = self.parameters[self._at[id(wholes[number])]].device
             near = not self.offload
-            state = {name: one.to(device) if near and _is_moved(one) else one for name, one in saved.items()}
-            self._keep(wholes[at], state, device)
+            state = {name: value.to(device) if near and _is_moved(value) else value for name, value in saved.items()}
+            self._keep(wholes[number], state, device)
 
     def away(self) -> list[Tensor]:
         """The tensors in host memory; of sharded ones this rank's shards."""
         if not self.offload:
             return []
         moments = [local(value) for state in self.state.values() for value in state.values() if _is_moved(value)]
-        return [*(master(one) for one in self.parameters if master(one) is not one), *moments]
+        return [*(master(parameter) for parameter in self.parameters if master(parameter) is not parameter), *moments]
 
 
 def _is_moved(value: object) -> bool:
@@ -297,7 +302,7 @@ class Muon(torch.optim.Muon):
         """Those that are updated together."""
         order = sorted(matrices, key=lambda one: (one.numel() * min(one.shape), one.shape), reverse=True)
         size = distributed.get_world_size()
-        return (order[at : at + size] for at in range(0, len(order), size))
+        return (order[start : start + size] for start in range(0, len(order), size))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -308,17 +313,17 @@ class Muon(torch.optim.Muon):
 
     def _update(self, group: dict[str, Any], some: Sequence[Tensor]) -> None:
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        given = [self._momentum(one, group).flatten() for one in some]
-        sent = [len(one) for one in given] + [0] * (size - len(some))
+        momenta = [self._momentum(matrix, group).flatten() for matrix in some]
+        sent = [len(momentum) for momentum in momenta] + [0] * (size - len(some))
         places = _places(some[rank]) if rank < len(some) else ()
         taken = [_size(place) for place in places] or [0] * size
-        parts = sent_to(torch.cat(given), sent, taken, None, "matrices to be made orthogonal").split(taken)
-        found = _orthogonal(some[rank].shape, places, parts, group) if places else given[0].new_empty(0)
-        back = sent_to(found, taken, sent, None, "matrices made orthogonal").split(sent)
-        for one, update in zip(some, back, strict=False):
-            own = local(one)
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(update.view(own.shape), alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], one.shape))
+        parts = sent_to(torch.cat(momenta), sent, taken, None, "matrices to be made orthogonal").split(taken)
+        orthogonal = _orthogonal(some[rank].shape, places, parts, group) if places else momenta[0].new_empty(0)
+        back = sent_to(orthogonal, taken, sent, None, "matrices made orthogonal").split(sent)
+        for matrix, update in zip(some, back, strict=False):
+            shard = local(matrix)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(update.view(shard.shape), alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
 
     def _momentum(self, one: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's shard of what is to be made orthogonal."""
@@ -333,10 +338,12 @@ class Muon(torch.optim.Muon):
 
 def _with_gradients(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Those of which any rank has a gradient."""
-    has = torch.tensor([one.grad is not None for one in matrices], dtype=torch.int32, device=local(matrices[0]).device)
+    has = torch.tensor(
+        [matrix.grad is not None for matrix in matrices], dtype=torch.int32, device=local(matrices[0]).device
+    )
     with named("which matrices have gradients"):
         distributed.all_reduce(has, distributed.ReduceOp.MAX)
-    return [one for one, any_has in zip(matrices, has.tolist(), strict=True) if any_has]
+    return [matrix for matrix, any_has in zip(matrices, has.tolist(), strict=True) if any_has]
 
 
 def _orthogonal(shape: torch.Size, places: Sequence[Block], parts: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
@@ -344,12 +351,12 @@ def _orthogonal(shape: torch.Size, places: Sequence[Block], parts: Sequence[Tens
     matrix = parts[0].new_empty(shape)
     for place, part in zip(places, parts, strict=True):
         matrix[place] = part.view(matrix[place].shape)
-    whole = _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    return torch.cat([whole[place].flatten() for place in places])
+    orthogonal = _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    return torch.cat([orthogonal[place].flatten() for place in places])
 
 
 def _size(place: Block) -> int:
-    return math.prod(one.stop - one.start for one in place)
+    return math.prod(span.stop - span.start for span in place)
 
 
 def _places(matrix: Tensor) -> tuple[Block, ...]:
@@ -361,9 +368,11 @@ def _places(matrix: Tensor) -> tuple[Block, ...]:
 @cache
 def _blocks(shape: torch.Size, ranks: tuple[int, ...], placements: Any) -> tuple[Block, ...]:
     """By rank: meshes have their ranks in reading order."""
-    found = (
-        _compute_local_shape_and_global_offset(shape, ranks, list(at), placements) for at in product(*map(range, ranks))
+    layouts = (
+        _compute_local_shape_and_global_offset(shape, ranks, list(coordinates), placements)
+        for coordinates in product(*map(range, ranks))
     )
     return tuple(
-        tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True)) for sizes, starts in found
+        tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True))
+        for sizes, starts in layouts
     )

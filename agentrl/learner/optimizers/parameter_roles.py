@@ -64,8 +64,8 @@ def is_matrix(module: nn.Module, name: str) -> bool:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for whole in modules:
-        for path, module in whole.named_modules():
+    for model in modules:
+        for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1:
                     in_table = isinstance(module, nn.ParameterDict)  # PEFT's, by adapter: the name is one level up

@@ -119,7 +119,7 @@ class _Even(layers.Experts):
 
     def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
         size = len(sent_WE)
-        sent = [-(-(count - at) // size) for at in range(size)]
+        sent = [-(-(count - rank) // size) for rank in range(size)]
         return sent, sent[:1] * size
 
 
@@ -138,11 +138,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            given = tree_leaves(args)
-            whole = max((one for one in given if isinstance(one, Tensor)), key=Tensor.numel)
-            (group,) = (one for one in map(_group_of, given) if one is not None)
+            leaves = tree_leaves(args)
+            largest = max((leaf for leaf in leaves if isinstance(leaf, Tensor)), key=Tensor.numel)
+            (group,) = (group for group in map(_group_of, leaves) if group is not None)
             kind = KINDS[func._schema.name.partition("::")[2]]
-            self.found.append(Collective(self._name, kind, tuple(whole.shape), whole.dtype, group.size()))
+            self.found.append(Collective(self._name, kind, tuple(largest.shape), largest.dtype, group.size()))
         return (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
 
 

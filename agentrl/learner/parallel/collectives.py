@@ -77,15 +77,15 @@ class Ledger:
         self._write(0)
 
     def _compare(self) -> None:
-        own = self._name(self._rank, self._count)
+        own_name = self._name(self._rank, self._count)
         for rank in range(self._size):
             if self._counted(rank) < self._count:
                 continue  # it will compare
             name = self._name(rank, self._count)
-            if name != own and self._counted(rank) < self._count + _KEPT:
+            if name != own_name and self._counted(rank) < self._count + _KEPT:
                 raise OutOfStep(
-                    f"collective {self._count} of rank {self._rank} is {own!r}, that of rank {rank} {name!r}: every "
-                    "rank must enter the same ones in the same order"
+                    f"collective {self._count} of rank {self._rank} is {own_name!r}, that of rank {rank} {name!r}: "
+                    "every rank must enter the same ones in the same order"
                 )
 
     def _write(self, inside: int) -> None:
@@ -104,15 +104,15 @@ class Ledger:
 
     def standings(self) -> list[RankProgress]:
         """That of each rank."""
-        found = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
+        heads = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
         return [
-            RankProgress(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(found)
+            RankProgress(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(heads)
         ]
 
     def names(self, rank: int) -> list[str]:
         """The collectives that a rank has entered, as far as they are kept."""
         count = self._counted(rank)
-        return [self._name(rank, at) for at in range(max(1, count - _KEPT + 1), count + 1)]
+        return [self._name(rank, number) for number in range(max(1, count - _KEPT + 1), count + 1)]
 
 
 _ledger: Ledger | None = None
@@ -157,22 +157,23 @@ class Meshes:
 def table(names: tuple[str, str], rank: int, size: int, width: int, timeout: timedelta, device: str) -> DeviceMesh:
     """The mesh of `size` ranks in rows of `width`: `names` are those of its dimensions. All ranks make it together."""
     numbers = torch.arange(size).view(-1, width)
-    own = [met(name, of, rank, timeout) for name, of in zip(names, (numbers.T, numbers), strict=True)]
-    return DeviceMesh.from_group(own, device, mesh=numbers.int(), mesh_dim_names=names)
+    groups = [met(name, of, rank, timeout) for name, of in zip(names, (numbers.T, numbers), strict=True)]
+    return DeviceMesh.from_group(groups, device, mesh=numbers.int(), mesh_dim_names=names)
 
 
 def teams(rank: int, size: int, context: int, tensor: int, timeout: timedelta) -> Teams:
     """This rank's context and its team. All ranks make them together."""
     numbers = torch.arange(size).view(-1, context, tensor)
-    own = met("context", numbers.transpose(1, 2).reshape(-1, context), rank, timeout)
-    return own, own if tensor == 1 else met("team", numbers.view(-1, context * tensor), rank, timeout)
+    context_group = met("context", numbers.transpose(1, 2).reshape(-1, context), rank, timeout)
+    team = context_group if tensor == 1 else met("team", numbers.view(-1, context * tensor), rank, timeout)
+    return context_group, team
 
 
 def met(name: str, lines: torch.Tensor, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
     """The group of the line of ranks that this one is in. All ranks make those of all lines together."""
-    own: object = None
+    own_group: object = None
     for line in lines.tolist():
         with named(f"meeting as {name} ranks {line}"):
             group = distributed.new_group(line, timeout=timeout)
-        own = group if rank in line else own
-    return cast(distributed.ProcessGroup, own)
+        own_group = group if rank in line else own_group
+    return cast(distributed.ProcessGroup, own_group)

@@ -35,14 +35,14 @@ def spread(module: nn.Module, meshes: Meshes) -> None:
     """Give a module on the meta device sharded tensors, of which each rank then reads only its shard. Raises
     ConfigError for a model that cannot be cut as `meshes` ask for."""
     cut = cuts(module, meshes)
-    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    shards: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
     for part, name, parameter in _parameters(module):
-        if parameter not in made:
+        if parameter not in shards:
             how = cut.get((part, name))
             mesh, placements = (meshes.ranks, [Shard(0)]) if how is None else (how.mesh, how.placements)
             shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-            made[parameter] = nn.Parameter(shard, parameter.requires_grad)
-        part.register_parameter(name, made[parameter])
+            shards[parameter] = nn.Parameter(shard, parameter.requires_grad)
+        part.register_parameter(name, shards[parameter])
 
 
 def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -56,10 +56,10 @@ def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32)
     its linear layers in `dtype`, which a pass computes them in; the rest together, and it stays until the backward
     pass, or `reshard`: logits are made after the pass."""
     cut, narrow = cuts(module, meshes), dtype != torch.float32
-    sharded = [one for one in _parameters(module) if is_sharded(one[2])]
-    whole = {one: _hollow(one, cut.get((part, name))) for part, name, one in sharded}
+    sharded = [entry for entry in _parameters(module) if is_sharded(entry[2])]
+    hollow = {parameter: _hollow(parameter, cut.get((part, name))) for part, name, parameter in sharded}
     for part, name, parameter in sharded:
-        part.register_parameter(name, whole[parameter])
+        part.register_parameter(name, hollow[parameter])
     names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     apart = dict.fromkeys(linear_layers(module), meshes.ranks) if narrow else {}
@@ -70,8 +70,8 @@ def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32)
             if part in apart:
                 moved = dtype if isinstance(part, nn.Linear) else torch.float32
                 groups.setdefault((apart[part], moved), []).append(part)
-        for (mesh, moved), own in groups.items():
-            _fully(own, mesh, f"{names[own[0]]} and what is cut as it", reshard=True, dtype=moved)
+        for (mesh, moved), parts in groups.items():
+            _fully(parts, mesh, f"{names[parts[0]]} and what is cut as it", reshard=True, dtype=moved)
     for part in (*layers, module):
         _fully([part], meshes.ranks, names[part], reshard=part is not module)
     for part, name, parameter in sharded:  # FSDP takes over what it finds at the first pass
@@ -121,32 +121,32 @@ def whole(tensor: Tensor, name: str) -> Tensor:
         return tensor
     with named(f"gathering {name}"):
         placements = list(tensor.placements)
-        for at in range(len(placements) - 1):  # one mesh dimension at a time: torch would warn that it does
-            placements[at] = Replicate()
+        for dimension in range(len(placements) - 1):  # one mesh dimension at a time: torch would warn that it does
+            placements[dimension] = Replicate()
             tensor = tensor.redistribute(placements=placements)
         return tensor.full_tensor()
 
 
 def gathered(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
     """Whole tensors on rank 0, in host memory if they were sharded; none on other ranks. Each is changed first."""
-    found: dict[str, Tensor] = {}
+    whole_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         full = whole(change(tensor), name)
         if not is_sharded(tensor):
-            found[name] = full
+            whole_tensors[name] = full
         elif distributed.get_rank() == 0:
-            found[name] = full.cpu()
-    return found if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
+            whole_tensors[name] = full.cpu()
+    return whole_tensors if not distributed.is_initialized() or distributed.get_rank() == 0 else {}
 
 
 def like(whole: Tensor, tensor: Tensor) -> Tensor:
     """`whole` on the device of `tensor`, and sharded as it is. Each rank has all of `whole` already, or its shard."""
-    there = whole.to(tensor.device)
-    if is_sharded(there):
-        return there
+    moved = whole.to(tensor.device)
+    if is_sharded(moved):
+        return moved
     if not isinstance(tensor, DTensor):
-        return there
-    return distribute_tensor(there, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return moved
+    return distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -157,15 +157,15 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load whole tensors into a module that may be sharded. Raises RuntimeError if they do not fit."""
-    own = module.state_dict()
-    if not any(is_sharded(tensor) for tensor in own.values()):
+    current = module.state_dict()
+    if not any(is_sharded(tensor) for tensor in current.values()):
         module.load_state_dict(state)
         return
     if wrong := [
-        name for name in own.keys() | state.keys() if own.get(name, _NONE).shape != state.get(name, _NONE).shape
+        name for name in current.keys() | state.keys() if current.get(name, _NONE).shape != state.get(name, _NONE).shape
     ]:
         raise RuntimeError(f"{min(wrong)} is of another shape, or not there")
-    for name, tensor in own.items():
+    for name, tensor in current.items():
         fill(tensor, state[name])
 
 
@@ -173,16 +173,16 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 def clipped(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
     """Scale the gradients of parameters down to a norm of `most` altogether. Returns the norm before that. Of sharded
     ones each rank has a part that no other has, however they are cut."""
-    grads = [one.grad for one in parameters if one.grad is not None]
-    own = [local(grad) for grad in grads]
-    norm = nn.utils.get_total_norm(own)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [local(grad) for grad in grads]
+    norm = nn.utils.get_total_norm(shards)
     if any(is_sharded(grad) for grad in grads):
         square = norm.double().square()
         with named("a norm"):
             distributed.all_reduce(square)
         norm = square.sqrt().to(norm.dtype)
     share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
-    torch._foreach_mul_(own, share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    torch._foreach_mul_(shards, share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return norm
 
 
@@ -214,15 +214,15 @@ def load_state(
     away = waits(optimizer)
 
     def placed(value: Tensor, parameter: Tensor) -> Tensor:
-        there = like(value, parameter) if value.shape == parameter.shape else value
-        return there.to("cpu" if away else there.device, copy=True)
+        moved = like(value, parameter) if value.shape == parameter.shape else value
+        return moved.to("cpu" if away else moved.device, copy=True)
 
     cut = {
-        at: {name: placed(value, parameter) for name, value in own.items()}
-        for (at, own), parameter in ((one, parameters[one[0]]) for one in state["state"].items())
+        number: {name: placed(value, parameter) for name, value in values.items()}
+        for (number, values), parameter in ((entry, parameters[entry[0]]) for entry in state["state"].items())
     }
-    for at, own in shards.items():
-        cut[at] = {**cut.get(at, {}), **own}
+    for number, values in shards.items():
+        cut[number] = {**cut.get(number, {}), **values}
     optimizer.load_state_dict({**state, "state": cut})
 
 

@@ -77,44 +77,44 @@ def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
     """The cuts of a model's parameters, as its own plans ask for. Raises ConfigError for a model that cannot be cut."""
     if not hasattr(module, "config"):
         return {}  # a critic's head
-    found: dict[tuple[nn.Module, str], ParameterCut] = {}
+    parameter_cuts: dict[tuple[nn.Module, str], ParameterCut] = {}
     if meshes.tensor is not None:
-        found |= _tensor_cuts(module, meshes.tensor)
+        parameter_cuts |= _tensor_cuts(module, meshes.tensor)
     if meshes.expert is not None:
-        found |= _expert_cuts(module, meshes.expert)
-    return found
+        parameter_cuts |= _expert_cuts(module, meshes.expert)
+    return parameter_cuts
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
     """Those of decoder layers that a model's own plan names: it does no more with their weights than call them."""
-    found = _planned(module, getattr(module, "tp_plan", None) or {})
-    return [part for _, part, style in found if style in _WAYS and type(part) is nn.Linear]
+    planned = _planned(module, getattr(module, "tp_plan", None) or {})
+    return [part for _, part, style in planned if style in _WAYS and type(part) is nn.Linear]
 
 
 def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
     width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
     name = type(module).__name__
     check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
-    found: dict[tuple[nn.Module, str], ParameterCut] = {}
+    parameter_cuts: dict[tuple[nn.Module, str], ParameterCut] = {}
     for path, part, style in _planned(module, plan):
         if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
             continue
         if style not in _WAYS or type(part) is not nn.Linear:
             raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
-        for at, parameter in part.named_parameters():
-            dim = _WAYS[style] if at == "weight" else 0
+        for parameter_name, parameter in part.named_parameters():
+            dim = _WAYS[style] if parameter_name == "weight" else 0
             if parameter.shape[dim] % width:
                 hint = f"{path} of {name} is {parameter.shape[dim]} wide: give a number that divides it, or 1"
                 raise ConfigError("train.parallel.tensor", width, hint)
-            found[part, at] = ParameterCut(mesh, dim)
-    if not found:
+            parameter_cuts[part, parameter_name] = ParameterCut(mesh, dim)
+    if not parameter_cuts:
         raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
-    return found
+    return parameter_cuts
 
 
 def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], ParameterCut]:
     width, plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
-    found: dict[tuple[nn.Module, str], ParameterCut] = {}
+    parameter_cuts: dict[tuple[nn.Module, str], ParameterCut] = {}
     for path, part, style in _planned(module, plan):
         if style != _STACK or not isinstance(part, nn.Parameter):
             continue
@@ -122,11 +122,11 @@ def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], P
             hint = f"{type(module).__name__} has {part.shape[0]} experts: give a number that divides it, or 1"
             raise ConfigError("train.parallel.expert", width, hint)
         owner, _, name = path.rpartition(".")
-        found[module.get_submodule(owner), name] = ParameterCut(mesh, 0)
-    if not found:
+        parameter_cuts[module.get_submodule(owner), name] = ParameterCut(mesh, 0)
+    if not parameter_cuts:
         hint = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
         raise ConfigError("train.parallel.expert", width, hint)
-    return found
+    return parameter_cuts
 
 
 def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
@@ -156,8 +156,10 @@ def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
     apart = {part for part, _ in cut if not isinstance(part, nn.Linear)}
     stacks = set(apart)
     if meshes.tensor is not None:  # their tokens are divided, however experts are cut
-        found = _planned(module, getattr(module, "tp_plan", None) or {})
-        stacks |= {_below(part) for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
+        planned = _planned(module, getattr(module, "tp_plan", None) or {})
+        stacks |= {
+            _below(part) for path, part, _ in planned if path.endswith(".experts") and isinstance(part, nn.Module)
+        }
     for part in stacks:
         above = [layer for layer in names if layer is not part and _below(layer) is part]
         setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart, adapters=above))  # noqa: B010
@@ -184,11 +186,12 @@ def _install_linear(part: nn.Linear, adapter: Any, how: ParameterCut, name: str)
 def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
     """What some rows of a weight make of states; or what some columns do, whose ranks in `row` are added up: each adds
     a part of the bias."""
-    weight, bias = _own(part.weight), None if (given := cast("Tensor | None", part.bias)) is None else _own(given)
+    part_bias = cast("Tensor | None", part.bias)
+    weight, bias = _own(part.weight), None if part_bias is None else _own(part_bias)
     if bias is None or row is None:
         return functional.linear(states, weight, bias)
-    at, found = len(bias) * row.get_local_rank(), functional.linear(states, weight)
-    return found + functional.pad(bias, (at, len(weight) - at - len(bias))).to(found.dtype)
+    start, product = len(bias) * row.get_local_rank(), functional.linear(states, weight)
+    return product + functional.pad(bias, (start, len(weight) - start - len(bias))).to(product.dtype)
 
 
 def _part(small: nn.Linear, row: DeviceMesh, dim: int, states: Tensor) -> Tensor:
@@ -265,12 +268,14 @@ class Experts:
         index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten(), output_size=len(rows_RH))
         index_R1 = functional.pad(index_R, (0, 1))[:, None]
         padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
-        whole = dict(part._parameters)
-        part._parameters |= {name: self._adapted(name, _own(one)) for name, one in whole.items() if one is not None}
+        originals = dict(part._parameters)
+        part._parameters |= {
+            name: self._adapted(name, _own(parameter)) for name, parameter in originals.items() if parameter is not None
+        }
         try:
             return self._forward(padded_RH, index_R1, torch.ones_like(index_R1, dtype=rows_RH.dtype))[:-1]
         finally:
-            part._parameters |= whole
+            part._parameters |= originals
 
     def _adapted(self, name: str, own_EOI: Tensor) -> Tensor:
         """A parameter of this rank's experts, with the adapters around it."""
@@ -311,10 +316,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(part: Tensor, group: Any, name: str) -> Tensor:
-    whole = part.clone(memory_format=torch.contiguous_format)
+    total = part.clone(memory_format=torch.contiguous_format)
     with named(name):
-        distributed.all_reduce(whole, group=group)
-    return whole
+        distributed.all_reduce(total, group=group)
+    return total
 
 
 class _Exchange(torch.autograd.Function):
@@ -325,12 +330,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = _exchanged(grads[0], ctx.taken, ctx.sent, ctx.group, f"{ctx.name}, backward")
-        return found, None, None, None, None
+        gradient = _exchanged(grads[0], ctx.taken, ctx.sent, ctx.group, f"{ctx.name}, backward")
+        return gradient, None, None, None, None
 
 
 def _exchanged(rows: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
-    found = rows.new_empty(sum(taken), *rows.shape[1:])
+    received = rows.new_empty(sum(taken), *rows.shape[1:])
     with named(name):
-        distributed.all_to_all_single(found, rows.contiguous(), taken, sent, group=group)
-    return found
+        distributed.all_to_all_single(received, rows.contiguous(), taken, sent, group=group)
+    return received

@@ -45,16 +45,16 @@ def divided(
     """The states of optimizers without what is sharded; and this by name, not copied, None if their weights are not."""
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     apart = {
-        f"{name}.{at}.{key}": value
+        f"{name}.{number}.{key}": value
         for name, state in states.items()
-        for at, own in state["state"].items()
-        for key, value in own.items()
+        for number, values in state["state"].items()
+        for key, value in values.items()
         if is_sharded(value)
     }
     for name, state in states.items():
         moments = {
-            at: {key: value for key, value in own.items() if f"{name}.{at}.{key}" not in apart}
-            for at, own in state["state"].items()
+            number: {key: value for key, value in values.items() if f"{name}.{number}.{key}" not in apart}
+            for number, values in state["state"].items()
         }
         states[name] = {**state, "state": moments}
     groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
@@ -92,8 +92,8 @@ def write(folder: Path, rank: int, found: Shards, progress: Callable[[], object]
         waiting = 0
         for _, tensor in found.values():
             data = memoryview(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
-            for at in range(0, len(data), _SYNCED):
-                waiting += file.write(data[at : at + _SYNCED])
+            for first in range(0, len(data), _SYNCED):
+                waiting += file.write(data[first : first + _SYNCED])
                 if waiting >= _SYNCED:
                     _sync(file)
                     progress()
@@ -117,31 +117,31 @@ def read(
     except ImportError as error:
         raise ModelError(f"torch {torch.__version__} cannot read {folder}: pip install --upgrade torch") from error
     reader = HuggingFaceStorageReader(str(folder))
-    found: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
+    states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
     wanted: dict[str, Tensor] = {}
     try:
-        there = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
+        metadata = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
         for name in names:
-            optimizer, at, key = name.rsplit(".", 2)
+            optimizer, number, key = name.rsplit(".", 2)
             if optimizer in optimizers:
                 parameter = [tensor for group in optimizers[optimizer].param_groups for tensor in group["params"]][
-                    int(at)
+                    int(number)
                 ]
-                wanted[name] = _empty(name, there.get(name), parameter, away=waits(optimizers[optimizer]))
-                found[optimizer].setdefault(int(at), {})[key] = wanted[name]
+                wanted[name] = _empty(name, metadata.get(name), parameter, away=waits(optimizers[optimizer]))
+                states[optimizer].setdefault(int(number), {})[key] = wanted[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each plans by itself
             load(cast("dict[str, Any]", wanted), storage_reader=reader, no_dist=True)
     except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError, CheckpointException) as error:
         hint = f"give it back its files, or move {folder.parent} away to go on from the checkpoint before it"
         raise ModelError(f"{folder} cannot be read: {hint} ({type(error).__name__}: {error})") from error
-    return found
+    return states
 
 
 def _empty(name: str, what: Any, parameter: Tensor, *, away: bool) -> Tensor:
     """A tensor to read into, cut as the parameter is; `away`: in host memory."""
-    there = 0 if what is None else sum(math.prod(chunk.sizes) for chunk in what.chunks)
-    if what is None or there != parameter.numel() or what.size != parameter.shape:
-        raise ValueError(f"{name} has {there} numbers, and its parameter {parameter.numel()}")
-    found = torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
-    return with_shard(found, torch.empty_like(local(found), device="cpu")) if away else found
+    stored = 0 if what is None else sum(math.prod(chunk.sizes) for chunk in what.chunks)
+    if what is None or stored != parameter.numel() or what.size != parameter.shape:
+        raise ValueError(f"{name} has {stored} numbers, and its parameter {parameter.numel()}")
+    tensor = torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
+    return with_shard(tensor, torch.empty_like(local(tensor), device="cpu")) if away else tensor

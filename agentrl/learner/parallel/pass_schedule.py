@@ -31,17 +31,17 @@ class Pass:
 def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> list[list[Pass]]:
     """The passes of each of `size` ranks, as many for each."""
     if size == 1:
-        return [[Pass(at, pack) for at, pack in enumerate(packs)]]
-    left = sorted(range(len(packs)), key=lambda at: -cost(packs[at]))
+        return [[Pass(place, pack) for place, pack in enumerate(packs)]]
+    remaining = sorted(range(len(packs)), key=lambda place: -cost(packs[place]))
     shares: list[list[Pass]] = [[] for _ in range(size)]
-    while left:
-        own = [at for at in left if _models(packs[at]) == _models(packs[left[0]])]
-        for start in range(0, len(own), size):
-            turn = own[start : start + size]
+    while remaining:
+        alike = [place for place in remaining if _models(packs[place]) == _models(packs[remaining[0]])]
+        for start in range(0, len(alike), size):
+            turn = alike[start : start + size]
             for rank, share in enumerate(shares):
-                at = turn[min(rank, len(turn) - 1)]
-                share.append(Pass(at, packs[at], counts=rank < len(turn)))
-        left = [at for at in left if at not in own]
+                place = turn[min(rank, len(turn) - 1)]
+                share.append(Pass(place, packs[place], counts=rank < len(turn)))
+        remaining = [place for place in remaining if place not in alike]
     return shares
 
 
@@ -67,17 +67,17 @@ def laid(
     larger than a pass, and its stem is computed once on each rank, its passes are as they are."""
     if size == 1:
         return packs(groups, budget, device, shared=shared, stems=stems)
-    found: list[Pack] = []
-    for own in kinds(groups):
-        own = own if shared else [[row] for rows in own for row in rows]
+    passes: list[Pack] = []
+    for kind_groups in kinds(groups):
+        kind_groups = kind_groups if shared else [[row] for rows in kind_groups for row in rows]
         trees: list[PrefixTree] = []
-        for divided in (forest(rows, budget) for rows in own if rows):
+        for divided in (forest(rows, budget) for rows in kind_groups if rows):
             apart = grown(divided, device, size) if stems else []
-            found += apart
+            passes += apart
             trees += [] if apart else divided
         for together in _bins(trees, budget, size, cost):
-            found += packs(together, budget, device, shared=shared)
-    return found
+            passes += packs(together, budget, device, shared=shared)
+    return passes
 
 
 def _bins(
@@ -93,16 +93,16 @@ def _bins(
     rounds = -(-sum(len(tree.token_ids_N) for tree in trees) // (budget * size))
     bins: list[list[Sequence[Row]]] = [[] for _ in range(rounds * size)]
     nodes, costs = [0] * len(bins), [0.0] * len(bins)
-    for own, tree in sorted(((cost(tree), tree) for tree in trees), key=lambda one: -one[0]):
+    for tree_cost, tree in sorted(((cost(tree), tree) for tree in trees), key=lambda pair: -pair[0]):
         count = len(tree.token_ids_N)
-        room = [at for at, had in enumerate(nodes) if not had or had + count <= budget]
+        room = [place for place, had in enumerate(nodes) if not had or had + count <= budget]
         if not room:
             room = [len(bins)]
             bins += [[] for _ in range(size)]
             nodes += [0] * size
             costs += [0.0] * size
-        at = min(room, key=costs.__getitem__)
-        bins[at].append(tree.rows)
-        nodes[at] += count
-        costs[at] += own
+        place = min(room, key=costs.__getitem__)
+        bins[place].append(tree.rows)
+        nodes[place] += count
+        costs[place] += tree_cost
     return [rows for rows in bins if rows]

@@ -88,8 +88,8 @@ class Portion:
         """Those of its nodes. One that it computes for nobody is in no row."""
         if self.pack.routes is None or self.node_n is None:
             return self.pack.routes
-        found = self.pack.routes.at(self.node_n)
-        return found if self.own_n is None else replace(found, rows_N=found.rows_N * self.own_n)
+        node_routes = self.pack.routes.at(self.node_n)
+        return node_routes if self.own_n is None else replace(node_routes, rows_N=node_routes.rows_N * self.own_n)
 
     def gather(self, then: Gather | None) -> Gather | None:
         """How layers get the keys and values of all nodes; `then` is what the pass does to those of a span."""
@@ -115,8 +115,8 @@ class Portion:
             return found(own, plain)
         count = len(self.pack.predictors_P)
         at_P = self.row_p.new_full((count,), -1).index_copy(0, self.row_p, torch.arange(len(self.row_p)).to(self.row_p))
-        (here, own_J), (there, plain_J) = own.only(at_P), plain.only(at_P)
-        own_I, plain_O, entropy_p = found(here, there)
+        (here, own_J), (plain_places, plain_J) = own.only(at_P), plain.only(at_P)
+        own_I, plain_O, entropy_p = found(here, plain_places)
         sizes = len(own.row_I), len(plain.row_I), count
         parts = zip((own_I, plain_O, entropy_p), (own_J, plain_J, self.row_p), sizes, strict=True)
         own_I, plain_O, entropy_P = self.joined(list(parts), "log-probs")
@@ -126,8 +126,8 @@ class Portion:
         """Vectors that the ranks have parts of: the numbers that this rank has, their places, and how many there are
         of all ranks."""
         assert self.meshes is not None
-        whole = [own.new_zeros(size).index_copy(0, at, own) for own, at, size in parts]
-        return list(added_up(torch.cat(whole), self.meshes.team, name).split([len(one) for one in whole]))
+        vectors = [numbers.new_zeros(size).index_copy(0, places, numbers) for numbers, places, size in parts]
+        return list(added_up(torch.cat(vectors), self.meshes.team, name).split([len(vector) for vector in vectors]))
 
 
 def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
@@ -135,13 +135,13 @@ def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
     if meshes.team is None:
         return Portion.whole(pack, span)
     if meshes.context is None:
-        found = Portion.whole(pack, span)
-        at_P = torch.arange(len(found.keep_c), device=found.keep_c.device)
+        rank_portion = Portion.whole(pack, span)
+        at_P = torch.arange(len(rank_portion.keep_c), device=rank_portion.keep_c.device)
     else:
-        found, at_P = _of_nodes(pack, meshes, span or (0, len(pack.token_ids_N)))
+        rank_portion, at_P = _of_nodes(pack, meshes, span or (0, len(pack.token_ids_N)))
     column, width = (0, 1) if meshes.tensor is None else (meshes.tensor.get_local_rank(1), meshes.tensor.size(1))
     rows = slice(len(at_P) * column // width, len(at_P) * (column + 1) // width)
-    return replace(found, rows=rows, row_p=at_P[rows], meshes=meshes)
+    return replace(rank_portion, rows=rows, row_p=at_P[rows], meshes=meshes)
 
 
 def _predictors(pack: Pack, span: Span) -> Tensor:
@@ -161,9 +161,9 @@ def _of_nodes(pack: Pack, meshes: Meshes, span: Span) -> tuple[Portion, Tensor]:
     place_N, rank = place_N.to(device), distributed.get_rank(meshes.context)
     place_P = place_N[_predictors(pack, span) - span[0]] - rank * most
     at_P = ((place_P >= 0) & (place_P < most)).nonzero()[:, 0]
-    own, node_n = pieces(pack.branches, shares[rank]), each[rank].to(device)
+    branches, node_n = pieces(pack.branches, shares[rank]), each[rank].to(device)
     own_n = place_N[node_n - span[0]] // most == rank
-    return Portion(pack, own, place_P[at_P], node_n, place_N=place_N, most=most, own_n=own_n), at_P
+    return Portion(pack, branches, place_P[at_P], node_n, place_N=place_N, most=most, own_n=own_n), at_P
 
 
 def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
@@ -182,9 +182,9 @@ def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
 def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[Span]], list[int]]:
     """So many runs of nodes, the dearest first, each to the rank that sees the least so far; and what each sees."""
     first, nodes = branches[0].start, branches[-1].stop - branches[0].start
-    edges = list(dict.fromkeys(first + nodes * at // runs for at in range(runs + 1)))
+    edges = list(dict.fromkeys(first + nodes * number // runs for number in range(runs + 1)))
     cost = {
-        run: sum(pairs(one.stop - one.start, len(one.path)) for one in pieces(branches, [run]))
+        run: sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in pieces(branches, [run]))
         for run in pairwise(edges)
     }
     shares: list[list[Span]] = [[] for _ in range(size)]
@@ -198,24 +198,24 @@ def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[
 
 
 def _merged(share: Sequence[Span]) -> list[Span]:
-    found = [share[0]]
+    merged = [share[0]]
     for start, stop in share[1:]:
-        if start == found[-1][1]:
-            found[-1] = (found[-1][0], stop)
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def pieces(branches: Sequence[Branch], share: Sequence[Span]) -> list[Branch]:
     """The parts of branches whose nodes are in some spans. All are in order."""
-    found: list[Branch] = []
+    parts: list[Branch] = []
     for first, last in share:
         for branch in branches:
             start, stop = max(first, branch.start), min(last, branch.stop)
             if start < stop:
-                found.append(Branch(start, stop, branch.path[: len(branch.path) - (branch.stop - stop)]))
-    return found
+                parts.append(Branch(start, stop, branch.path[: len(branch.path) - (branch.stop - stop)]))
+    return parts
 
 
 class _Gather(torch.autograd.Function):
@@ -226,17 +226,17 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(place_N)
         ctx.given = len(own_nX), most, group, name
         padded = torch.cat([own_nX, own_nX.new_zeros(most - len(own_nX), *own_nX.shape[1:])])
-        whole = padded.new_empty(most * distributed.get_world_size(group), *padded.shape[1:])
+        gathered = padded.new_empty(most * distributed.get_world_size(group), *padded.shape[1:])
         with named(name):
-            ALL_GATHER(whole, padded, group=group)
-        return whole.index_select(0, place_N)
+            ALL_GATHER(gathered, padded, group=group)
+        return gathered.index_select(0, place_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (place_N,), (count, most, group, name) = ctx.saved_tensors, ctx.given
         size = most * distributed.get_world_size(group)
-        whole = grads[0].new_zeros(size, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
-        own = whole.new_empty(most, *whole.shape[1:])
+        whole_grad = grads[0].new_zeros(size, *grads[0].shape[1:]).index_copy(0, place_N, grads[0])
+        own_grad = whole_grad.new_empty(most, *whole_grad.shape[1:])
         with named(f"{name}, backward"):
-            REDUCE_SCATTER(own, whole, group=group)
-        return own[:count], None, None, None, None
+            REDUCE_SCATTER(own_grad, whole_grad, group=group)
+        return own_grad[:count], None, None, None, None

@@ -561,10 +561,10 @@ class Leader:
         if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
             return None  # its own: a full disk, say
         missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
-        at = next(standing for standing in standings if standing.count == most)
+        furthest = next(standing for standing in standings if standing.count == most)
         late = "; ".join(self._where(rank, standings[rank]) for rank in missing or range(1, self.size))
         return RankLost(
-            f"{late}. It did not come to {at.name!r}, collective {most}, within {self._deadline_s:g} s "
+            f"{late}. It did not come to {furthest.name!r}, collective {most}, within {self._deadline_s:g} s "
             f"(train.parallel.deadline_s): {_first_line(error)}"
         )
 
