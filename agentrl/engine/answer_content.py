@@ -25,8 +25,8 @@ def text_of_answer(content: Any) -> tuple[str, bool]:
     if content is None or isinstance(content, str):
         return content or "", False
     if not isinstance(content, list):
-        what = f"a content of kind {type(content).__name__!r} is no text: it is read as its JSON"
-        notices.note(ANSWERS, what, by_policy=True)
+        notice = f"a content of kind {type(content).__name__!r} is no text: it is read as its JSON"
+        notices.note(ANSWERS, notice, by_policy=True)
         return json.dumps(content), False
     texts, has_thoughts = list[str](), False
     for part in cast("list[Any]", content):

@@ -97,11 +97,11 @@ def proof(key: EngineKey, challenge: bytes) -> str:
 def folder_digest(folder: Path) -> str:
     """SHA-256 over names and contents of the files in an adapter's folder, those of its subfolders left out. Raises
     OSError."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         with path.open("rb") as file:
-            whole.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
+            hasher.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return hasher.hexdigest()
 
 
 class Guard:
@@ -169,32 +169,32 @@ class Guard:
                 self._same_version(others[0] if others else None)
 
     def _same_version(self, finished: object) -> None:
-        named = self._versions - {None}
-        if named and named != {str(finished)}:
+        versions = self._versions - {None}
+        if versions and versions != {str(finished)}:
             raise AccessRefused(
-                f"weight_version = {finished!r}: the update was of version {', '.join(map(str, named))}"
+                f"weight_version = {finished!r}: the update was of version {', '.join(map(str, versions))}"
             )
 
 
 def _version_of(info: Any) -> object:
     """The version that an update names, with the digest of its content; None of one from memory to memory. Raises
     AccessRefused for a file without either."""
-    given = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
-    if "path" not in given:
+    fields = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
+    if "path" not in fields:
         return None
-    if not isinstance(given.get("sha256"), str) or given.get("version") is None:
+    if not isinstance(fields.get("sha256"), str) or fields.get("version") is None:
         raise AccessRefused(
             "update_info: version and sha256 are required of a file: an altered one would not be noticed"
         )
-    return str(given["version"])
+    return str(fields["version"])
 
 
 async def _check_adapter(body: dict[str, Any]) -> None:
     try:
-        found = await asyncio.to_thread(folder_digest, Path(str(body.get("lora_path"))))
+        digest = await asyncio.to_thread(folder_digest, Path(str(body.get("lora_path"))))
     except (OSError, ValueError):
         return  # the engine says that it is not there
-    if not hmac.compare_digest(found, str(body.get("sha256"))):
+    if not hmac.compare_digest(digest, str(body.get("sha256"))):
         raise AccessRefused(f"lora_path = {body.get('lora_path')!r}: its files are not those that were signed")
 
 
@@ -225,13 +225,13 @@ async def _whole(receive: Receive) -> bytes:
 
 def _again(body: bytes, receive: Receive) -> Receive:
     """Gives a body that was read to the application, and then what comes after it."""
-    given = False
+    is_sent = False
 
     async def again() -> Message:
-        nonlocal given
-        if given:
+        nonlocal is_sent
+        if is_sent:
             return await receive()
-        given = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again

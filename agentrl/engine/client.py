@@ -80,7 +80,7 @@ class EngineClient:
         EngineError if tokens that were already yielded turn out to be of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
-        parser, known = self.dialect.parser(self.version, request, self._vocabulary), self.version
+        parser, version_before = self.dialect.parser(self.version, request, self._vocabulary), self.version
         answer: _StreamedBody | None = None
         lines = Lines()
         try:
@@ -106,7 +106,7 @@ class EngineClient:
                         text = f"{self.url} broke {request.request_id!r} off: {error}"
                         raise EngineBroke(text, url=self.url, status=error.status, reason=error.reason) from error
                     if parser.stated:
-                        self._heard(parser.stated, known)
+                        self._heard(parser.stated, version_before)
                     if chunk is None:
                         continue
                     if chunk.finish is not None:
@@ -239,8 +239,8 @@ class EngineClient:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
         (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
         not score prompts."""
-        asked = self.dialect.score_json(token_ids, model)
-        answer = parse_json(await self.call("POST", self.dialect.generate_path, json=asked, deadline_s=deadline_s))
+        body = self.dialect.score_json(token_ids, model)
+        answer = parse_json(await self.call("POST", self.dialect.generate_path, json=body, deadline_s=deadline_s))
         return self.dialect.prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
@@ -343,12 +343,12 @@ class Lines:
     def payloads(self, part: bytes) -> list[bytes]:
         first, *others = part.split(b"\n")
         self._begun.append(first)
-        found = list[bytes]()
+        payloads = list[bytes]()
         for other in others:
             line, self._begun = b"".join(self._begun), [other]
             if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
-                found.append(payload)
-        return found
+                payloads.append(payload)
+        return payloads
 
 
 def _until(deadline: float) -> AbstractContextManager[object]:

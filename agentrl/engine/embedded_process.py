@@ -109,8 +109,8 @@ async def launch_embedded(
             weights_from=[*everyday(), *settings.weights_from],
         )
         env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
-        with errors.open("wb") as kept:
-            output = log or json_log.objects() or kept.fileno()
+        with errors.open("wb") as errors_file:
+            output = log or json_log.objects() or errors_file.fileno()
             argv += [] if key is not None or host is None else ["--no-key"]
             argv += [] if name is None else ["--served-model-name", name]
             argv += [] if tool_parser is None else ["--tool-parser", tool_parser]

@@ -96,11 +96,12 @@ class ScoringClient:
         `options` go into the request as they are (`temperature`, `max_tokens`, `chat_template_kwargs`, …).
 
         Raises as `classify`."""
-        asked = dict(options)
+        request_options = dict(options)
         if schema is not None:
-            named: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
-            asked["response_format"] = {"type": "json_schema", "json_schema": named}
-        return text_of_answer((await self.message(messages, deadline_s=deadline_s, **asked)).get("content"))[0]
+            answer_schema: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
+            request_options["response_format"] = {"type": "json_schema", "json_schema": answer_schema}
+        answer = await self.message(messages, deadline_s=deadline_s, **request_options)
+        return text_of_answer(answer.get("content"))[0]
 
     async def message(
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
@@ -113,8 +114,8 @@ class ScoringClient:
         self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
     ) -> ChatCompletion:
         """The model's answer with what the server says of it. Raises as `chat`."""
-        asked: dict[str, Json] = {**self._model, "messages": [with_parts(message) for message in messages], **options}
-        answer = await self._post("/v1/chat/completions", asked, deadline_s)
+        body: dict[str, Json] = {**self._model, "messages": [with_parts(message) for message in messages], **options}
+        answer = await self._post("/v1/chat/completions", body, deadline_s)
         try:
             choice = answer["choices"][0]
             message, finish = dict(choice["message"]), choice.get("finish_reason")

@@ -135,12 +135,12 @@ async def wait_for(
 ) -> None:
     """Wait, within the caller's deadline, until a server `serves`; `say` gets a line from time to time about what is
     waited for. Raises RunFailed, with `why`, once `ended` says that its process is gone."""
-    began = said = trio.current_time()
+    began = reported_at = trio.current_time()
     while not await serves():
         if ended():
             raise RunFailed(f"{name} ended before it was ready: {why()}")
-        if (now := trio.current_time()) - said >= _SAY_S:
-            said = now
+        if (now := trio.current_time()) - reported_at >= _SAY_S:
+            reported_at = now
             say(f"{name} imports and loads {model}: {now - began:.0f} s; {_last_line(log)}")
         await trio.sleep(_POLL_S)
 

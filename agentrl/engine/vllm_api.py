@@ -85,18 +85,18 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
 def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
     """The body of a request for the log-probs of a prompt's tokens at temperature 1."""
     params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
-    asked: dict[str, Json] = {
+    body: dict[str, Json] = {
         "request_id": f"score-{uuid4().hex}",
         "token_ids": list(token_ids),
         "sampling_params": params,
     }
-    return asked if model is None else asked | {"model": model}
+    return body if model is None else body | {"model": model}
 
 
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:
     """The log-probs of `token_ids[1:]` in the answer to a request that asked for those of its prompt."""
-    given = document.get("prompt_logprobs")
-    entries = cast("list[Any]", given) if isinstance(given, list) else []
+    value = document.get("prompt_logprobs")
+    entries = cast("list[Any]", value) if isinstance(value, list) else []
     if len(entries) != len(token_ids):
         raise EngineError("the engine does not score prompts (prompt_logprobs)")
     try:
@@ -110,8 +110,8 @@ def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> t
 def results(body: str | bytes, **fields: type | UnionType) -> list[dict[str, Any]]:
     """The answers of an engine's workers to a call, at least one, each with these `fields` of these types. Raises
     EngineError for anything else."""
-    given = parse_json(body).get("results")
-    answers = cast("list[Any]", given) if isinstance(given, list) else []
+    listed = parse_json(body).get("results")
+    answers = cast("list[Any]", listed) if isinstance(listed, list) else []
     if not answers:
         raise EngineError(f"the engine's workers gave no results: {body[:80]!r}")
     for answer in answers:
@@ -197,17 +197,17 @@ class ChunkParser:
         if self._request.experts_from is not None and finish in ("stop", "length"):
             end = len(self._request.token_ids) + self.received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
-        named = _columns(content[:sound])
+        extra_columns = _columns(content[:sound])
         if self._request.kept and sound:
             sets = self._kept(token_ids, choice.get("sampling_mask"), len(content))
-            named = {**named, columns.KEPT: sampling_mask.encode(sets)}
+            extra_columns = {**extra_columns, columns.KEPT: sampling_mask.encode(sets)}
         return Chunk(
             token_ids=token_ids,
             logprobs=tuple(map(float, logprobs)),
             spans=spans,
             finish=finish,
             experts=experts,
-            columns=named,
+            columns=extra_columns,
         )
 
     def _kept(self, token_ids: Sequence[int], sets: Sequence[Sequence[int]] | None, sent: int) -> list[Sequence[int]]:
@@ -232,10 +232,10 @@ class ChunkParser:
             if (end := min(end, base + count)) > start:
                 spans.append(VersionSpan(version, start - base, end - base))
         self.stated = tuple(spans)
-        named = sum(span.end - max(span.start, 0) for span in spans if span.end > 0)
-        if count and not named:
+        stamped = sum(span.end - max(span.start, 0) for span in spans if span.end > 0)
+        if count and not stamped:
             return (*spans, VersionSpan(self.version, 0, count))
-        if named < count:
+        if stamped < count:
             raise EngineError(f"the engine names no weight version of some of its tokens: {list(stamps)}")
         return self.stated
 
@@ -244,8 +244,8 @@ def _columns(content: Sequence[Json]) -> columns.Columns:
     """The registered columns that the server adds to the log-probs of all these tokens: numbers, or nested lists."""
     if not content or content[0].keys() <= _PLAIN:  # the usual answer: nothing is looked up for each chunk
         return columns.NONE
-    named = [name for name in columns.known() if all(name in entry for entry in content)]
-    return {name: tuple(number for entry in content for number in _flat(entry[name])) for name in named}
+    names = [name for name in columns.known() if all(name in entry for entry in content)]
+    return {name: tuple(number for entry in content for number in _flat(entry[name])) for name in names}
 
 
 def _flat(value: Json) -> list[float]:
@@ -259,7 +259,7 @@ def _sound(logprobs: Sequence[Json]) -> int:
     numbers = set(map(type, logprobs)) == {float} and not math.isnan(sum(logprobs))
     if numbers and min(logprobs) > _NO_LOGPROB and max(logprobs) <= _ROUNDING:
         return len(logprobs)
-    return next((at for at, logprob in enumerate(logprobs) if not _is_sound(logprob)), len(logprobs))
+    return next((position for position, logprob in enumerate(logprobs) if not _is_sound(logprob)), len(logprobs))
 
 
 def _is_sound(logprob: Json) -> bool:

@@ -70,8 +70,10 @@ class Architecture:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         for layer in range(self.layers):
-            at = f"model.layers.{layer}."
-            shapes[at + "input_layernorm.weight"] = shapes[at + "post_attention_layernorm.weight"] = (self.hidden,)
+            prefix = f"model.layers.{layer}."
+            shapes[prefix + "input_layernorm.weight"] = shapes[prefix + "post_attention_layernorm.weight"] = (
+                self.hidden,
+            )
             linears = {
                 "self_attn.q_proj": (q, self.hidden, self.qkv_bias),
                 "self_attn.k_proj": (kv, self.hidden, self.qkv_bias),
@@ -82,11 +84,13 @@ class Architecture:
                 "mlp.down_proj": (self.hidden, self.intermediate, self.mlp_bias),
             }
             for name, (rows, columns, bias) in linears.items():
-                shapes[f"{at}{name}.weight"] = (rows, columns)
+                shapes[f"{prefix}{name}.weight"] = (rows, columns)
                 if bias:
-                    shapes[f"{at}{name}.bias"] = (rows,)
+                    shapes[f"{prefix}{name}.bias"] = (rows,)
             if self.qk_norm:
-                shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (self.head_dim,)
+                shapes[prefix + "self_attn.q_norm.weight"] = shapes[prefix + "self_attn.k_norm.weight"] = (
+                    self.head_dim,
+                )
         return shapes
 
 

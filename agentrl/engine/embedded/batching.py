@@ -41,14 +41,14 @@ def sample(
     A greedy row's log-probability is that of the unscaled distribution, as vLLM reports it."""
     uniform_B1 = torch.rand(len(rows), 1, generator=generator)
     tokens, logprobs, sets = list[torch.Tensor](), list[torch.Tensor](), dict[int, list[int]]()
-    for at in range(0, len(rows), _SAMPLED_AT_ONCE):
-        part = slice(at, at + _SAMPLED_AT_ONCE)
+    for start in range(0, len(rows), _SAMPLED_AT_ONCE):
+        part = slice(start, start + _SAMPLED_AT_ONCE)
         tokens_B1, logprobs_BV = _draw(logits_BV[part], rows[part], uniform_B1[part])
         tokens.append(tokens_B1)
         logprobs.append(logprobs_BV.gather(-1, tokens_B1))
         for row, sampling in enumerate(rows[part]):
             if sampling.cuts:
-                sets[at + row] = logprobs_BV[row].isfinite().nonzero()[:, 0].tolist()
+                sets[start + row] = logprobs_BV[row].isfinite().nonzero()[:, 0].tolist()
     return torch.cat(tokens).squeeze(-1), torch.cat(logprobs).squeeze(-1), sets
 
 
@@ -233,7 +233,7 @@ class Batcher:
         if request is not None:
             self.slots.release(request.slot)
         else:
-            request = next((one for one in self.waiting if one.id == id), None)
+            request = next((waiting for waiting in self.waiting if waiting.id == id), None)
             if request is None:
                 return False
             self.waiting.remove(request)
@@ -371,14 +371,14 @@ class Batcher:
     def _compact(self, singles: list[BatchRequest]) -> None:
         """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
         bound = len(singles) + len(singles) // 4 + 2
-        at = {request.slot: request for request in self.running.values()}
+        by_slot = {request.slot: request for request in self.running.values()}
         wanted = {request.slot for request in singles}
         holes = (slot for slot in range(bound) if slot not in wanted)
         for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
             hole = next(holes)
             self.slots.exchange(slot, hole)
-            other = at.pop(hole, None)
-            at[slot].slot = hole
+            other = by_slot.pop(hole, None)
+            by_slot[slot].slot = hole
             if other is not None:
                 other.slot = slot
 
@@ -430,20 +430,20 @@ class Batcher:
         came before, and which are tokens of images."""
         if all(request.shown is None for request, _, _ in parts):
             return None, ()
-        turned, found, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
+        turned, image_rows, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0
         for request, start, count in parts:
             if request.shown is None:
                 turned.append(torch.arange(start, start + count).unsqueeze(1).expand(-1, 3))
             else:
                 assert self.model.tower is not None, "a model without one takes no images"
                 turned.append(request.shown.turned(start, count))
-                for at, tokens_NH in request.shown.within(start, count, self.model.tower):
-                    found.append((slice(row + at, row + at + len(tokens_NH)), tokens_NH))
+                for offset, tokens_NH in request.shown.within(start, count, self.model.tower):
+                    image_rows.append((slice(row + offset, row + offset + len(tokens_NH)), tokens_NH))
             row += count
-        return torch.cat(turned), tuple(found)
+        return torch.cat(turned), tuple(image_rows)
 
     def _sample(self, logits_BV: torch.Tensor, requests: list[BatchRequest]) -> None:
-        tokens_B, logprobs_B, kept = sample(logits_BV, [request.sampling for request in requests], self._generator)
+        tokens_B, logprobs_B, sets = sample(logits_BV, [request.sampling for request in requests], self._generator)
         self.counters.generated += len(requests)
         slots = self.slots
         tokens = cast("list[int]", tokens_B.tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -453,15 +453,15 @@ class Batcher:
                 request.version_starts.append((0, self.version))
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            if row in kept:
-                request.kept.append(kept[row])
-            at = len(request.tokens)
-            slots.tokens[request.slot, at - 1] = token
-            slots.known[request.slot] = at
+            if row in sets:
+                request.kept.append(sets[row])
+            length = len(request.tokens)
+            slots.tokens[request.slot, length - 1] = token
+            slots.known[request.slot] = length
             finish: Finish | None = None
             if token in request.sampling.stop_token_ids or self._completes_a_stop(request):
                 finish = "stop"
-            elif request.sampled >= request.sampling.max_tokens or at >= slots.length:
+            elif request.sampled >= request.sampling.max_tokens or length >= slots.length:
                 finish = "length"
             if finish:
                 del self.running[request.id]

@@ -53,9 +53,9 @@ class CacheSlots:
         slot that they extend is kept; `adopt` finds the rest."""
         shared = self._shared(tokens)
         valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
-        own = np.flatnonzero(~self.busy & (valid == self.computed) & (valid > 0) & (valid == valid.max()))
-        if own.size:
-            slot = int(own[0])
+        extendable = np.flatnonzero(~self.busy & (valid == self.computed) & (valid > 0) & (valid == valid.max()))
+        if extendable.size:
+            slot = int(extendable[0])
         else:
             idle = np.flatnonzero(~self.busy)
             if not idle.size:
@@ -74,8 +74,8 @@ class CacheSlots:
     def adopt(self, slot: int, version: int) -> int:
         """Copy into a busy slot the longest prefix that any slot shares with it; return how many positions it now
         has. At least one token is left to compute, for its logits."""
-        known = int(self.known[slot])
-        shared = np.minimum(self._shared(self.tokens[slot, :known]), known - 1)
+        length = int(self.known[slot])
+        shared = np.minimum(self._shared(self.tokens[slot, :length]), length - 1)
         valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
         donor = int(valid.argmax())
         start, end = int(self.computed[slot]), int(valid[donor])
@@ -92,9 +92,9 @@ class CacheSlots:
 
     def shared_with(self, slot: int, others: Sequence[int]) -> int:
         """The longest prefix that a slot's known tokens share with those of `others`, computed or not."""
-        known = int(self.known[slot])
+        length = int(self.known[slot])
         rows = list(others)
-        return int(_common(self.tokens[rows, :known], self.known[rows], self.tokens[slot, :known]).max(initial=0))
+        return int(_common(self.tokens[rows, :length], self.known[rows], self.tokens[slot, :length]).max(initial=0))
 
     def release(self, slot: int) -> None:
         """The request is gone; its keys and values stay for whoever extends or shares them."""

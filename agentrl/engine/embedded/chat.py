@@ -153,13 +153,13 @@ class Chat:
         text, reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
         if not asked.tools or self._parser is None:
             return {"role": "assistant", "content": text}, reason
-        found = self._parser.parse(text)
-        calls = [_call(call) for call in found.calls if hasattr(call, "arguments")]
-        if not calls or len(calls) < len(found.calls):  # a broken call is text, for whoever asked to judge
+        parsed = self._parser.parse(text)
+        calls = [_call(call) for call in parsed.calls if hasattr(call, "arguments")]
+        if not calls or len(calls) < len(parsed.calls):  # a broken call is text, for whoever asked to judge
             return {"role": "assistant", "content": text}, reason
         if reason != "length":  # else the end of what stood behind the calls is lost
             reason = "tool_calls"
-        return {"role": "assistant", "content": found.text.strip() or None, "tool_calls": calls}, reason
+        return {"role": "assistant", "content": parsed.text.strip() or None, "tool_calls": calls}, reason
 
     def logprobs(self, part: Emission) -> dict[str, Json]:
         """The log-probs of sampled tokens, in nats."""
@@ -182,7 +182,7 @@ class Chat:
         message, reason = self._message(asked, whole)
         delta: dict[str, Json] = {}
         if calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
-            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         if rest := str(message["content"] or "")[len(sent) :]:
             delta["content"] = rest
         none = Emission([], [], [], None)
@@ -245,10 +245,10 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Json]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise BadRequest("messages.tool_calls: each needs a function")
-    named = dict(cast("dict[str, Any]", function))
-    if isinstance(arguments := named.get("arguments"), str):
+    fields = dict(cast("dict[str, Any]", function))
+    if isinstance(arguments := fields.get("arguments"), str):
         try:
-            named["arguments"] = json.loads(arguments or "{}")
+            fields["arguments"] = json.loads(arguments or "{}")
         except ValueError:
             raise BadRequest("messages.tool_calls: arguments are no JSON") from None
-    return {**call, "function": named}
+    return {**call, "function": fields}

@@ -60,20 +60,20 @@ class Adapted:
         """Add what the adapter adds to `out`, a product of `x`, whose rows are all or the `wanted` ones."""
         pair = self.adapter.layers[layer].get(part)
         if pair is not None:
-            at = self.wanted_W if wanted else self.rows_N
-            out.index_add_(0, at, x[at] @ pair.down_IR @ pair.up_RO)
+            rows = self.wanted_W if wanted else self.rows_N
+            out.index_add_(0, rows, x[rows] @ pair.down_IR @ pair.up_RO)
 
 
 def adapted(adapters: Sequence[Adapter | None], wanted: Sequence[int]) -> tuple[Adapted, ...]:
     """The rows of a pass by adapter: `adapters` has that of each row, `wanted` the rows whose logits are asked for."""
-    found = {id(adapter): adapter for adapter in adapters if adapter is not None}
+    by_id = {id(adapter): adapter for adapter in adapters if adapter is not None}
     return tuple(
         Adapted(
             adapter,
-            torch.tensor([row for row, own in enumerate(adapters) if own is adapter]),
-            torch.tensor([at for at, row in enumerate(wanted) if adapters[row] is adapter], dtype=torch.long),
+            torch.tensor([row for row, other in enumerate(adapters) if other is adapter]),
+            torch.tensor([place for place, row in enumerate(wanted) if adapters[row] is adapter], dtype=torch.long),
         )
-        for adapter in found.values()
+        for adapter in by_id.values()
     )
 
 
@@ -101,7 +101,7 @@ def read(
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
-    layers = tuple(_layer(architecture, tensors, scale, at, folder) for at in range(architecture.layers))
+    layers = tuple(_layer(architecture, tensors, scale, layer, folder) for layer in range(architecture.layers))
     if tensors:
         raise ModelError(f"the adapter in {str(folder)!r} changes {min(tensors)}, which the embedded engine cannot")
     return Adapter(name, key, layers)

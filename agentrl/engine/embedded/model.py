@@ -106,8 +106,8 @@ class PassRows:
 
     def adapt(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool = False) -> torch.Tensor:
         """`out`, a product of `x`, with what the rows' adapters add to it."""
-        for one in self.adapted:
-            one.add(out, x, layer, part, wanted=wanted)
+        for group in self.adapted:
+            group.add(out, x, layer, part, wanted=wanted)
         return out
 
     @staticmethod
@@ -260,18 +260,18 @@ class EmbeddedModel:
             x[places] = tokens_NH
         rotations = self._rotations_of(rows).unsqueeze(1)
         masks = _Masks(rows, a)
-        for at, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers):
             h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
-            qkv = rows.adapt(layer.qkv(h), h, at, "qkv")
-            attended = self._attend(qkv, layer, rotations, rows, masks, kv, at)
-            x = rows.adapt(layer.o.onto(x, attended), attended, at, "o")
-            if last := at == a.layers - 1:
+            qkv = rows.adapt(layer.qkv(h), h, number, "qkv")
+            attended = self._attend(qkv, layer, rotations, rows, masks, kv, number)
+            x = rows.adapt(layer.o.onto(x, attended), attended, number, "o")
+            if last := number == a.layers - 1:
                 x = x[rows.wanted_N]
             h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
-            both = rows.adapt(layer.gate_up(h), h, at, "gate_up", wanted=last)
+            both = rows.adapt(layer.gate_up(h), h, number, "gate_up", wanted=last)
             gate, up = both.chunk(2, dim=-1)
             h = F.silu(gate) * up
-            x = rows.adapt(layer.down.onto(x, h), h, at, "down", wanted=last)
+            x = rows.adapt(layer.down.onto(x, h), h, number, "down", wanted=last)
         return self._head(F.rms_norm(x, (a.hidden,), self._norm, a.eps))
 
     def _rotations_of(self, rows: PassRows) -> torch.Tensor:
@@ -403,32 +403,34 @@ def _pack(architecture: Architecture, weights: Mapping[str, torch.Tensor], layer
 
     transformers rotates dimension i with i + D/2; with the pairs adjacent one complex product does it. Queries and
     keys are permuted alike, so their products do not change."""
-    a, at = architecture, f"model.layers.{layer}."
+    a, prefix = architecture, f"model.layers.{layer}."
 
     def joined(kind: str) -> torch.Tensor:
-        q = rotary(weights[f"{at}self_attn.q_proj.{kind}"], a.heads, a.head_dim)
-        k = rotary(weights[f"{at}self_attn.k_proj.{kind}"], a.kv_heads, a.head_dim)
-        return torch.cat([q, k, weights[f"{at}self_attn.v_proj.{kind}"]])
+        q = rotary(weights[f"{prefix}self_attn.q_proj.{kind}"], a.heads, a.head_dim)
+        k = rotary(weights[f"{prefix}self_attn.k_proj.{kind}"], a.kv_heads, a.head_dim)
+        return torch.cat([q, k, weights[f"{prefix}self_attn.v_proj.{kind}"]])
 
     def product(name: str, *, bias: bool) -> Product:
-        return Product(weights[f"{at}{name}.weight"], weights[f"{at}{name}.bias"] if bias else None, dtype=dtype)
+        return Product(
+            weights[f"{prefix}{name}.weight"], weights[f"{prefix}{name}.bias"] if bias else None, dtype=dtype
+        )
 
     def gate_up(kind: str) -> torch.Tensor:
-        return torch.cat([weights[f"{at}mlp.{name}_proj.{kind}"] for name in ("gate", "up")])
+        return torch.cat([weights[f"{prefix}mlp.{name}_proj.{kind}"] for name in ("gate", "up")])
 
     qk_norm = None
     if a.qk_norm:
         q_norm, k_norm = (
-            rotary(weights[f"{at}self_attn.{name}_norm.weight"], 1, a.head_dim).expand(heads, -1)
+            rotary(weights[f"{prefix}self_attn.{name}_norm.weight"], 1, a.head_dim).expand(heads, -1)
             for name, heads in (("q", a.heads), ("k", a.kv_heads))
         )
         qk_norm = torch.cat([q_norm, k_norm])
     return _Layer(
-        norm=weights[at + "input_layernorm.weight"],
+        norm=weights[prefix + "input_layernorm.weight"],
         qkv=Product(joined("weight"), joined("bias") if a.qkv_bias else None, dtype=dtype),
         qk_norm=qk_norm,
         o=product("self_attn.o_proj", bias=a.o_bias),
-        mlp_norm=weights[at + "post_attention_layernorm.weight"],
+        mlp_norm=weights[prefix + "post_attention_layernorm.weight"],
         gate_up=Product(gate_up("weight"), gate_up("bias") if a.mlp_bias else None, dtype=dtype),
         down=product("mlp.down_proj", bias=a.mlp_bias),
     )

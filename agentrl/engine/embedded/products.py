@@ -23,8 +23,8 @@ _ROWS: Final = 64  # of which the layout is the best; it serves any number
 def _packs(dtype: torch.dtype) -> bool:
     """Whether this machine's torch multiplies with packed weights of `dtype`."""
     onednn: Any = torch.ops.mkldnn
-    there = torch.backends.mkldnn.is_available() and hasattr(onednn, "_linear_pointwise")
-    return there and (dtype == torch.float32 or bool(onednn._is_mkldnn_bf16_supported()))
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(onednn, "_linear_pointwise")
+    return has_onednn and (dtype == torch.float32 or bool(onednn._is_mkldnn_bf16_supported()))
 
 
 class Product:

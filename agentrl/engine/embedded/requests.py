@@ -64,13 +64,13 @@ def parse_generate(
     shown = _images(document.get("images", []), vision)
     if not all(type(id) is int and (0 <= id < vocab or id in shown) for id in ids):
         raise BadRequest(f"token_ids: every id must be an integer from 0 to {vocab - 1}")
-    given = document.get("sampling_params", {})
-    if not isinstance(given, dict):
+    sampling_params = document.get("sampling_params", {})
+    if not isinstance(sampling_params, dict):
         raise BadRequest("sampling_params: must be an object")
     request_id = document.get("request_id", default_id)
     if not isinstance(request_id, str) or not 0 < len(request_id) <= 256:
         raise BadRequest("request_id: must be a string of 1 to 256 characters")
-    params = cast("dict[str, Any]", given)
+    params = cast("dict[str, Any]", sampling_params)
     stream, score = document.get("stream", False) is True, params.get("prompt_logprobs") is not None
     if score and (stream or params["prompt_logprobs"] != 0):
         raise BadRequest("sampling_params.prompt_logprobs: must be 0, in a request that is not streamed")

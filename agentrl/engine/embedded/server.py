@@ -203,27 +203,27 @@ class EngineServer:
         """A request for tokens that was checked, and the queue that they will come to. Raises BadRequest."""
         batcher = self._batcher
         self._serial += 1
-        asked = parse_generate(
+        sampling_request = parse_generate(
             body,
             vocab=batcher.model.architecture.vocab,
             length=batcher.slots.length,
             default_id=f"unnamed-{self._serial}",
             vision=batcher.model.architecture.vision,
         )
-        if batcher.knows(PREFIX + asked.request_id):
-            raise BadRequest(f"request_id: {asked.request_id!r} is already running")
-        if asked.sampling.stop and batcher.decode is None:
+        if batcher.knows(PREFIX + sampling_request.request_id):
+            raise BadRequest(f"request_id: {sampling_request.request_id!r} is already running")
+        if sampling_request.sampling.stop and batcher.decode is None:
             raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
-        adapter, emissions = self._adapter_of(asked), asyncio.Queue[Emission]()
+        adapter, emissions = self._adapter_of(sampling_request), asyncio.Queue[Emission]()
         request = BatchRequest(
-            id=PREFIX + asked.request_id,
-            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in asked.token_ids],
-            sampling=asked.sampling,
+            id=PREFIX + sampling_request.request_id,
+            tokens=[id if id < images.FIRST else images.FIRST - 1 - id for id in sampling_request.token_ids],
+            sampling=sampling_request.sampling,
             sink=emissions.put_nowait,
             adapter=adapter,
-            shown=self._shown(asked),
+            shown=self._shown(sampling_request),
         )
-        return asked, request, emissions
+        return sampling_request, request, emissions
 
     def _shown(self, asked: SamplingRequest) -> ShownImages | None:
         """The images of a request. Raises BadRequest for one that cannot be decoded."""
@@ -253,15 +253,15 @@ class EngineServer:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            asked, request, emissions = self._accept(await read_body(receive))
+            sampling_request, request, emissions = self._accept(await read_body(receive))
         except BadRequest as error:
             await _refusal(error)(scope, receive, send)
             return
         with self._running(request, receive):
-            if asked.stream:
-                await self._stream(request, asked.request_id, emissions, send)
+            if sampling_request.stream:
+                await self._stream(request, sampling_request.request_id, emissions, send)
             else:
-                await self._whole(request, asked, emissions, send)
+                await self._whole(request, sampling_request, emissions, send)
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -277,8 +277,8 @@ class EngineServer:
             if chat.stream:
                 await self._stream_chat(self._chats, chat, request, emissions, send)
             else:
-                whole = await self._all(request, emissions)
-                answer = self._chats.answer(chat, whole, request.prompt_length)
+                emission = await self._all(request, emissions)
+                answer = self._chats.answer(chat, emission, request.prompt_length)
                 await JSONResponse(answer)(scope, receive, send)
 
     async def _stream_chat(
@@ -305,9 +305,9 @@ class EngineServer:
         parts = [await emissions.get()]
         while parts[-1].finish is None:
             parts.append(await emissions.get())
-        whole, elapsed = _joined(request, parts), time.perf_counter() - started
-        self._histograms.observe(whole, elapsed, elapsed, first=True)
-        return whole
+        emission, elapsed = _joined(request, parts), time.perf_counter() - started
+        self._histograms.observe(emission, elapsed, elapsed, first=True)
+        return emission
 
     async def _stream(self, request: BatchRequest, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
         started = last = time.perf_counter()
@@ -335,9 +335,9 @@ class EngineServer:
             scores = self._batcher.score(ids, request.adapter)
             pairs = zip(ids[1:], scores, strict=True)
             scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
-        whole = await self._all(request, emissions)
+        emission = await self._all(request, emissions)
         cached = max(request.cached, 0)
-        body = answer_json(asked.request_id, whole, request.prompt_length, cached, scored).encode()
+        body = answer_json(asked.request_id, emission, request.prompt_length, cached, scored).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -409,16 +409,16 @@ class EngineServer:
     async def _wake_up(self, request: HTTPRequest) -> Response:
         """Without tags, or with the last one of them, the engine goes on; not before it has weights."""
         tags = request.query_params.getlist("tags") or ["weights", "kv_cache"]
-        left = self._asleep - set(tags)
-        if not left and not self._batcher.model.loaded:
+        asleep = self._asleep - set(tags)
+        if not asleep and not self._batcher.model.loaded:
             raise BadRequest("sleep level 2 dropped the weights: wake the tag weights, and send an update first")
-        if "kv_cache" in self._asleep - left:
+        if "kv_cache" in self._asleep - asleep:
             self._batcher.wake()
-        self._asleep = left
-        if not left:
+        self._asleep = asleep
+        if not asleep:
             self._awake.set()
             await self._resume(request)
-        return JSONResponse({"status": "sleeping" if left else "awake", "tags": tags})
+        return JSONResponse({"status": "sleeping" if asleep else "awake", "tags": tags})
 
     async def _is_sleeping(self, _: HTTPRequest) -> Response:
         sleeping = bool(self._asleep) or self._paused  # vLLM counts a pause as level 0
@@ -436,8 +436,8 @@ class EngineServer:
         info: Any = document.get("update_info")
         if not self._updating:
             raise BadRequest("no update has been started: call /start_weight_update first")
-        given = cast("dict[str, Any]", info if isinstance(info, dict) else {})
-        path, digest, deadline_s = given.get("path"), given.get("sha256"), given.get("deadline_s", 30.0)
+        fields = cast("dict[str, Any]", info if isinstance(info, dict) else {})
+        path, digest, deadline_s = fields.get("path"), fields.get("sha256"), fields.get("deadline_s", 30.0)
         if not isinstance(path, str):
             raise BadRequest("update_info.path: the path of a safetensors file is required")
         if not isinstance(digest, str):

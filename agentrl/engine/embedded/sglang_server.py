@@ -79,7 +79,7 @@ class SGLangServer(EngineServer):
             return
         stream = document.get("stream") is True
         try:
-            asked, request, emissions = self._accept(_as_vllm(document))
+            sampling_request, request, emissions = self._accept(_as_vllm(document))
         except BadRequest as error:
             if stream:  # a request is looked at once its stream has begun
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
@@ -100,11 +100,11 @@ class SGLangServer(EngineServer):
             meta["input_token_logprobs"] = [
                 [logprob, id, None] for logprob, id in zip([None, *scores], ids, strict=True)
             ]
-        whole = Emission([], [], [], "length", [])
+        emission = Emission([], [], [], "length", [])
         if _parameters(document).get("max_new_tokens") != 0:
             with self._running(request, receive):
-                whole = await self._all(request, emissions)
-        answer = self._event(request, whole, 0, asked.request_id, 0)
+                emission = await self._all(request, emissions)
+        answer = self._event(request, emission, 0, sampling_request.request_id, 0)
         answer["meta_info"] |= meta
         await JSONResponse(answer)(scope, receive, send)
 
@@ -263,10 +263,10 @@ class SGLangServer(EngineServer):
 
 
 def _parameters(document: dict[str, Any]) -> dict[str, Any]:
-    given: Any = document.get("sampling_params") or {}
-    if not isinstance(given, dict):
+    parameters: Any = document.get("sampling_params") or {}
+    if not isinstance(parameters, dict):
         raise BadRequest("sampling_params: must be an object")
-    return cast("dict[str, Any]", given)
+    return cast("dict[str, Any]", parameters)
 
 
 def _as_vllm(document: dict[str, Any]) -> bytes:

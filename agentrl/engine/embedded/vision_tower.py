@@ -42,13 +42,13 @@ class VisionTower:
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise ModelError unless these are the tower's weights, under their names without `TOWER_PREFIX`."""
-        own = self._module.state_dict()
-        if odd := sorted(own.keys() ^ weights.keys()):
-            what = "is missing" if odd[0] in own else "is unknown"
-            raise ModelError(f"weight {TOWER_PREFIX + odd[0]!r} {what} ({len(odd)} such) for this architecture")
+        expected = self._module.state_dict()
+        if odd := sorted(expected.keys() ^ weights.keys()):
+            problem = "is missing" if odd[0] in expected else "is unknown"
+            raise ModelError(f"weight {TOWER_PREFIX + odd[0]!r} {problem} ({len(odd)} such) for this architecture")
         for name, tensor in weights.items():
-            if tensor.shape != own[name].shape:
-                shapes = f"{tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            if tensor.shape != expected[name].shape:
+                shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
                 raise ModelError(f"weight {TOWER_PREFIX + name!r} has shape {shapes}")
             if not bool(torch.isfinite(tensor).all()):
                 raise ModelError(f"weight {TOWER_PREFIX + name!r} holds values that are not finite")

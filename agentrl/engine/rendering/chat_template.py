@@ -164,10 +164,10 @@ class ChatTemplate:
             style = Style(parts=parts, null=null, argument_text=text)
             answered = MARK in self._tried([*probe_call(), _tool("x")], [PROBE], style)
             written = self._with_call(style)
-            before, found, behind = written.rpartition(PROBE_NAME)
+            before, probe, behind = written.rpartition(PROBE_NAME)
             # Python's own writing of an object, JSON within a JSON text, and a null written out are no model's format.
             odd = "{'key'" in behind or '\\"key' in behind or (null and "None" in before[-60:])
-            if found and MARK in behind and not odd:  # an object is what most want; a shorter text has no empty parts
+            if probe and MARK in behind and not odd:  # an object is what most want; a shorter text has no empty parts
                 fitting.append((not answered, text, len(written), style))
         return min(fitting, key=lambda one: one[:3])[3] if fitting else Style(parts=parts)
 
@@ -232,8 +232,8 @@ _MOST_CHOICES: Final = 100
 
 def _with_choices(tool: Mapping[str, Any], hidden: Collection[str]) -> Mapping[str, Any]:
     """A tool whose parameters say in their description which values they may have, where the template hides that."""
-    given: Any = tool["function"].get("parameters")
-    parameters = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else {})
+    declared: Any = tool["function"].get("parameters")
+    parameters = cast("Mapping[str, Any]", declared if isinstance(declared, Mapping) else {})
     properties: Any = parameters.get("properties")
     if not hidden or not isinstance(properties, Mapping):
         return tool
@@ -249,37 +249,37 @@ def _choices(schema: Any, hidden: Collection[str], place: str = "itself") -> lis
     if not isinstance(schema, Mapping):
         return []
     fields = cast("Mapping[str, Any]", schema)
-    own = fields.get("enum", [fields["const"]] if "const" in fields else [])
-    found: list[Any] = list(cast("list[Any]", own)) if place in hidden and isinstance(own, list) else []
+    values = fields.get("enum", [fields["const"]] if "const" in fields else [])
+    choices: list[Any] = list(cast("list[Any]", values)) if place in hidden and isinstance(values, list) else []
     for keyword in ("anyOf", "oneOf", "allOf"):
         for branch in cast("list[Any]", fields.get(keyword) or []):
-            found += _choices(branch, hidden, "branches")
-    return found + _choices(fields.get("items"), hidden, "items")
+            choices += _choices(branch, hidden, "branches")
+    return choices + _choices(fields.get("items"), hidden, "items")
 
 
 def _described(schema: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
     texts = list(dict.fromkeys(dump(choice) for choice in choices))
     more = f" and {len(texts) - _MOST_CHOICES} more" if len(texts) > _MOST_CHOICES else ""
-    told = f"One of: {', '.join(texts[:_MOST_CHOICES])}{more}"
-    return {**schema, "description": f"{schema['description']} {told}" if schema.get("description") else told}
+    hint = f"One of: {', '.join(texts[:_MOST_CHOICES])}{more}"
+    return {**schema, "description": f"{schema['description']} {hint}" if schema.get("description") else hint}
 
 
 def one_by_one(messages: Sequence[Message]) -> list[Message]:
     """A conversation in which each message makes one call at most, which its answer follows."""
-    found, answers = list[Message](), list[Message]()
-    for at, message in enumerate(messages):
+    divided, answers = list[Message](), list[Message]()
+    for place, message in enumerate(messages):
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
-            found += [] if message in answers else [message]
+            divided += [] if message in answers else [message]
             answers = answers if message in answers else []
             continue
-        follow = itertools.takewhile(lambda message: message["role"] == "tool", messages[at + 1 :])
+        follow = itertools.takewhile(lambda message: message["role"] == "tool", messages[place + 1 :])
         answers = list(itertools.islice(follow, len(calls)))
         for call, answer in itertools.zip_longest(calls, answers):
-            found.append(cast("Message", {**message, "tool_calls": [call]}))
+            divided.append(cast("Message", {**message, "tool_calls": [call]}))
             message = cast("Message", {**message, "content": ""})
-            found += [] if answer is None else [answer]
-    return found
+            divided += [] if answer is None else [answer]
+    return divided
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -312,8 +312,8 @@ def compile_template(source: str, where: str, arguments: Collection[str] = ()) -
         raise ModelError(f"the chat template of {where!r} does not parse: {error}") from error
     for name in arguments:
         if name not in reads:
-            known = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
-            raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {known}")
+            hint = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
+            raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {hint}")
     template = environment.from_string(source)
     template.globals = dict(template.globals)  # jinja copies them for each text, and its own kind of mapping slowly
     return template

@@ -68,7 +68,7 @@ class Conversations:
             f"tool calls (they are written as text, in the format {self.text_format.name})": template.writes_calls,
             "answers to tool calls (they become user messages)": self._keeps_results,
         }
-        left_out = [what for what, written in ways.items() if not written]
+        left_out = [part for part, written in ways.items() if not written]
         return f"the chat template of {self.folder!r} writes no {', no '.join(left_out)}" if left_out else None
 
     @property
@@ -107,18 +107,18 @@ class Conversations:
 
     def readable(self, template: ChatTemplate, messages: Sequence[Message]) -> list[Message]:
         """The messages with calls and their answers as text if the template leaves these out."""
-        found, before = list[Message](), ""
+        rewritten, before = list[Message](), ""
         for message in messages:
             calls = message.get("tool_calls")
             if calls and not template.writes_calls:
-                found.append(_with_calls_as_text(message, self.text_format))
+                rewritten.append(_with_calls_as_text(message, self.text_format))
             elif message["role"] == "tool" and not self._keeps_results:
                 (answer,) = self.text_format.pictured_as_user((message,))
-                found.append(_joined(found.pop(), answer) if before == "tool" else answer)
+                rewritten.append(_joined(rewritten.pop(), answer) if before == "tool" else answer)
             else:
-                found.append(message)
+                rewritten.append(message)
             before = message["role"]
-        return found
+        return rewritten
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a rendered text; the stand-ins of guarded texts become the ordinary tokens of what they stand for."""
@@ -153,15 +153,15 @@ class Conversations:
             counts = [self._vision.tokens(image) for image in shown]
         except ValueError as error:
             raise ModelError(f"{error}: scale or crop it") from error
-        places = [at for at, token in enumerate(ids) if token == self._vision.placeholder]
-        if len(places) != len(shown) or any(after == at + 1 for at, after in pairwise(places)):
+        places = [place for place, token in enumerate(ids) if token == self._vision.placeholder]
+        if len(places) != len(shown) or any(after == place + 1 for place, after in pairwise(places)):
             where = f"{len(places)} placeholders for {len(shown)} images, or none between two"
             raise ModelError(f"the chat template of {self.folder!r} writes {where}")
-        found, last = list[int](), 0
-        for at, image, count in zip(places, shown, counts, strict=True):
-            found += [*ids[last:at], *[image.token] * count]
-            last = at + 1
-        return (*found, *ids[last:])
+        token_ids, last = list[int](), 0
+        for place, image, count in zip(places, shown, counts, strict=True):
+            token_ids += [*ids[last:place], *[image.token] * count]
+            last = place + 1
+        return (*token_ids, *ids[last:])
 
 
 def _with_calls_as_text(message: Message, form: ToolFormat) -> Message:

@@ -27,25 +27,25 @@ class Demonstrations:
             raise ModelError("demonstrations with images are not learned from: leave the images out")
         plain, tools = self._conversations.plain(messages), self._conversations.guards.tools(tools)
         turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        for at in (at for at, message in enumerate(plain) if message["role"] == "assistant"):
-            before = self._conversations.text(plain[:at], tools)
-            whole = self._conversations.text(plain[: at + 1], tools, asks=False)
-            if not whole.startswith(before):
+        for number in (number for number, message in enumerate(plain) if message["role"] == "assistant"):
+            before = self._conversations.text(plain[:number], tools)
+            with_turn = self._conversations.text(plain[: number + 1], tools, asks=False)
+            if not with_turn.startswith(before):
                 raise ModelError(
-                    f"{self._template_name} does not write message {at} where the assistant "
-                    f"speaks{self._thinking_hint(plain[at], before)}"
+                    f"{self._template_name} does not write message {number} where the assistant "
+                    f"speaks{self._thinking_hint(plain[number], before)}"
                 )
-            self._check_whole(at, plain[at], whole[len(before) :])
-            self._check_parts(plain[: at + 1], tools, whole)
-            thoughts = plain[at].get("reasoning_content", "").strip()
+            self._check_whole(number, plain[number], with_turn[len(before) :])
+            self._check_parts(plain[: number + 1], tools, with_turn)
+            thoughts = plain[number].get("reasoning_content", "").strip()
             openings = tuple(opening for opening, _ in self._conversations.text_format.thoughts)
-            if thoughts and plain[at]["content"].lstrip().startswith(openings):
-                raise ModelError(f"message {at} has thoughts in its content and beside it: give one of them")
-            if thoughts and thoughts not in whole[len(before) :]:
+            if thoughts and plain[number]["content"].lstrip().startswith(openings):
+                raise ModelError(f"message {number} has thoughts in its content and beside it: give one of them")
+            if thoughts and thoughts not in with_turn[len(before) :]:
                 notices.note("demonstrations", "the chat template leaves out the thoughts of an assistant's message")
-            turn_ids = self._conversations.encode(whole[len(before) :])
+            turn_ids = self._conversations.encode(with_turn[len(before) :])
             ends = [place for place, token in enumerate(turn_ids) if token in self._extensions.ends]
-            turn_ids = turn_ids[: ends[-1] + 1] if ends else self._extensions.ended(turn_ids, plain[at], tools)
+            turn_ids = turn_ids[: ends[-1] + 1] if ends else self._extensions.ended(turn_ids, plain[number], tools)
             turns.append((self._conversations.encode(before), turn_ids))
         return turns
 
@@ -78,7 +78,7 @@ class Demonstrations:
         """Raise ModelError for one of several calls of the last message that makes no difference in what the template
         wrote (gpt-oss' writes the first alone), and name its text if that makes none (Mistral's leaves out words beside
         calls)."""
-        message, at = messages[-1], len(messages) - 1
+        message, number = messages[-1], len(messages) - 1
         calls = message.get("tool_calls", [])
 
         def is_without(**changes: Any) -> bool:
@@ -88,7 +88,7 @@ class Demonstrations:
         for left_out in range(len(calls) if len(calls) > 1 else 0):
             if is_without(tool_calls=[*calls[:left_out], *calls[left_out + 1 :]]):
                 raise ModelError(
-                    f"{self._template_name} leaves out call {left_out} of message {at}: give one call a message"
+                    f"{self._template_name} leaves out call {left_out} of message {number}: give one call a message"
                 )
         content = message["content"].strip()
         if content and content not in written and is_without(content=""):

@@ -67,9 +67,9 @@ class Extensions:
 
     def ended(self, turn_ids: tuple[int, ...], message: Message, tools: Tools) -> tuple[int, ...]:
         """A message that the template ends only where another one follows, with the token that a model ends it with."""
-        news = _ANSWER if message.get("tool_calls") else _ASKED
+        following = _ANSWER if message.get("tool_calls") else _ASKED
         template = self._conversations.template(tools=bool(tools))
-        behind, alone, _ = self._continued(template, self._conversations.readable(template, [news]), tools)
+        behind, alone, _ = self._continued(template, self._conversations.readable(template, [following]), tools)
         end, _ = self._end_of_turn(behind, alone)
         return (*turn_ids, behind[end])
 
@@ -93,7 +93,7 @@ class Extensions:
                 continue
             places = alone.count(sentinel) or behind.count(sentinel)
             talk = [_ASKED, turn, *answers]
-            if places and all(self._shown(template, talk, at, behind) for at in range(2, len(talk))):
+            if places and all(self._shown(template, talk, place, behind) for place in range(2, len(talk))):
                 ended, last = (text.split(sentinel, places)[-1] if sentinel in text else "" for text in (behind, alone))
                 return list(self._conversations.encode(ended)), list(self._encode_again(last)), "tool_calls" in turn
         if str(refusal):
@@ -113,13 +113,13 @@ class Extensions:
         """Where the assistant's turn ends in the tokens `behind` it, which are `alone` if no message follows; and
         whether a token there ends it, as against the first one of the next message."""
         same = _common(behind, alone)
-        for at in range(same):
-            if behind[at] in self.ends:
-                return at, not self._opens_block(behind[at])
+        for place in range(same):
+            if behind[place] in self.ends:
+                return place, not self._opens_block(behind[place])
         special = self._conversations.added_tokens
         if same < len(alone) and alone[same] in self.ends and behind[same : same + 1] and behind[same] in special:
             return same, True  # a last turn ends with another token
-        mark = next((at for at in range(same, len(behind)) if behind[at] in special), same)
+        mark = next((place for place in range(same, len(behind)) if behind[place] in special), same)
         if mark > same and behind[mark] in self.ends:  # a last turn ends with none
             return mark, True
         return min(same, len(behind) - 1), False
@@ -135,36 +135,36 @@ class Extensions:
         generation settings and the tokenizer's. Where the folder has no generation settings, also what the template
         writes there. (A format may close messages inside a turn with it.) Raises ModelError if no special token follows
         a turn."""
-        conversations, given = self._conversations, folder.generation_ends
+        conversations, generation_ends = self._conversations, folder.generation_ends
         eos_text = folder.token_texts.get("eos_token")
         eos = conversations.tokenizer.token_to_id(eos_text) if eos_text else None
-        known = set(given or ()) if eos is None else {eos, *(given or ())}
-        ends, written = set(known), set[int]()
+        stops = set(generation_ends or ()) if eos is None else {eos, *(generation_ends or ())}
+        ends, written = set(stops), set[int]()
         special = conversations.added_tokens
-        for news in (_ASKED, _ANSWER) if given is None else (_ASKED,):
+        for following in (_ASKED, _ANSWER) if generation_ends is None else (_ASKED,):
             try:
-                behind, alone, _ = self._continued(conversations.template(tools=news is _ANSWER), [news], ())
+                behind, alone, _ = self._continued(conversations.template(tools=following is _ANSWER), [following], ())
             except ModelError:
-                if news is _ASKED:
+                if following is _ASKED:
                     raise
                 continue  # it knows no tools
             same = _common(behind, alone)
             marks = [
                 token
                 for token in behind
-                if token in special and (news is _ASKED or special[token].content in conversations.special)
+                if token in special and (following is _ASKED or special[token].content in conversations.special)
             ]
             common = [token for token in behind[:same] if token in marks]
-            if any(token in known for token in common) or (marks and marks[0] in known):
+            if any(token in stops for token in common) or (marks and marks[0] in stops):
                 continue
             if common:  # a mark may close the text before the token that ends the turn
                 ends.add(common[-1])
                 written.add(common[-1])
             elif behind[same : same + 1] and behind[same] in marks:
                 written.add(behind[same])
-            elif news is _ASKED:
+            elif following is _ASKED:
                 raise ModelError(f"{self._template_name} does not end an assistant's turn with a special token")
-        return ends, tuple(sorted(known if given is not None else known | written))
+        return ends, tuple(sorted(stops if generation_ends is not None else stops | written))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -185,17 +185,23 @@ def _turns_before(news: Sequence[Message], sentinel: str) -> Iterator[tuple[Mess
     """Turns that may stand before the new messages, with these, the likeliest first: one that makes the calls that the
     messages answer, with their ids or with such as the strictest template takes; only the last call, for templates that
     know one at a time; a text."""
-    first_other = next((at for at, message in enumerate(news) if message["role"] != "tool"), len(news))
+    first_other = next((number for number, message in enumerate(news) if message["role"] != "tool"), len(news))
     if answered := news[:first_other]:
-        named = [cast("Message", {"name": "tool", **message}) for message in answered]
-        counted = [cast("Message", {**one, "tool_call_id": f"call{at:05d}"}) for at, one in enumerate(named)]
-        given = [cast("Message", {**count, **one}) for count, one in zip(counted, named, strict=True)]
-        for last in (0, len(named) - 1)[: len(named)]:
-            for answers in (given, counted):
+        tool_messages = [cast("Message", {"name": "tool", **message}) for message in answered]
+        counted = [
+            cast("Message", {**tool_message, "tool_call_id": f"call{number:05d}"})
+            for number, tool_message in enumerate(tool_messages)
+        ]
+        identified = [
+            cast("Message", {**count, **tool_message})
+            for count, tool_message in zip(counted, tool_messages, strict=True)
+        ]
+        for last in (0, len(tool_messages) - 1)[: len(tool_messages)]:
+            for answers in (identified, counted):
                 calls = [_call_answered(answer, sentinel) for answer in answers[last:]]
                 turn = cast("Message", {"role": "assistant", "content": "", "tool_calls": calls})
                 yield turn, [*answers, *news[first_other:]]
-        news = [*given, *news[first_other:]]
+        news = [*identified, *news[first_other:]]
     yield {"role": "assistant", "content": sentinel}, list(news)
 
 

@@ -59,8 +59,8 @@ class Guards:
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, list[int] | None]]:
         """A rendered text in pieces: one to be tokenized, or a stand-in with the tokens that it stands for."""
-        for at, piece in enumerate(self._stand_ins.split(rendered)):
-            yield piece, self._literal[ord(piece) - _PRIVATE_USE] if at % 2 and self._literal else None
+        for number, piece in enumerate(self._stand_ins.split(rendered)):
+            yield piece, self._literal[ord(piece) - _PRIVATE_USE] if number % 2 and self._literal else None
 
     def text(self, text: str, *, inner: bool = True) -> str:
         """A text from outside with its stand-ins; inner tokens stay as they are without `inner`."""
@@ -94,7 +94,7 @@ class Guards:
             texts = [self.text(message["content"][start:end], inner=inner) for start, end in pairwise(ends)]
             ats = list(accumulate(map(len, texts)))
             guarded["content"] = "".join(texts)
-            guarded["images"] = [{**image, "at": at} for image, at in zip(shown, ats, strict=False)]
+            guarded["images"] = [{**image, "at": place} for image, place in zip(shown, ats, strict=False)]
         return guarded
 
     def tools(self, tools: Sequence[Mapping[str, Json]]) -> Sequence[Mapping[str, Json]]:
@@ -105,9 +105,9 @@ class Guards:
         return [cast("Mapping[str, Json]", self.value(dict(tool))) for tool in tools]
 
     def _replaced(self, text: str, inner: bool) -> str:
-        for at, token in enumerate(self._tokens):
-            if token in text and (inner or not self._is_inner[at]):
-                text = text.replace(token, chr(_PRIVATE_USE + at))
+        for number, token in enumerate(self._tokens):
+            if token in text and (inner or not self._is_inner[number]):
+                text = text.replace(token, chr(_PRIVATE_USE + number))
         return text
 
 

@@ -43,22 +43,22 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The templates of a folder by name, `default` among them, where transformers saves and finds them."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, by name
-        found |= {str(entry["name"]): str(entry["template"]) for entry in cast("list[dict[str, Any]]", template)}
+        templates |= {str(entry["name"]): str(entry["template"]) for entry in cast("list[dict[str, Any]]", template)}
     elif isinstance(template, str):
-        found["default"] = template
+        templates["default"] = template
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = path.read_text(encoding="utf-8")
     path = folder / "chat_template.jinja"
     if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8")
-    if "default" not in found:
+        templates["default"] = path.read_text(encoding="utf-8")
+    if "default" not in templates:
         raise ModelError(
             f"model folder {str(folder)!r} has no chat template; put one into chat_template.jinja beside its tokenizer"
         )
-    return found
+    return templates
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -69,19 +69,23 @@ class Renderer:
         """The prompt of a fresh conversation (or a fork), up to where the assistant speaks. Where the last message is
         the assistant's own text, the assistant goes on with it, as transformers' `continue_final_message` has it: a
         turn that is closed and opened again would be a conversation that no model was trained on."""
-        whole = self.conversations
-        plain, template, tools = whole.plain(messages), whole.template(tools=bool(tools)), whole.guards.tools(tools)
+        conversations = self.conversations
+        plain, template, tools = (
+            conversations.plain(messages),
+            conversations.template(tools=bool(tools)),
+            conversations.guards.tools(tools),
+        )
         plain = plain if template.writes_several else one_by_one(plain)
-        text = prefilled(whole, plain, tools) if ends_with_prefix(plain) else whole.text(plain, tools)
+        text = prefilled(conversations, plain, tools) if ends_with_prefix(plain) else conversations.text(plain, tools)
         self._name_left_out(plain, tools, text)
-        return whole.with_images(whole.encode(text), messages)
+        return conversations.with_images(conversations.encode(text), messages)
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
         itself, the new messages, and the opening of the next turn. `tools` are those of the conversation."""
-        whole = self.conversations
-        ids = self.extensions.extended(sampled, whole.plain(messages), whole.guards.tools(tools))
-        return whole.with_images(ids, messages)
+        conversations = self.conversations
+        ids = self.extensions.extended(sampled, conversations.plain(messages), conversations.guards.tools(tools))
+        return conversations.with_images(ids, messages)
 
     def demonstrated(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -112,13 +116,13 @@ class Renderer:
         assistant may lose its thoughts by the template's own rule, so only other roles are looked for. Never a refusal:
         a policy's program may have sent the messages."""
         template = self.conversations.template(tools=bool(tools))
-        for at, message in enumerate(messages):
+        for number, message in enumerate(messages):
             for key in unread(template, message):
                 notices.note("messages", f"the key {key!r} is not read by the chat template", by_policy=True)
             content = message["content"].strip()
             if message["role"] == "assistant" or not content or content in written or message.get("images"):
                 continue
-            if self._makes_no_difference(messages, at, tools, written):
+            if self._makes_no_difference(messages, number, tools, written):
                 case = f"the chat template writes no message of role {message['role']!r} there: its text is not shown"
                 notices.note("messages", case, by_policy=True)
 

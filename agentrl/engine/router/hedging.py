@@ -69,14 +69,14 @@ async def race(
     is then raised."""
     streams, ended = [first], 0
     errors: list[Exception] = []
-    found: list[tuple[AsyncGenerator[T, None], T]] = []
+    arrived: list[tuple[AsyncGenerator[T, None], T]] = []
 
     async def listen(stream: AsyncGenerator[T, None]) -> None:
         nonlocal ended
         try:
             async for item in stream:
                 if answers(item):
-                    found.append((stream, item))
+                    arrived.append((stream, item))
                     nursery.cancel_scope.cancel()
                     return
         except Exception as error:  # the other stream may still answer
@@ -85,7 +85,7 @@ async def race(
         if ended == len(streams):
             nursery.cancel_scope.cancel()
 
-    kept: list[AsyncGenerator[T, None]] = []
+    winners: list[AsyncGenerator[T, None]] = []
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(listen, first)
@@ -93,12 +93,12 @@ async def race(
             if (other := second()) is not None:
                 streams.append(other)
                 nursery.start_soon(listen, other)
-        kept = [stream for stream, _ in found[:1]]
+        winners = [stream for stream, _ in arrived[:1]]
     finally:
         with trio.CancelScope(shield=True):  # a request that nobody reads any more must end at its engine
             for stream in streams:
-                if stream not in kept:
+                if stream not in winners:
                     await stream.aclose()
-    if errors and not found:
+    if errors and not arrived:
         raise errors[0]
-    return found[0] if found else None
+    return arrived[0] if arrived else None

@@ -168,16 +168,16 @@ class Fleet:
         """Have the engines at these URLs from now on, with new ones by `client`. The running turns of one that is gone
         go on elsewhere."""
         current = {replica.client.url: replica for replica in self.replicas}
-        named = [url.rstrip("/") for url in urls]
-        if not named or named == list(current):
+        addresses = [url.rstrip("/") for url in urls]
+        if not addresses or addresses == list(current):
             return
-        for url in current.keys() - set(named):
+        for url in current.keys() - set(addresses):
             self.drain(url, move=True)
             self._gone.append(current[url])
-        clients = {url: client(url) for url in named if url not in current}
+        clients = {url: client(url) for url in addresses if url not in current}
         # A new one is asked before it gets a turn.
         joined = {url: Replica(new, new.version, state=ReplicaState.BROKEN) for url, new in clients.items()}
-        self._health.replicas = [current.get(url) or joined[url] for url in named]
+        self._health.replicas = [current.get(url) or joined[url] for url in addresses]
         self._health.announce()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:

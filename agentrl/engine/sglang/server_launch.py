@@ -41,17 +41,17 @@ _HINTS = (
 def find_build(python: str | Path | None = None) -> Build:
     """The SGLang to start: of `python`, else of $AGENTRL_SGLANG_PYTHON, else of the running interpreter. Warns of a
     version whose protocol was not tried. Raises UsageError if there is none."""
-    named = python or os.environ.get(PYTHON_VARIABLE)
+    chosen = python or os.environ.get(PYTHON_VARIABLE)
     here = sys.executable if importlib.util.find_spec("sglang") else None
-    candidate = named or here
-    found = installed(Path(candidate), ("sglang",)) if candidate else {}
-    if not found:
-        where = f"{str(named)!r} has no SGLang" if named else "no SGLang found"
+    candidate = chosen or here
+    versions = installed(Path(candidate), ("sglang",)) if candidate else {}
+    if not versions:
+        where = f"{str(chosen)!r} has no SGLang" if chosen else "no SGLang found"
         raise UsageError(
             f"{where}: set {PYTHON_VARIABLE} to an interpreter that has it, or start the servers yourself and name "
             "them in engine.urls"
         )
-    version = found["sglang"]
+    version = versions["sglang"]
     if not version.startswith(TESTED):
         warnings.warn(f"{candidate} has SGLang {version}; its protocol was tried with {TESTED}x", stacklevel=2)
     return Build(python=Path(str(candidate)), version=version)
@@ -105,8 +105,8 @@ class SGLangLaunch:
         if len(self.gpus) > 1:
             options["tensor-parallel-size"] = len(self.gpus)
         options |= self.arguments
-        given = {name: value for name, value in options.items() if value is not False}  # off is a flag left out
-        return [str(Path(__file__).with_name("lifeline.py")), *words(given)]
+        flags = {name: value for name, value in options.items() if value is not False}  # off is a flag left out
+        return [str(Path(__file__).with_name("lifeline.py")), *words(flags)]
 
     def env(self) -> dict[str, str]:
         """Variables to add to the environment."""

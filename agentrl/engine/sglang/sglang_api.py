@@ -64,7 +64,7 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
 
 def score_json(tokens: Sequence[int], model: str | None) -> dict[str, Json]:
     """The body of a request for the log-probs of a prompt's tokens at temperature 1; nothing is sampled."""
-    asked: dict[str, Json] = {
+    body: dict[str, Json] = {
         "rid": f"score-{uuid4().hex}{RID_END}",
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -72,7 +72,7 @@ def score_json(tokens: Sequence[int], model: str | None) -> dict[str, Json]:
         "logprob_start_len": 0,
         "stream": False,
     }
-    return asked if model is None else asked | {"lora_path": model}
+    return body if model is None else body | {"lora_path": model}
 
 
 def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tuple[float, ...]:

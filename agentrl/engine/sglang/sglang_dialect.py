@@ -76,8 +76,8 @@ class SGLangDialect(EngineDialect):
         return parse_version(answer["weight_version"]) if "weight_version" in answer else None
 
     async def announce(self, engine: EngineCalls, version: int, *, deadline_s: float) -> None:
-        asked: dict[str, Json] = {"new_version": str(version), "abort_all_requests": False}
-        await engine.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
+        body: dict[str, Json] = {"new_version": str(version), "abort_all_requests": False}
+        await engine.call("POST", "/update_weight_version", json=body, deadline_s=deadline_s)
 
     async def resume(self, engine: EngineCalls, *, deadline_s: float) -> None:
         await engine.call("POST", "/continue_generation", json={}, deadline_s=deadline_s)
@@ -86,21 +86,21 @@ class SGLangDialect(EngineDialect):
         folder = await trio.to_thread.run_sync(folder_of, [str(info["path"]) for info in update.files])
         started = trio.current_time()
         await engine.call("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=deadline_s)
-        asked: dict[str, Json] = {
+        body: dict[str, Json] = {
             "model_path": str(folder),
             "load_format": "auto",
             "weight_version": str(update.version),
             "abort_all_requests": False,
             "flush_cache": True,
         }
-        await engine.call("POST", "/update_weights_from_disk", json=asked, deadline_s=deadline_s)
+        await engine.call("POST", "/update_weights_from_disk", json=body, deadline_s=deadline_s)
         await self.resume(engine, deadline_s=deadline_s)
         return trio.current_time() - started
 
     async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
-        asked: dict[str, Json] = {"lora_name": name, "lora_path": place}
+        body: dict[str, Json] = {"lora_name": name, "lora_path": place}
         try:
-            await engine.call("POST", "/load_lora_adapter", json=asked, deadline_s=deadline_s)
+            await engine.call("POST", "/load_lora_adapter", json=body, deadline_s=deadline_s)
         except EngineError as error:
             if not any(words in error.reason for words in _ALREADY_LOADED):
                 raise
@@ -125,12 +125,12 @@ def folder_of(files: Sequence[str]) -> Path:
         folder = first.with_name(f"{first.name}.folder")
         folder.mkdir(exist_ok=True)
         links = {folder / path.with_suffix(".safetensors").name: path for path in paths}
-        for there in folder.iterdir():
-            if there not in links or not there.samefile(links[there]):  # of other weights at the same path
-                there.unlink()
-        for there, path in links.items():
+        for link in folder.iterdir():
+            if link not in links or not link.samefile(links[link]):  # of other weights at the same path
+                link.unlink()
+        for link, path in links.items():
             with suppress(FileExistsError):  # another engine takes the same weights just now
-                os.link(path, there)
+                os.link(path, link)
         return folder
     except OSError as error:
         raise WeightSyncError(f"cannot make a folder of {str(first)!r} for SGLang: {error.strerror}") from error

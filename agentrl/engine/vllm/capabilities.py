@@ -108,22 +108,22 @@ class Facts:
         """Raises UsageError with everything it lacks of `needs`, of contexts of so many tokens and of computing in
         `dtype`, and with the command that starts it so."""
         lacking = [need for need in Need if need in needs and need not in self.has]
-        what, flags = [str(need) for need in lacking], [need.flags for need in lacking if need.flags]
+        missing, flags = [str(need) for need in lacking], [need.flags for need in lacking if need.flags]
         if Need.LORA in lacking:
             flags.append(f"--max-lora-rank {lora_room(lora_rank)}")
         if self.max_model_len < context:
-            what.append(f"contexts of {context} tokens (it has {self.max_model_len})")
+            missing.append(f"contexts of {context} tokens (it has {self.max_model_len})")
             flags.append(f"--max-model-len {context}")
         if dtype not in ("auto", self.dtype):
-            what += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
+            missing += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
             flags.append(f"--dtype {dtype}")
-        if what:
+        if missing:
             env = [need.env for need in lacking if need.env]
             # `vllm serve` does not start with the CPU build, which does not find its own version.
             start = " ".join(
                 [*env, "python -m vllm.entrypoints.openai.api_server --model", shlex.quote(self.root), *flags]
             )
-            lacks = f"the vLLM server at {self.url} lacks {', '.join(what)}"
+            lacks = f"the vLLM server at {self.url} lacks {', '.join(missing)}"
             raise UsageError(f"{lacks}: start it, by vLLM's own python and beside its other flags, with: {start}")
 
 
@@ -152,7 +152,7 @@ async def _probed(client: EngineClient, *, untested: bool) -> Facts:
     takes = _BACKENDS.get(backend or "")
     if takes is Need.IPC and facts is not None and not facts["pickles"]:
         takes = None
-    found = {
+    answers = {
         Need.TOKENS: answer is not None,
         Need.ADMIN: await _answers(client, "GET", "/is_paused"),
         Need.LOGPROBS: logprobs,
@@ -170,7 +170,7 @@ async def _probed(client: EngineClient, *, untested: bool) -> Facts:
         model=model["id"],
         root=model.get("root") or model["id"],
         max_model_len=model["max_model_len"],
-        has=frozenset(need for need, there in found.items() if there),
+        has=frozenset(need for need, is_met in answers.items() if is_met),
         backend=backend,
         dtype=None if facts is None else facts.get("dtype"),
     )
@@ -183,9 +183,13 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
     answers: list[dict[str, Json]] = []
     for temperature in (1.0, 2.0):  # the highest that vLLM takes
         params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS, "top_k": _TOPS}
-        asked: dict[str, Json] = {"request_id": f"probe-{uuid4().hex}", "token_ids": prompt, "sampling_params": params}
+        payload: dict[str, Json] = {
+            "request_id": f"probe-{uuid4().hex}",
+            "token_ids": prompt,
+            "sampling_params": params,
+        }
         try:
-            body = await client.call("POST", "/inference/v1/generate", json=asked, deadline_s=_DEADLINE_S)
+            body = await client.call("POST", "/inference/v1/generate", json=payload, deadline_s=_DEADLINE_S)
         except EngineUnavailable:
             raise
         except EngineError:
@@ -205,9 +209,9 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
 
 async def _takes_adapters(client: EngineClient) -> bool:
     """A server with LoRA looks for the adapter's files; one without refuses the call or the path."""
-    asked: dict[str, Json] = {"lora_name": "agentrl-probe", "lora_path": _NOWHERE}
+    payload: dict[str, Json] = {"lora_name": "agentrl-probe", "lora_path": _NOWHERE}
     try:
-        await client.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=_DEADLINE_S)
+        await client.call("POST", "/v1/load_lora_adapter", json=payload, deadline_s=_DEADLINE_S)
     except EngineError as error:
         return bool(re.search("No adapter found|cannot load the adapter", error.reason))  # vLLM's words, our plugin's
     return True
@@ -215,9 +219,9 @@ async def _takes_adapters(client: EngineClient) -> bool:
 
 async def _backend(client: EngineClient) -> str | None:
     """The class that takes new weights: refusing what no class knows, it says its name."""
-    asked: dict[str, Json] = {"init_info": {"agentrl_probe": True}}
+    payload: dict[str, Json] = {"init_info": {"agentrl_probe": True}}
     try:
-        await client.call("POST", "/init_weight_transfer_engine", json=asked, deadline_s=_DEADLINE_S)
+        await client.call("POST", "/init_weight_transfer_engine", json=payload, deadline_s=_DEADLINE_S)
     except EngineError as error:
         backend = re.search(r"Invalid init_info for (\w+)", error.reason)
         return backend[1] if backend else None

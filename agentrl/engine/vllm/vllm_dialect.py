@@ -53,8 +53,8 @@ class VLLMDialect(EngineDialect):
         return None
 
     async def announce(self, engine: EngineCalls, version: int, *, deadline_s: float) -> None:
-        asked: dict[str, Json] = {"new_version": str(version)}
-        await engine.call("POST", "/update_weight_version", json=asked, deadline_s=deadline_s)
+        body: dict[str, Json] = {"new_version": str(version)}
+        await engine.call("POST", "/update_weight_version", json=body, deadline_s=deadline_s)
 
     async def resume(self, engine: EngineCalls, *, deadline_s: float) -> None:
         await engine.call("POST", "/resume", deadline_s=deadline_s)
@@ -63,9 +63,9 @@ class VLLMDialect(EngineDialect):
         return await weight_calls.take_weights(engine, update, deadline_s=deadline_s)
 
     async def load_adapter(self, engine: EngineCalls, name: str, place: str, digest: str, *, deadline_s: float) -> None:
-        asked: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
+        body: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
         try:
-            await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
+            await engine.call("POST", "/v1/load_lora_adapter", json=body, deadline_s=deadline_s)
         except EngineError as error:
             if "already been loaded" not in error.reason:  # vLLM has no code for it
                 raise
@@ -78,7 +78,7 @@ class VLLMDialect(EngineDialect):
         for line in (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode(errors="replace").splitlines():
             # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
             if line.startswith("vllm:lora_requests_info{"):
-                labels, at = metric(line)
-                if at >= latest:
-                    latest, names = at, labels
+                labels, used_at = metric(line)
+                if used_at >= latest:
+                    latest, names = used_at, labels
         return names

@@ -60,8 +60,8 @@ async def _swap(
 ) -> float | None:
     """Have staged weights take the place of the old ones. Returns the seconds in which the engine computed nothing, by
     its own clock; None if it has no second copy any more, and nothing was changed."""
-    asked = (json.dumps(dict(info)), str(version), clear_cache)
-    answer = await _workers(engine, "agentrl_publish", *asked, deadline_s=deadline_s)
+    arguments = (json.dumps(dict(info)), str(version), clear_cache)
+    answer = await _workers(engine, "agentrl_publish", *arguments, deadline_s=deadline_s)
     if not all(worker["swapped"] for worker in results(answer, swapped=bool)):
         return None
     return max(worker["paused_s"] for worker in results(answer, paused_s=int | float))
@@ -69,8 +69,8 @@ async def _swap(
 
 async def _workers(engine: EngineCalls, method: str, *args: Json, deadline_s: float) -> bytes:
     """The answer of the engine's workers to a method of our plugin."""
-    asked: dict[str, Json] = {"method": method, "args": list(args)}
-    return await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    body: dict[str, Json] = {"method": method, "args": list(args)}
+    return await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
 
 
 async def _load(

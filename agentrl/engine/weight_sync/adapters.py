@@ -69,10 +69,10 @@ class AdapterClient(EngineClient):
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
         waits to be refit, or was left behind by several versions."""
-        kept = request.version is not None
-        version = request.version if kept else await self._current()
+        is_past_self = request.version is not None
+        version = request.version if is_past_self else await self._current()
         if version:  # 0 has the weights below
-            request = replace(request, model=adapter_name(version, request.policy, kept=kept))
+            request = replace(request, model=adapter_name(version, request.policy, kept=is_past_self))
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
@@ -94,8 +94,8 @@ class AdapterClient(EngineClient):
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
-        found = await loaded(self, deadline_s=deadline_s)
-        return max(found) if found else await super().served_version(deadline_s=deadline_s)
+        versions = await loaded(self, deadline_s=deadline_s)
+        return max(versions) if versions else await super().served_version(deadline_s=deadline_s)
 
 
 async def load(
@@ -116,11 +116,11 @@ async def load(
     if not await trio.Path(folder).is_dir():
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
     roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
-    asked = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
-    digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in asked.items()}
+    places = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
+    digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in places.items()}
 
     async def load_into(engine: EngineClient) -> None:
-        for name, place in asked.items():
+        for name, place in places.items():
             if is_near(engine.url):
                 try:
                     await engine.dialect.load_adapter(engine, name, str(place), digests[name], deadline_s=deadline_s)
@@ -131,12 +131,12 @@ async def load(
                     if not _unread(error):
                         raise
                     why = error
-                there = await _send(engine, name, place, deadline_s)
-                if there is None:
+                engine_place = await _send(engine, name, place, deadline_s)
+                if engine_place is None:
                     raise why
             else:
-                there = await _send(engine, name, place, deadline_s) or str(place)
-            await engine.dialect.load_adapter(engine, name, there, digests[name], deadline_s=deadline_s)
+                engine_place = await _send(engine, name, place, deadline_s) or str(place)
+            await engine.dialect.load_adapter(engine, name, engine_place, digests[name], deadline_s=deadline_s)
 
     started = trio.current_time()
     await _everywhere(engines, load_into, f"load adapter {adapter_name(version)}")
@@ -165,9 +165,9 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
     receipt: dict[str, Any] = {}
     messages = uploads.messages(folder, f"{name}-{_SENDER}")
     while (message := await trio.to_thread.run_sync(next, messages, None)) is not None:
-        asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
+        body: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
         try:
-            answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+            answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
             raise
         except EngineError:
@@ -184,36 +184,36 @@ async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float
     """Unload an adapter, and remove its files if they came over HTTP."""
     await engine.dialect.unload_adapter(engine, name, deadline_s=deadline_s)
     if (message := uploads.forgetting(place)) is not None:
-        asked: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
-        await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+        body: dict[str, Json] = {"method": uploads.METHOD, "args": [message]}
+        await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
 
 
 async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
     """Unload every version that is not in `keep` and that no request of an engine uses; returns those that some engine
     still has besides `keep`, whose folders must stay."""
-    left: set[int] = set()
+    remaining: set[int] = set()
 
     async def unload(engine: EngineClient) -> None:
         places = await _places(engine, deadline_s)
         version_of = {name: version for name in places for version in versions_in([name])}
         old = frozenset(version_of.values()) - frozenset(keep)
         busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
-        left.update(old & busy)
+        remaining.update(old & busy)
         for name in sorted(name for name, version in version_of.items() if version in old - busy):
             await _unload(engine, name, places[name], deadline_s)
 
     await _everywhere(engines, unload, "unload old adapters")
-    return frozenset(left)
+    return frozenset(remaining)
 
 
 async def forget(engines: Sequence[EngineClient], version: int | None = None, *, deadline_s: float = 30.0) -> None:
     """Unload a past self; without `version` all of them, such as those of an earlier run."""
     wanted = r"\d+" if version is None else str(version)
-    named = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
+    pattern = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
 
     async def unload(engine: EngineClient) -> None:
         for name, place in (await _places(engine, deadline_s)).items():
-            if named.fullmatch(name):
+            if pattern.fullmatch(name):
                 await _unload(engine, name, place, deadline_s)
 
     await _everywhere(engines, unload, "unload past selves")

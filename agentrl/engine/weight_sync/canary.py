@@ -123,9 +123,9 @@ def allowed(dtype: Dtype, settings: EngineSettings) -> float:
     dtypes that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
     if not isinstance(settings.canary, bool):
         return settings.canary
-    given = settings.vllm
-    cache = str(given.get("kv-cache-dtype", "auto"))
-    rounds = "quantization" in given or cache not in ("auto", "bfloat16", "float16")
+    options = settings.vllm
+    cache = str(options.get("kv-cache-dtype", "auto"))
+    rounds = "quantization" in options or cache not in ("auto", "bfloat16", "float16")
     return max(TOLERANCE[dtype], QUANTIZED if rounds else TOLERANCE[cast("Dtype", cache)] if cache != "auto" else 0.0)
 
 
@@ -139,12 +139,12 @@ async def _scored(
 ) -> tuple[float, ...]:
     """The probe's log-probs on an engine: all NaN where one of them is, since vLLM then refuses to write any."""
     try:
-        found = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
+        logprobs = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
     except EngineError as error:
         if "not JSON compliant" not in error.reason:
             raise
-        found = (math.nan,)
-    return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, found)) else found
+        logprobs = (math.nan,)
+    return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, logprobs)) else logprobs
 
 
 async def check(
@@ -168,22 +168,25 @@ async def check(
         says = f"canary: {engine.url} says it serves version {canary.version}, but"
         if wrong := await _wrong(engine, canary, deadline_s):
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
-        found = await _scored(engine, canary, deadline_s)
-        apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
-        if not _near(found, canary.logprobs, most, canary.dtype):
+        scores = await _scored(engine, canary, deadline_s)
+        apart, place = max(
+            (abs(a - b), place) for place, (a, b) in enumerate(zip(scores, canary.logprobs, strict=True))
+        )
+        if not _near(scores, canary.logprobs, most, canary.dtype):
             raise CanaryMismatch(
-                f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
-                f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary): "
+                f"{says} the log-prob of probe token {place + 1} is {apart:.3g} nats from the learner's "
+                f"({scores[place]:.4f}, not {canary.logprobs[place]:.4f}; "
+                f"rounding explains {most:g}, see engine.canary): "
                 f"{await _layers(engine, canary, update_info, deadline_s)}"
             )
         if seen is not None:
-            _follow(says, canary, found, seen, engine.url)
+            _follow(says, canary, scores, seen, engine.url)
         worst = max(worst, apart)
         for role, logprobs in canary.by_role.items():
             model = adapter_name(canary.version, role)
-            found = await _scored(engine, canary, deadline_s, model)
-            apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
-            if not _near(found, logprobs, most, canary.dtype):
+            scores = await _scored(engine, canary, deadline_s, model)
+            apart = max(abs(a - b) for a, b in zip(scores, logprobs, strict=True))
+            if not _near(scores, logprobs, most, canary.dtype):
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
             worst = max(worst, apart)
     return worst
@@ -214,18 +217,18 @@ async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> lis
     """The layers whose weights are not the canary's, as far as the engine and the canary can say."""
     if not canary.fingerprints:
         return []
-    asked: dict[str, Json] = {"method": "agentrl_fingerprints"}
+    body: dict[str, Json] = {"method": "agentrl_fingerprints"}
     try:
-        answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+        answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
     except (EngineUnavailable, EngineTimeout):
         raise
     except EngineError:  # it has no such call
         return []
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     for worker in results(answer, dtype=str, fingerprints=dict):
         if worker["dtype"] == canary.dtype:
-            found |= worker["fingerprints"]
-    return fingerprint.differences(canary.fingerprints, found)
+            fingerprints |= worker["fingerprints"]
+    return fingerprint.differences(canary.fingerprints, fingerprints)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -253,17 +256,17 @@ def _wrong_in_file(canary: Canary, path: Path) -> list[str]:
     if not canary.fingerprints:
         return []
     try:
-        found = fingerprint.of_file(weight_file.open_bytes(path), canary.dtype)
+        fingerprints = fingerprint.of_file(weight_file.open_bytes(path), canary.dtype)
     except WeightSyncError:  # a delta, or gone
         return []
     names = {name for name in canary.fingerprints if not name.endswith(fingerprint.TRANSPOSED)}
-    lacking = sorted(f"{name} (not in the file)" for name in names - found.keys())
-    return lacking + fingerprint.differences(canary.fingerprints, found)
+    lacking = sorted(f"{name} (not in the file)" for name in names - fingerprints.keys())
+    return lacking + fingerprint.differences(canary.fingerprints, fingerprints)
 
 
 async def untaken(engine: EngineClient, update_info: dict[str, Json], *, deadline_s: float) -> list[str]:
     """The weights of a file, by name, that the engine's layers do not compute with. Raises EngineError if the engine
     cannot say (it lacks our plugin)."""
-    asked: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
-    answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    body: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
+    answer = await engine.call("POST", "/collective_rpc", json=body, deadline_s=deadline_s)
     return list(map(str, results(answer, untaken=list)[0]["untaken"]))

@@ -54,9 +54,9 @@ async def push(
     infos: list[dict[str, Json]] = []
     size = 0
     for part in [path] if isinstance(path, Path | str) else path:
-        whole, bytes_, digest = await trio.to_thread.run_sync(_found, part, sha256, deadline_s)
+        full_path, bytes_, digest = await trio.to_thread.run_sync(_found, part, sha256, deadline_s)
         size += bytes_
-        infos.append(update_info(whole, digest, base_sha256, version=version, deadline_s=deadline_s))
+        infos.append(update_info(full_path, digest, base_sha256, version=version, deadline_s=deadline_s))
     started = trio.current_time()
     pauses: list[float] = []
     failures, unseen = list[str](), list[bool]()

@@ -35,36 +35,36 @@ def columns(width: int) -> list[int]:
 
 def of(values: NDArray[Any]) -> str:
     """Of a vector, or of a matrix's columns [rows, columns]."""
-    whole = np.ascontiguousarray(values, dtype=np.float32) + 0.0  # what was computed has lost the sign of a zero
-    return hashlib.blake2b(str(whole.shape).encode() + whole.tobytes(), digest_size=8).hexdigest()
+    contiguous = np.ascontiguousarray(values, dtype=np.float32) + 0.0  # what was computed has lost the sign of a zero
+    return hashlib.blake2b(str(contiguous.shape).encode() + contiguous.tobytes(), digest_size=8).hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Of torch tensors by name, vectors and matrices, and of a square matrix's transpose as `NAME transposed`."""
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
-            found[name] = of(tensor.float().cpu().numpy())
+            fingerprints[name] = of(tensor.float().cpu().numpy())
         elif tensor.dim() == 2:
             chosen = columns(tensor.shape[1])
-            found[name] = of(tensor[:, chosen].float().cpu().numpy())
+            fingerprints[name] = of(tensor[:, chosen].float().cpu().numpy())
             if tensor.shape[0] == tensor.shape[1]:
-                found[f"{name}{TRANSPOSED}"] = of(tensor[chosen].T.float().cpu().numpy())
-    return found
+                fingerprints[f"{name}{TRANSPOSED}"] = of(tensor[chosen].T.float().cpu().numpy())
+    return fingerprints
 
 
 def of_file(data: Bytes, dtype: str) -> dict[str, str]:
     """Of a weight file's vectors and matrices of floats, as an engine of `dtype` has them. Raises WeightSyncError for a
     malformed file."""
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     for place in weight_file.places(data):
         if place.dtype in _READ and len(place.shape) in (1, 2):
-            whole = data[place.start : place.end].view(_READ[place.dtype]).reshape(place.shape)
-            values = whole if whole.ndim == 1 else whole[:, columns(place.shape[1])]
+            tensor = data[place.start : place.end].view(_READ[place.dtype]).reshape(place.shape)
+            values = tensor if tensor.ndim == 1 else tensor[:, columns(place.shape[1])]
             if place.dtype == "BF16":  # the upper half of a float32
                 values = (values.astype(np.uint32) << 16).view(np.float32)
-            found[place.name] = of(_rounded(values, dtype))
-    return found
+            fingerprints[place.name] = of(_rounded(values, dtype))
+    return fingerprints
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -198,8 +198,8 @@ class _Calls:
             ahead += workers
 
         def body(url: str) -> dict[str, Json]:
-            own = {"rank_offset": offsets[url]} if "rank_offset" in init_info else {}
-            return {"init_info": {**init_info, **own}}
+            rank_offset = {"rank_offset": offsets[url]} if "rank_offset" in init_info else {}
+            return {"init_info": {**init_info, **rank_offset}}
 
         self._from_sender("/init_weight_transfer_engine", body)
 
@@ -269,7 +269,7 @@ def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:
 def _address(urls: Sequence[str]) -> str:
     """An address of this machine that all engines can reach: one that leads outwards where one of them is elsewhere.
     Raises WeightSyncError for an engine to which no way leads."""
-    found: list[str] = []
+    addresses: list[str] = []
     for url in urls:
         if socket_of(url) is not None:
             continue  # it is on this machine
@@ -279,8 +279,8 @@ def _address(urls: Sequence[str]) -> str:
                 probe.connect((place.hostname or "127.0.0.1", place.port or 80))
             except OSError as error:
                 raise WeightSyncError(f"no way leads from here to {url}: {error.strerror}") from error
-            found.append(probe.getsockname()[0])
-    return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+            addresses.append(probe.getsockname()[0])
+    return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
 
 
 class _MemoryTransport(WeightTransport):

@@ -78,8 +78,8 @@ class ObjectFolder:
     def names(self) -> list[str]:
         def names(fs: Any, root: str) -> list[str]:
             fs.invalidate_cache()
-            found = cast("list[str]", fs.ls(root, detail=False) if fs.exists(root) else [])
-            return [path.rstrip("/").rpartition("/")[2] for path in found]
+            paths = cast("list[str]", fs.ls(root, detail=False) if fs.exists(root) else [])
+            return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
         return self._call(f"list {self.url}", names)
 
@@ -97,8 +97,8 @@ class ObjectFolder:
         """The entry of that name."""
         data = self.read(name)
         try:
-            found = cast("dict[str, Any]", json.loads(data))
-            entry = WeightEntry(**{field.name: found[field.name] for field in fields(WeightEntry)})
+            record = cast("dict[str, Any]", json.loads(data))
+            entry = WeightEntry(**{field.name: record[field.name] for field in fields(WeightEntry)})
             if not all(_PLAIN.fullmatch(name) for name in (entry.object, entry.base or entry.object)):
                 raise ValueError("it names an object outside of its folder")
             return entry
@@ -129,8 +129,8 @@ class ObjectFolder:
     def object_of(self, entry: WeightEntry) -> bytes:
         """The bytes that an entry names, checked."""
         data = self.read(entry.object)
-        if (found := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
-            received = f"{len(data)} bytes with SHA-256 {found[:12]}…"
+        if (digest := hashlib.sha256(data).hexdigest()) != entry.object_sha256:
+            received = f"{len(data)} bytes with SHA-256 {digest[:12]}…"
             wanted = f"{entry.object_bytes} with {entry.object_sha256[:12]}…"
             raise WeightSyncError(f"{self.url}/{entry.object} is torn or damaged: {received}, expected {wanted}")
         return data
@@ -147,13 +147,13 @@ class ObjectFolder:
 
         threading.Thread(target=run, name="object-store", daemon=True).start()
         try:
-            found, error = answers.get(timeout=self._deadline_s)
+            answer, error = answers.get(timeout=self._deadline_s)
         except queue.Empty:
             within = f"within {self._deadline_s:g} s (engine.admin_deadline_s)"
             raise WeightSyncError(f"cannot {doing}: the store did not answer {within}") from None
         if error is not None:
             raise WeightSyncError(f"cannot {doing}: {type(error).__name__}: {error}") from error
-        return cast("_T", found)
+        return cast("_T", answer)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -164,8 +164,8 @@ def _file_system(url: str) -> tuple[Any, str]:
 def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadline_s: float) -> Bytes:
     """The weight file whose entry is at `url`, made of `base` (a SHA-256 and the bytes that have it) if its deltas lead
     there. Each object is read within `deadline_s`. Raises WeightSyncError unless it has this SHA-256."""
-    at, _, name = url.rpartition("/")
-    folder, changes = ObjectFolder(at, deadline_s=deadline_s), list[WeightEntry]()
+    folder_url, _, name = url.rpartition("/")
+    folder, changes = ObjectFolder(folder_url, deadline_s=deadline_s), list[WeightEntry]()
     entry = folder.entry(name)
     last = entry.sha256
     while entry.base is not None and len(changes) < _LONGEST:
@@ -180,7 +180,7 @@ def fetch(url: str, sha256: str, *, base: tuple[str, Bytes] | None = None, deadl
     else:
         raise WeightSyncError(f"{url} is more than {_LONGEST} deltas away from a whole file")
     for change in reversed(changes):
-        data = weight_file.patched(data, io.BytesIO(folder.object_of(change)), f"{at}/{change.object}")
+        data = weight_file.patched(data, io.BytesIO(folder.object_of(change)), f"{folder_url}/{change.object}")
     if last != sha256 or weight_file.digest(data) != sha256:
         raise WeightSyncError(f"{url} does not make the weights {sha256[:12]}… that were announced")
     return data
@@ -241,8 +241,8 @@ class Outbox:
                 name = self._bases.get(name)
         stems = {name.removesuffix(".json") for name in needed}
         self._bases = {name: base for name, base in self._bases.items() if name in needed}
-        found = [match for name in self._folder.names() if (match := _OF_VERSION.fullmatch(name))]
-        self._folder.remove([match[0] for match in found if match[1] not in stems])
+        matches = [match for name in self._folder.names() if (match := _OF_VERSION.fullmatch(name))]
+        self._folder.remove([match[0] for match in matches if match[1] not in stems])
 
 
 def check(url: str, *, deadline_s: float) -> None:

@@ -85,8 +85,8 @@ class WeightPublisher:
         samples from other weights."""
         started, warned = trio.current_time(), ""
         while True:
-            there = await trio.to_thread.run_sync(urls) if callable(urls) else urls
-            engines = [self._client(url, parcel.version) for url in there]
+            current_urls = await trio.to_thread.run_sync(urls) if callable(urls) else urls
+            engines = [self._client(url, parcel.version) for url in current_urls]
             delivery = _Delivery(held=held)
             try:
                 if isinstance(parcel, Parcel):
@@ -137,8 +137,8 @@ class WeightPublisher:
             return  # no parcel with files was sent
         needed = self._sent[-KEPT:]
         if self._transport.form == "adapter":
-            there = [url for url in urls if self._took.get(url) == needed[-1].version]
-            in_use = await self._retire(there, needed)
+            loaded_urls = [url for url in urls if self._took.get(url) == needed[-1].version]
+            in_use = await self._retire(loaded_urls, needed)
             older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
             if len(older) < len(in_use):
                 return  # a version in use has a folder that is not known here: remove nothing for now
@@ -146,7 +146,7 @@ class WeightPublisher:
         else:
             await self._retire([], needed)
         self._sent = needed
-        paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
+        paths = {needed_path for parcel in needed for needed_path in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
             if path not in paths:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -199,17 +199,17 @@ class WeightPublisher:
     async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:
         """Send to all engines that answer, together: all take it or none does. Raises CanaryMismatch."""
         served, delivery.failures = await _ask(engines)
-        there = [engine for engine in engines if engine.url in served]
+        answering = [engine for engine in engines if engine.url in served]
         report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
         try:
             if set(served.values()) - {parcel.version}:
                 async with self._transport.offer(parcel, None):
-                    report = await self._transport.deliver(there, parcel, None)
-            rows = {engine.url: _row(report) | await self._prove(engine, parcel) for engine in there}
+                    report = await self._transport.deliver(answering, parcel, None)
+            rows = {engine.url: _row(report) | await self._prove(engine, parcel) for engine in answering}
         except CanaryMismatch:
             raise
         except EngineError as error:
-            delivery.failures |= {engine.url: str(error) for engine in there}
+            delivery.failures |= {engine.url: str(error) for engine in answering}
         else:
             delivery.rows = rows
 

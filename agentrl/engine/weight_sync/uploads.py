@@ -97,8 +97,8 @@ class Inbox:
         with suppress(FileExistsError):
             self.place.mkdir(mode=0o700)
         with _descriptor(str(self.place), _FOLDER) as root:
-            found = os.fstat(root)
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            status = os.fstat(root)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise PermissionError(f"{str(self.place)!r} is not this engine's alone: start it again")
             yield root
 
@@ -155,11 +155,11 @@ def _write(folder: int, name: str, start: int, text: str) -> None:
 
 @contextmanager
 def _descriptor(path: str, flags: int, folder: int | None = None) -> Generator[int]:
-    found = os.open(path, flags, dir_fd=folder)
+    descriptor = os.open(path, flags, dir_fd=folder)
     try:
-        yield found
+        yield descriptor
     finally:
-        os.close(found)
+        os.close(descriptor)
 
 
 def _checked(name: Any) -> str:

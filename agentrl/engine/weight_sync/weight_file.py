@@ -71,11 +71,11 @@ def parts(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} lists no weights ({error!r}): save the model again with save_pretrained") from error
-    found = [folder / name for name in names] or [folder / "model.safetensors"]
-    if missing := [path.name for path in found if not path.is_file()]:
+    paths = [folder / name for name in names] or [folder / "model.safetensors"]
+    if missing := [path.name for path in paths if not path.is_file()]:
         hint = f"it has no {missing[0]}: save the model again with save_pretrained"
         raise ModelError(f"cannot read weights from {str(folder)!r}: {hint}")
-    return found
+    return paths
 
 
 def width(data: Bytes) -> int:
@@ -97,7 +97,7 @@ def places(data: Bytes) -> Iterator[TensorPlace]:
             raise ValueError(f"header of {size} bytes in a file of {len(data)}")
         header = cast("dict[str, Any]", json.loads(data[8 : 8 + size].tobytes()))
         header.pop("__metadata__", None)
-        found = [
+        tensor_places = [
             TensorPlace(
                 name=name,
                 dtype=entry["dtype"],
@@ -109,7 +109,7 @@ def places(data: Bytes) -> Iterator[TensorPlace]:
         ]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"not a safetensors file: {error}") from error
-    for place in sorted(found, key=lambda place: place.start):
+    for place in sorted(tensor_places, key=lambda place: place.start):
         if not 8 + size <= place.start <= place.end <= len(data):
             raise WeightSyncError(f"not a whole safetensors file: {place.name} lies outside its {len(data)} bytes")
         yield place
@@ -162,14 +162,14 @@ def patched(base: Bytes, delta: BinaryIO, name: str) -> Bytes:
 
 def _planes(change: Bytes, width: int) -> bytes:
     """Byte `k` of every element, for each `k` in turn; a remainder shorter than an element stays at the end."""
-    whole = len(change) // width * width
-    return change[:whole].reshape(-1, width).T.tobytes() + change[whole:].tobytes()
+    full_length = len(change) // width * width
+    return change[:full_length].reshape(-1, width).T.tobytes() + change[full_length:].tobytes()
 
 
 def _interleaved(planes: Bytes, width: int) -> Bytes:
-    whole = len(planes) // width * width
-    elements = planes[:whole].reshape(width, -1).T.reshape(-1)
-    return np.concatenate([elements, planes[whole:]])
+    full_length = len(planes) // width * width
+    elements = planes[:full_length].reshape(width, -1).T.reshape(-1)
+    return np.concatenate([elements, planes[full_length:]])
 
 
 def _read_exactly(stream: Any, length: int) -> bytes:

@@ -36,9 +36,9 @@ class Sources:
     def __init__(self, places: Iterable[str]) -> None:
         places = list(dict.fromkeys(places))
         self._urls = [place.rstrip("/") for place in places if object_store.is_url(place)]
-        named = [Path(place).absolute() for place in places if not object_store.is_url(place)]
+        folders = [Path(place).absolute() for place in places if not object_store.is_url(place)]
         # Where a folder is named by way of a link, its files may be named both ways.
-        self._folders = {path: Path(os.path.realpath(path)) for path in named}
+        self._folders = {path: Path(os.path.realpath(path)) for path in folders}
         self._folders |= {real: real for real in self._folders.values()}
 
     def read(self, path: str, sha256: str, base: Bytes | None = None) -> Bytes:
@@ -47,8 +47,8 @@ class Sources:
         try:
             with self.open(path) as file:
                 data = weight_file.mapped(file) if base is None else weight_file.patched(base, file, path)
-            if (found := weight_file.digest(data)) != sha256:
-                raise WeightSyncError(f"what it makes has SHA-256 {found[:12]}…, expected {sha256[:12]}…")
+            if (digest := weight_file.digest(data)) != sha256:
+                raise WeightSyncError(f"what it makes has SHA-256 {digest[:12]}…, expected {sha256[:12]}…")
             return data
         except (OSError, ValueError, WeightSyncError) as error:
             _logger.warning("agentrl: cannot read weight file %r: %s", path, error)
@@ -87,15 +87,15 @@ class Sources:
         """Open the file at a path below one of the folders."""
         if "\0" in path or os.path.normpath(path) != path:
             raise ValueError("the path is not in its plain form")
-        at, start = next(
+        relative, start = next(
             ((Path(path).relative_to(root), real) for root, real in self._folders.items() if _below(path, root)),
             (None, None),
         )
-        if at is None or start is None:
+        if relative is None or start is None:
             raise ValueError("it lies below no folder of this engine's")
         descriptor = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for number, part in enumerate(at.parts, 1):
-            flags = 0 if number == len(at.parts) else os.O_DIRECTORY
+        for number, part in enumerate(relative.parts, 1):
+            flags = 0 if number == len(relative.parts) else os.O_DIRECTORY
             try:
                 below = _open_in(descriptor, part, flags)
             finally:
@@ -111,8 +111,8 @@ def _below(path: str, root: Path) -> bool:
 def _open_in(folder: int, name: str, flags: int) -> int:
     """Open a file or folder in a folder without following a link; not that of a stranger where everybody may write."""
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    found = os.open(name, flags, dir_fd=folder)
-    if os.fstat(folder).st_mode & stat.S_IWOTH and os.fstat(found).st_uid != os.geteuid():
-        os.close(found)
+    descriptor = os.open(name, flags, dir_fd=folder)
+    if os.fstat(folder).st_mode & stat.S_IWOTH and os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
         raise PermissionError(f"{name!r} belongs to somebody else, in a folder where everybody may write")
-    return found
+    return descriptor

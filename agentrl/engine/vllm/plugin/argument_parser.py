@@ -51,19 +51,19 @@ def wrong(parser: Any, base: list[str], given: dict[str, list[str]], reserved: d
     for key, words in given.items():
         action = parser._option_string_actions.get(f"--{key}")  # the whole name: it takes shortened ones as well
         if action is None:
-            known = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
-            return {"key": key, "says": None, "near": difflib.get_close_matches(key, known, n=1)}
+            names = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
+            return {"key": key, "says": None, "near": difflib.get_close_matches(key, names, n=1)}
         for name in action.option_strings:
             if name[2:] in reserved:
                 return {"key": key, "says": reserved[name[2:]], "near": []}
-        if said := _refusal(parser, ["--model", "m", *words]):
-            return {"key": key, "says": said, "near": []}
-    if said := _refusal(parser, [*base, *_all(given)], configure=True):
+        if refusal := _refusal(parser, ["--model", "m", *words]):
+            return {"key": key, "says": refusal, "near": []}
+    if refusal := _refusal(parser, [*base, *_all(given)], configure=True):
         for key in given:
             rest = {name: words for name, words in given.items() if name != key}
             if not _refusal(parser, [*base, *_all(rest)], configure=True):
-                return {"key": key, "says": said, "near": []}
-        return {"key": None, "says": said, "near": []}
+                return {"key": key, "says": refusal, "near": []}
+        return {"key": None, "says": refusal, "near": []}
     return None
 
 
@@ -103,8 +103,8 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    print("\n" + json.dumps(wrong(server_parser(), asked["base"], asked["given"], asked["reserved"])), flush=True)
+    request = json.load(sys.stdin)
+    print("\n" + json.dumps(wrong(server_parser(), request["base"], request["given"], request["reserved"])), flush=True)
 
 
 if __name__ == "__main__":

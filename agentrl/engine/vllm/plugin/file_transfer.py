@@ -60,8 +60,8 @@ class Update:
     def bytes(self, base: Base) -> weight_file.Bytes:
         """The checked bytes of the weight file this update stands for."""
         if object_store.is_url(self.path):
-            kept = None if base.sha256 is None or base.data is None else (base.sha256, base.data)
-            return read_weights.sources().fetch(self.path, self.sha256, kept, self.deadline_s)
+            base_file = None if base.sha256 is None or base.data is None else (base.sha256, base.data)
+            return read_weights.sources().fetch(self.path, self.sha256, base_file, self.deadline_s)
         if self.base_sha256 is None:
             return read_weights.sources().read(self.path, self.sha256)
         if base.sha256 != self.base_sha256 or base.data is None:
@@ -214,12 +214,12 @@ def tensors(data: weight_file.Bytes) -> Iterator[tuple[str, Any]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a mapped file is read-only, and nobody writes to it
-        whole = torch.from_numpy(data)
+        flat = torch.from_numpy(data)
     for place in weight_file.places(data):
         if place.dtype not in _DTYPES:
             raise WeightSyncError(f"weight {place.name} has dtype {place.dtype}, which this backend does not load")
         dtype = getattr(torch, _DTYPES[place.dtype])
-        piece = whole[place.start : place.end]
+        piece = flat[place.start : place.end]
         if place.start % dtype.itemsize:
             piece = piece.clone()
         yield place.name, piece.view(dtype).reshape(place.shape)
@@ -230,9 +230,9 @@ def load(model: Any, data: weight_file.Bytes, waited_for: Callable[[], None] = l
     exception between two tensors."""
 
     def each() -> Iterator[tuple[str, Any]]:
-        for named in tensors(data):
+        for pair in tensors(data):
             waited_for()
-            yield named
+            yield pair
 
     cpu_fixes.ready_for_update(model)
     model.load_weights(each())

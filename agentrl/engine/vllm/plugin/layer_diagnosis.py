@@ -32,9 +32,9 @@ def fingerprints(model: Any, dtype: torch.dtype) -> dict[str, str]:
     layers are split over GPUs."""
     from vllm.distributed import get_tensor_model_parallel_world_size
 
-    found: dict[str, str] = {}
+    by_source: dict[str, str] = {}
     if get_tensor_model_parallel_world_size() > 1:
-        return found
+        return by_source
     packed = getattr(model, "packed_modules_mapping", {})
     for name, module in model.named_modules():
         values = _columns(module, dtype)
@@ -44,8 +44,8 @@ def fingerprints(model: Any, dtype: torch.dtype) -> dict[str, str]:
         sizes = module.output_sizes if len(names) > 1 else [len(values)]
         if sum(sizes) == len(values):
             for source, part in zip(names, values.split(sizes), strict=True):
-                found[source] = fingerprint.of(part.float().cpu().numpy())
-    return found
+                by_source[source] = fingerprint.of(part.float().cpu().numpy())
+    return by_source
 
 
 def _columns(module: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -73,14 +73,14 @@ def untaken(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """`untaken`: names of the file's weights that a layer does not compute with, and of a layer's that the file lacks;
     `unchecked`: how many could not be compared. `tensors` are the file's, by the names of its format."""
     packed = getattr(model, "packed_modules_mapping", {})
-    found: set[str] = set()
+    untaken_names: set[str] = set()
     lacking: set[str] = set()
     seen: set[str] = set()
     for name, module in model.named_modules():
         name = name.replace(".base_layer", "")  # a layer with adapters around it
         if hasattr(module, "w13_weight"):
             sources = {source: tensors[source] for source in tensors if source.startswith(_experts_of(name))}
-            found.update(_wrong_experts(module, _experts_of(name), sources))
+            untaken_names.update(_wrong_experts(module, _experts_of(name), sources))
             seen.update(sources)
             continue
         if "weight" not in dict(module.named_parameters(recurse=False)):
@@ -93,10 +93,10 @@ def untaken(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
             continue
         seen.update(names)
         if not _agrees(module, {source: tensors[source] for source in names}):
-            found.update([f"{name} (tied to {_EMBEDDING})"] if _is_tied(name, names) else names)
+            untaken_names.update([f"{name} (tied to {_EMBEDDING})"] if _is_tied(name, names) else names)
     if seen:  # else the model has other names than the file, and nothing is known
-        found |= lacking
-    return {"untaken": sorted(found), "unchecked": len(tensors.keys() - seen)}
+        untaken_names |= lacking
+    return {"untaken": sorted(untaken_names), "unchecked": len(tensors.keys() - seen)}
 
 
 def names_of(name: str, packed: dict[str, list[str]]) -> list[str]:
@@ -117,15 +117,15 @@ def _experts_of(name: str) -> str:
 def _agrees(module: Any, sources: dict[str, torch.Tensor]) -> bool:
     weight = torch.cat([tensor.float() for tensor in sources.values()])
     method = getattr(module, "quant_method", None)
-    held = module.weight
+    loaded = module.weight
     if method is None or weight.dim() == 1:
-        return _close(held, weight)
+        return _close(loaded, weight)
     if hasattr(module, "num_embeddings") and not hasattr(module, "bias"):
-        return _close(held[: len(weight)], weight)
+        return _close(loaded[: len(weight)], weight)
     dtype, device = _place(module)
     x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    found = method.apply(module, x.to(device, dtype), None)
-    return _close(found[:, : len(weight)], x.to(dtype).float() @ weight.T)
+    computed = method.apply(module, x.to(device, dtype), None)
+    return _close(computed[:, : len(weight)], x.to(dtype).float() @ weight.T)
 
 
 def _wrong_experts(module: Any, base: str, sources: dict[str, torch.Tensor]) -> list[str]:
@@ -133,7 +133,7 @@ def _wrong_experts(module: Any, base: str, sources: dict[str, torch.Tensor]) -> 
     down projections (SwiGLU). One that computes as another of the file's does is named with it."""
     dtype, device = _place(module)
     parts = ("gate", "up", "down")
-    whole: dict[int, list[torch.Tensor]] = {}
+    complete: dict[int, list[torch.Tensor]] = {}
     wrong: list[str] = []
     for expert in range(module.w13_weight.shape[0]):
         weights = [sources.get(f"{base}{expert}.{part}_proj.weight") for part in parts]
@@ -143,19 +143,21 @@ def _wrong_experts(module: Any, base: str, sources: dict[str, torch.Tensor]) -> 
             if weight is None
         ]
         if all(weight is not None for weight in weights):
-            whole[expert] = [weight.float() for weight in weights if weight is not None]
-    if not whole:
+            complete[expert] = [weight.float() for weight in weights if weight is not None]
+    if not complete:
         return wrong
-    hidden = next(iter(whole.values()))[0].shape[1]
+    hidden = next(iter(complete.values()))[0].shape[1]
     x = torch.randn(_ROWS, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     ones = torch.ones(_ROWS, 1)
-    expected = {expert: _swiglu(x.float(), *weights) for expert, weights in whole.items()}
-    for expert in whole:
+    expected = {expert: _swiglu(x.float(), *weights) for expert, weights in complete.items()}
+    for expert in complete:
         chosen = torch.full((_ROWS, 1), expert, dtype=torch.int32)
-        found = module.quant_method.apply(module, x.clone().to(device), ones.to(device), chosen.to(device), None, None)
-        if not _close(found, expected[expert]):
-            held = next((f" (holds {base}{other})" for other in expected if _close(found, expected[other])), "")
-            wrong.append(f"{base}{expert}{held}")
+        computed = module.quant_method.apply(
+            module, x.clone().to(device), ones.to(device), chosen.to(device), None, None
+        )
+        if not _close(computed, expected[expert]):
+            hint = next((f" (holds {base}{other})" for other in expected if _close(computed, expected[other])), "")
+            wrong.append(f"{base}{expert}{hint}")
     return wrong
 
 
@@ -168,10 +170,10 @@ def _place(module: Any) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """`found` is as the engine computes it, `expected` in float32."""
-    apart = _APART_FLOAT32 if found.dtype == torch.float32 else _APART
-    found = found.float().cpu()
-    if found.shape != expected.shape:
+def _close(computed: torch.Tensor, expected: torch.Tensor) -> bool:
+    """`computed` is as the engine does it, `expected` in float32."""
+    apart = _APART_FLOAT32 if computed.dtype == torch.float32 else _APART
+    computed = computed.float().cpu()
+    if computed.shape != expected.shape:
         return False
-    return bool((found - expected).norm() <= apart * expected.norm() + 1e-12)
+    return bool((computed - expected).norm() <= apart * expected.norm() + 1e-12)

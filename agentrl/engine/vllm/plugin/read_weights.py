@@ -77,8 +77,8 @@ def install() -> None:
     @functools.wraps(original)
     async def checked(self, request):
         refused = await original(self, request)
-        given = {module.path for module in self.static_lora_modules or ()}  # on the command line
-        if refused is not None or request.lora_path in given:
+        static_paths = {module.path for module in self.static_lora_modules or ()}  # on the command line
+        if refused is not None or request.lora_path in static_paths:
             return refused
         config = getattr(self.engine_client, "vllm_config", None)
         if config is not None and config.lora_config is None:  # vLLM would find that out after a look at the path

@@ -39,9 +39,9 @@ def size(model: Any) -> int:
     total = 0
     for layer in model.modules():
         for name, meta in get_layerwise_info(layer).restore_metadata[0].items():
-            held = id(layer._parameters.get(name, meta))
-            total += 0 if held in counted else meta.numel() * meta.element_size()
-            counted.add(held)
+            tensor_id = id(layer._parameters.get(name, meta))
+            total += 0 if tensor_id in counted else meta.numel() * meta.element_size()
+            counted.add(tensor_id)
     return total
 
 
@@ -84,8 +84,8 @@ class Second:
             return self._pairs[id(live)][1]
         twin = object.__new__(type(live))
         twin.__dict__.update(live.__dict__)
-        for own in _OWN:
-            twin.__dict__[own] = copy.copy(live.__dict__[own])
+        for attribute in _OWN:
+            twin.__dict__[attribute] = copy.copy(live.__dict__[attribute])
         method = live.__dict__.get("quant_method")
         if method is not None:  # a layer and the adapters around it may share it
             twin.__dict__["quant_method"] = self._methods.setdefault(id(method), copy.copy(method))
@@ -141,19 +141,19 @@ class Second:
     def swap(self, *, by_pointer: bool) -> list[Any]:
         """Have the live layers compute with what the twins hold. Returns what they held, for whoever frees it later:
         that takes longer than the swap."""
-        held: list[Any] = [self]
+        replaced: list[Any] = [self]
         for live, other in self._tensors.values():
             if by_pointer and live.shape == other.shape:
                 old = live.data
                 live.data = other.data
-                held.append(old)
+                replaced.append(old)
             else:
                 live.data.copy_(other.data)
         for live, twin, before, method_before in self._pairs.values():
-            _take(live.__dict__, twin.__dict__, before, held, by_pointer)
+            _take(live.__dict__, twin.__dict__, before, replaced, by_pointer)
             if (method := live.__dict__.get("quant_method")) is not None:
-                _take(method.__dict__, twin.__dict__["quant_method"].__dict__, method_before, held, by_pointer)
-        return held
+                _take(method.__dict__, twin.__dict__["quant_method"].__dict__, method_before, replaced, by_pointer)
+        return replaced
 
 
 def _take(
@@ -177,14 +177,14 @@ def _rebound(attributes: dict[str, Any], live: Any, twin: Any) -> dict[str, Any]
     """A tensor's attributes with the twin's methods in place of the live layer's, and no wrapper of an earlier load."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
-    found: dict[str, Any] = {}
+    rebound: dict[str, Any] = {}
     for name, value in attributes.items():
         while getattr(value, "__name__", "") == "online_process_loader":
             value = value.__wrapped__
         if isinstance(value, MethodType) and value.__self__ in (live, layer_ref_sentinel):
             value = MethodType(value.__func__, twin)
-        found[name] = value
-    return found
+        rebound[name] = value
+    return rebound
 
 
 @torch.no_grad()
@@ -225,7 +225,7 @@ def _marks(model: Any, dtype: Any) -> Iterator[dict[str, str]]:
     be had by computing with it, and oneDNN's kernels in vLLM compute on one thread at a time."""
     from vllm.distributed import get_tensor_model_parallel_world_size
 
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     packed = getattr(model, "packed_modules_mapping", {})
     marked: list[Any] = []
     for name, layer in model.named_modules():
@@ -234,10 +234,12 @@ def _marks(model: Any, dtype: Any) -> Iterator[dict[str, str]]:
             continue
         if type(method).__name__ == "UnquantizedLinearMethod":
             names = layer_diagnosis.names_of(name.replace(".base_layer", ""), packed)
-            method.process_weights_after_loading = _marking(method.process_weights_after_loading, names, dtype, found)
+            method.process_weights_after_loading = _marking(
+                method.process_weights_after_loading, names, dtype, fingerprints
+            )
             marked.append(method)
     try:
-        yield found
+        yield fingerprints
     finally:
         for method in marked:
             del method.process_weights_after_loading

@@ -90,8 +90,8 @@ def _salt(core, own: str | None) -> str:
 
 
 def _resalt(core, request) -> None:
-    _, _, own = (request.cache_salt or "/").partition("/")
-    salt = _salt(core, own)
+    _, _, own_salt = (request.cache_salt or "/").partition("/")
+    salt = _salt(core, own_salt)
     if request.cache_salt != salt:
         request.cache_salt = salt
         request.block_hashes.clear()

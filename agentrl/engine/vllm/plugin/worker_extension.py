@@ -40,10 +40,10 @@ class WorkerExtension:
         looks for the entry point."""
         loaded = importlib.metadata.entry_points(group="vllm.general_plugins", name="agentrl")
         allowed = os.environ.get("VLLM_PLUGINS")  # vLLM loads all, or those that are named here
-        found = bool(loaded) and (allowed is None or "agentrl" in allowed.split(","))
+        has_entry_point = bool(loaded) and (allowed is None or "agentrl" in allowed.split(","))
         return {
             "mending": cpu_fixes.enabled,
-            "missing": [*version_stamps.missing, *([] if found else ["the entry point"])],
+            "missing": [*version_stamps.missing, *([] if has_entry_point else ["the entry point"])],
             "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "pickles": os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1",
         }
@@ -89,8 +89,8 @@ class WorkerExtension:
         from agentrl.engine.vllm.plugin.layer_diagnosis import fingerprints
 
         dtype = self.model_runner.model_config.dtype
-        found = fingerprints(self.model_runner.model, dtype)
-        return {"dtype": str(dtype).removeprefix("torch."), "fingerprints": found}
+        by_source = fingerprints(self.model_runner.model, dtype)
+        return {"dtype": str(dtype).removeprefix("torch."), "fingerprints": by_source}
 
     def agentrl_untaken(self, update_info: str) -> dict[str, Any]:
         """Which weights of a file the layers do not compute with; see `diagnosis.untaken`."""
