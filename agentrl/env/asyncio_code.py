@@ -168,9 +168,9 @@ def uses_asyncio(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=4_096)
 def _reads_asyncio(owner: type | None, function: Any) -> bool:
-    seen, left = set[Any](), [function]
-    while left and len(seen) < 64:
-        current = left.pop()
+    seen, pending = set[Any](), [function]
+    while pending and len(seen) < 64:
+        current = pending.pop()
         code, names = current.__code__, current.__globals__
         if code in seen:
             continue
@@ -188,7 +188,7 @@ def _reads_asyncio(owner: type | None, function: Any) -> bool:
             helper: Any = value if inspect.iscoroutinefunction(value) else getattr(owner, word, None)
             helper = inspect.unwrap(helper) if inspect.isfunction(helper) else None
             if inspect.iscoroutinefunction(helper) and not helper.__module__.startswith(_FOREIGN):
-                left.append(helper)
+                pending.append(helper)
     return False
 
 

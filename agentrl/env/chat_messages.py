@@ -239,7 +239,7 @@ def _read_content(plain: dict[str, Any]) -> None:
     if not isinstance(content, list):
         plain["content"] = text_of(content)
         return
-    kept: list[dict[str, Any]] = []
+    content_parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for part in cast("list[Any]", content):
         if isinstance(part, str):
@@ -254,19 +254,19 @@ def _read_content(plain: dict[str, Any]) -> None:
             value = next((fields[key] for key in (kind, "text", "content", "summary") if fields.get(key)), "")
             thoughts.append(_thoughts_in(value, f"a part of type {kind}"))
         elif kind == "refusal" and isinstance(fields.get("refusal"), str):
-            kept.append({"type": "text", "text": fields["refusal"]})
+            content_parts.append({"type": "text", "text": fields["refusal"]})
         elif kind in _TEXT_PARTS and isinstance(fields.get("text"), str):
-            kept.append({"type": "text", "text": fields["text"]})
+            content_parts.append({"type": "text", "text": fields["text"]})
         elif kind == "image_url":
-            kept.append({"type": "image_url", "image_url": fields.get("image_url")})
+            content_parts.append({"type": "image_url", "image_url": fields.get("image_url")})
         else:
             raise TypeError(f"a part of a content has type {kind!r}: give parts of type text or image_url")
-    texts = [part for part in kept if part["type"] == "text"]
-    if len(texts) == len(kept):  # without images there is no place to keep, and the parts are lines
+    texts = [part for part in content_parts if part["type"] == "text"]
+    if len(texts) == len(content_parts):  # without images there is no place to keep, and the parts are lines
         plain["content"] = "\n".join(part["text"] for part in texts)
     else:
         try:
-            plain |= with_images({"content": kept})
+            plain |= with_images({"content": content_parts})
         except ValueError as error:
             raise TypeError(str(error)) from None
     if thoughts:

@@ -69,8 +69,8 @@ class RowsEnv(Env):
             raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")
         if weights is not None and (not _is_list(weights) or len(weights) != len(rewards)):
             raise UsageError(f"weights = {weights!r}: give one for each of the {len(rewards)} rewards")
-        for at, weight in enumerate(weights or ()):
-            finite(f"weights[{at}]", weight)
+        for number, weight in enumerate(weights or ()):
+            finite(f"weights[{number}]", weight)
         finite("success_from", success_from)
         if type(processes) is not int or processes < 0:
             raise UsageError(f"processes = {processes!r}: give how many processes may score at once, or 0 for threads")
@@ -137,10 +137,10 @@ class RowsEnv(Env):
         if isinstance(column, list):
             try:
                 plain = plain_messages(cast("list[Mapping[str, Any]]", column))
-                asked = list(without_padded_arguments(plain, plain_tools(row.get("tools"))))
+                messages = list(without_padded_arguments(plain, plain_tools(row.get("tools"))))
             except TypeError as error:
                 raise UsageError(f"the row's column {self._column!r} holds no chat messages: {error}") from error
-            if not any(message["content"] or message.get("images") for message in asked):
+            if not any(message["content"] or message.get("images") for message in messages):
                 hint = "there is nothing to ask; leave the row out"
                 raise UsageError(f"the row's column {self._column!r} has messages without content: {hint}")
         elif isinstance(column, Mapping) and {"role", "content"} <= column.keys():
@@ -150,12 +150,12 @@ class RowsEnv(Env):
                 case = f"the column {self._column!r} holds chat messages as JSON text, which is asked as a text"
                 notices.note("data rows", case, by_policy=True)  # read in an episode, which nothing may end
             try:
-                asked = [Message(role="user", content=_Cells().vformat(self._prompt, (), row))]
+                messages = [Message(role="user", content=_Cells().vformat(self._prompt, (), row))]
             except (KeyError, IndexError, ValueError, AttributeError) as error:
-                known = ", ".join(sorted(row))
-                raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {known}") from error
+                columns = ", ".join(sorted(row))
+                raise UsageError(f"prompt = {self._prompt!r} cannot be filled: {error}; a row has {columns}") from error
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return (*system, *asked)
+        return (*system, *messages)
 
     def _judge(self, answer: Answer) -> AnswerScores:
         if self._processes:

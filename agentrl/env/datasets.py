@@ -94,33 +94,35 @@ def _json(text: str, where: str) -> list[Mapping[str, Json]]:
     """An array of objects; lines of objects otherwise, as many write them under this name too."""
     if not text.lstrip().startswith("["):
         return _json_lines(text, where)
-    at, rows = text.index("[") + 1, list[Mapping[str, Json]]()
+    position, rows = text.index("[") + 1, list[Mapping[str, Json]]()
     while True:  # one by one, so that an error has a line
-        at = _behind_space(text, at)
-        if text[at : at + 1] == "]":
+        position = _behind_space(text, position)
+        if text[position : position + 1] == "]":
             break
         try:
-            row, at = _DECODER.raw_decode(text, at)
+            row, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            line = getattr(error, "lineno", None) or text.count("\n", 0, at) + 1
+            line = getattr(error, "lineno", None) or text.count("\n", 0, position) + 1
             raise UsageError(f"{where}, line {line} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise UsageError(f"{where}, line {text.count(chr(10), 0, at) + 1}: entry {len(rows)} is not a JSON object")
+            raise UsageError(
+                f"{where}, line {text.count(chr(10), 0, position) + 1}: entry {len(rows)} is not a JSON object"
+            )
         rows.append(cast("dict[str, Json]", row))
-        at = _behind_space(text, at)
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != "]":
-            raise UsageError(f"{where}, line {text.count(chr(10), 0, at) + 1} is not JSON: expected ',' or ']'")
-    if text[at + 1 :].strip():
+        position = _behind_space(text, position)
+        if text[position : position + 1] == ",":
+            position += 1
+        elif text[position : position + 1] != "]":
+            raise UsageError(f"{where}, line {text.count(chr(10), 0, position) + 1} is not JSON: expected ',' or ']'")
+    if text[position + 1 :].strip():
         raise UsageError(f"{where} is not JSON: there is more behind the array")
     return rows
 
 
-def _behind_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+def _behind_space(text: str, position: int) -> int:
+    while text[position : position + 1].isspace():
+        position += 1
+    return position
 
 
 def _table(text: str, where: str, delimiter: str) -> list[Mapping[str, Json]]:
@@ -197,13 +199,13 @@ def _plain(rows: list[Any], where: str) -> list[Mapping[str, Json]]:
     try:
         return json.loads(json.dumps(rows, default=_as_text, allow_nan=False))
     except (TypeError, ValueError):
-        for at, row in enumerate(rows):
+        for number, row in enumerate(rows):
             for column, value in cast("dict[str, Any]", row).items():
                 try:
                     json.dumps(value, default=_as_text, allow_nan=False)
                 except (TypeError, ValueError) as error:
-                    said = f"{where}, row {at}: JSON cannot carry column {column!r} = {value!r:.60}: {error}"
-                    raise UsageError(said) from error
+                    problem = f"{where}, row {number}: JSON cannot carry column {column!r} = {value!r:.60}: {error}"
+                    raise UsageError(problem) from error
         raise
 
 

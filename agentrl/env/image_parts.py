@@ -53,8 +53,8 @@ def with_images(message: Mapping[str, Any]) -> dict[str, Any]:
     content: Any = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    text, found = "", list[ImagePart]()
-    for at, part in enumerate(cast("list[Any]", content)):
+    text, image_parts = "", list[ImagePart]()
+    for number, part in enumerate(cast("list[Any]", content)):
         fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
         kind, value = fields.get("type"), fields.get(str(fields.get("type")))
         url = cast("Mapping[str, Any]", value).get("url") if isinstance(value, Mapping) else None
@@ -64,23 +64,23 @@ def with_images(message: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 images.from_url(url)
             except ValueError as error:
-                raise ValueError(f"content[{at}]: {error}") from None
-            found.append(ImagePart(at=len(text), url=url))
+                raise ValueError(f"content[{number}]: {error}") from None
+            image_parts.append(ImagePart(at=len(text), url=url))
         else:
             hint = "give {'type': 'text', 'text': …} or {'type': 'image_url', 'image_url': {'url': 'data:…'}}"
-            raise ValueError(f"content[{at}] = {part!r:.60}: {hint}")
-    return {**message, "content": text, **({"images": found} if found else {})}
+            raise ValueError(f"content[{number}] = {part!r:.60}: {hint}")
+    return {**message, "content": text, **({"images": image_parts} if image_parts else {})}
 
 
 def with_parts(message: Message) -> dict[str, Any]:
     """A message as OpenAI's API has it: one with images has a list of parts as content."""
-    fields, parts, at = dict(message), list[dict[str, Any]](), 0
+    fields, parts, start = dict(message), list[dict[str, Any]](), 0
     shown = cast("list[ImagePart]", fields.pop("images", []))
     for image in shown:
-        if text := message["content"][at : image["at"]]:
+        if text := message["content"][start : image["at"]]:
             parts.append({"type": "text", "text": text})
         parts.append({"type": "image_url", "image_url": {"url": image["url"]}})
-        at = image["at"]
-    if text := message["content"][at:]:
+        start = image["at"]
+    if text := message["content"][start:]:
         parts.append({"type": "text", "text": text})
     return {**fields, "content": parts} if shown else fields

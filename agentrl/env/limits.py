@@ -177,12 +177,12 @@ class Meter:
 
     def tool_seconds_left(self) -> float:
         """Seconds until `seconds` or `tool_seconds` runs out; infinity where neither is set."""
-        limits, left = self._limits, float("inf")
+        limits, seconds = self._limits, float("inf")
         if limits.seconds is not None:
-            left = min(left, limits.seconds - self.seconds)
+            seconds = min(seconds, limits.seconds - self.seconds)
         if limits.tool_seconds is not None:
-            left = min(left, limits.tool_seconds - self.tool_seconds)
-        return max(0.0, left)
+            seconds = min(seconds, limits.tool_seconds - self.tool_seconds)
+        return max(0.0, seconds)
 
 
 def settings_as(kind: type[T], field: str, value: Any) -> T:
@@ -192,5 +192,5 @@ def settings_as(kind: type[T], field: str, value: Any) -> T:
     try:
         return kind(**value)
     except TypeError as error:
-        known = ", ".join(inspect.signature(kind).parameters)
-        raise ConfigError(field, value, f"give fields of {kind.__name__} ({known})") from error
+        names = ", ".join(inspect.signature(kind).parameters)
+        raise ConfigError(field, value, f"give fields of {kind.__name__} ({names})") from error

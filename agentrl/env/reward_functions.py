@@ -67,43 +67,49 @@ class RewardFunction:
                 f"the reward function {name!r} is no function whose arguments are known: {error}"
             ) from None
         parameters = signature.parameters.values()
-        named = [
+        named_parameters = [
             parameter
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
-        batched = any(parameter.name in _TRL for parameter in named) or (not named and _is_open(signature))
+        batched = any(parameter.name in _TRL for parameter in named_parameters) or (
+            not named_parameters and _is_open(signature)
+        )
         if not batched:
             try:
                 signature.bind((), "", {})
             except TypeError:
                 raise UsageError(f"the reward function {name!r} takes {signature}: {_FORMS}") from None
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        takes = None if any_name else frozenset(parameter.name for parameter in named)
-        needs = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
+        takes = None if any_name else frozenset(parameter.name for parameter in named_parameters)
+        needs = frozenset(parameter.name for parameter in named_parameters if parameter.default is parameter.empty)
         return cls(name, function, batched, takes, needs)
 
     def __call__(self, answer: Answer) -> float | None:
         """The score of one answer; None as in TRL, where a function says by it that it is not for such rows. Raises
         EnvError for what is no finite number, UsageError for a column that the row does not have."""
-        said = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
-        if inspect.isawaitable(said):
-            said = asyncio.run(_awaited(said))
+        score = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
+        if inspect.isawaitable(score):
+            score = asyncio.run(_awaited(score))
         if self.batched:
-            said = self._only(said)
-        return None if said is None and self.batched else self._number(said)
+            score = self._only(score)
+        return None if score is None and self.batched else self._number(score)
 
     def _batch(self, answer: Answer) -> Any:
         columns: dict[str, Any] = {name: [value] for name, value in answer.row.items()}
         talk: list[Any] = list(answer.messages) or [{"role": "assistant", "content": answer.completion}]
         prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
-        given = {**columns, "prompts": [prompt], "completions": [talk if answer.talk else answer.completion]}
+        arguments = {**columns, "prompts": [prompt], "completions": [talk if answer.talk else answer.completion]}
         if answer.environment is not None:
-            given["environments"] = [answer.environment]
-        if missing := sorted(self.needs - given.keys()):
-            known = ", ".join(sorted(answer.row))
-            raise UsageError(f"the reward function {self.name!r} asks for {', '.join(missing)}; a row has {known}")
-        return self.function(**{key: value for key, value in given.items() if self.takes is None or key in self.takes})
+            arguments["environments"] = [answer.environment]
+        if missing := sorted(self.needs - arguments.keys()):
+            row_columns = ", ".join(sorted(answer.row))
+            raise UsageError(
+                f"the reward function {self.name!r} asks for {', '.join(missing)}; a row has {row_columns}"
+            )
+        return self.function(
+            **{key: value for key, value in arguments.items() if self.takes is None or key in self.takes}
+        )
 
     def _only(self, said: Any) -> Any:
         values = said.tolist() if hasattr(said, "tolist") else said

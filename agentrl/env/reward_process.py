@@ -194,13 +194,13 @@ class _Process:
 
     def _answer(self, deadline_s: float, used: CpuTime | None = None) -> dict[str, Any]:
         line = self._line(deadline_s, used)
-        said: dict[str, Any] = json.loads(line) if line else {"error": f"ended with status {self._process.wait()}"}
-        if "error" not in said:
-            return said
+        answer: dict[str, Any] = json.loads(line) if line else {"error": f"ended with status {self._process.wait()}"}
+        if "error" not in answer:
+            return answer
         if not line:
             self.end()
-            raise EnvError(f"the process of the reward functions {said['error']}: its output is in the log")
-        raise (UsageError if said.get("usage") else EnvError)(said["error"])
+            raise EnvError(f"the process of the reward functions {answer['error']}: its output is in the log")
+        raise (UsageError if answer.get("usage") else EnvError)(answer["error"])
 
     def _line(self, left_s: float, used: CpuTime | None) -> bytes:
         """The next line; b"" at the end of the process. Raises Hangs, and ends it, if none comes in time."""
@@ -237,11 +237,11 @@ def main(names: Sequence[str]) -> None:
     """Serve the functions until standard input ends. What they print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            asked.put(line)
+            requests.put(line)
         os._exit(0)
 
     def answer(said: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ def main(names: Sequence[str]) -> None:
         return
     answer({})
     while True:
-        request: dict[str, Any] = json.loads(asked.get())
+        request: dict[str, Any] = json.loads(requests.get())
         name = str(request.pop("name"))
         try:
             answer({"score": functions[name](Answer(**request))})
@@ -264,8 +264,8 @@ def main(names: Sequence[str]) -> None:
             answer({"error": str(error), "usage": isinstance(error, UsageError)})
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            answer({"error": f"the reward function {name!r} raised {said} ({place_of(error)})"})
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            answer({"error": f"the reward function {name!r} raised {problem} ({place_of(error)})"})
 
 
 if __name__ == "__main__":

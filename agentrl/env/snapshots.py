@@ -63,10 +63,10 @@ class Past:
 
     def acted(self, text: str, *, cut: bool, id: str, answer: Sequence[Any]) -> None:
         """An action was answered. Raises EnvError if it was answered otherwise before."""
-        at = len(self.actions)
+        turn = len(self.actions)
         self.actions.append(Action(text, cut, id, _digest(answer)))
-        if self.again is not None and self.actions[at].answer != self.again.actions[at].answer:
-            raise EnvError(f"turn {at} was answered differently")
+        if self.again is not None and self.actions[turn].answer != self.again.actions[turn].answer:
+            raise EnvError(f"turn {turn} was answered differently")
 
     def written(self, meter: Sequence[float]) -> bytes:
         """The record, without the files; `meter` is what the episode has used. Raises SandboxError without one."""
@@ -102,8 +102,8 @@ class Recorded(Env):
     @property
     def has_snapshots(self) -> bool:
         """Whether the class wrote its own, or its episodes have a box."""
-        own = [getattr(type(self), name) is not getattr(Recorded, name) for name in ("snapshot", "restore")]
-        return all(own) if any(own) else self._record_box() is not None
+        overridden = [getattr(type(self), name) is not getattr(Recorded, name) for name in ("snapshot", "restore")]
+        return all(overridden) if any(overridden) else self._record_box() is not None
 
     async def snapshot(self) -> bytes:
         """What was done so far, and the files of the box. Raises SandboxError if they cannot tell where it stands."""
@@ -158,21 +158,21 @@ def read_past(data: bytes, snapshot_bytes: int) -> Past:
             text = stream.read(most + 1)
         if len(text) > most:
             raise ValueError(f"its record has more than {most} bytes")
-        said: Any = json.loads(text)
-        calls = [(_str(key), cast("Mapping[str, Json]", answer)) for key, answer in said["calls"]]
+        record: Any = json.loads(text)
+        calls = [(_str(key), cast("Mapping[str, Json]", answer)) for key, answer in record["calls"]]
         if not all(
             isinstance(answer, dict) and len(answer) == 1 and {*answer} <= {"answer", "refused"} for _, answer in calls
         ):
             raise ValueError("a call without an answer")
         return Past(
             Tape(most, calls),
-            seed=None if said["seed"] is None else int(said["seed"]),
-            options=dict(said["options"]),
-            start=_str(said["start"]),
+            seed=None if record["seed"] is None else int(record["seed"]),
+            options=dict(record["options"]),
+            start=_str(record["start"]),
             actions=[
-                Action(_str(text), bool(cut), _str(id), _str(answer)) for text, cut, id, answer in said["actions"]
+                Action(_str(text), bool(cut), _str(id), _str(answer)) for text, cut, id, answer in record["actions"]
             ],
-            meter=_three(said["meter"]),
+            meter=_three(record["meter"]),
             files=data[end:],
         )
     except (

@@ -106,8 +106,8 @@ class Messages(Space[records.Messages]):
         seed: int | np.random.Generator | None = None,
     ) -> None:
         if min(max_messages, max_length, max_images) < 0:
-            given = f"max_messages = {max_messages}, max_length = {max_length}, max_images = {max_images}"
-            raise ValueError(f"{given}: give 0 or more")
+            limits = f"max_messages = {max_messages}, max_length = {max_length}, max_images = {max_images}"
+            raise ValueError(f"{limits}: give 0 or more")
         self.max_messages, self.max_length, self.max_images = max_messages, max_length, max_images
         super().__init__(dtype=object, seed=seed)
 

@@ -28,17 +28,17 @@ _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize, max_images=spaces.M
 async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
     """Reset for a task: what comes of it, in messages of at most about `most` bytes. Raises EnvError for an answer that
     breaks the contract."""
-    what = f"{task.env}: reset"
-    observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
-    return _step(what, observation, info, most)
+    where = f"{task.env}: reset"
+    observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), where)
+    return _step(where, observation, info, most)
 
 
 async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None, turn: int | None = None) -> Step:
     """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
     Raises EnvError for an answer that breaks the contract; it names the `turn`."""
-    what = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
-    observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
-    return _step(what, observation, info, most, reward, terminated, truncated)
+    where = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
+    observation, reward, terminated, truncated, info = of_step(await env.astep(action), where)
+    return _step(where, observation, info, most, reward, terminated, truncated)
 
 
 async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
@@ -104,10 +104,10 @@ def _step(
 
     if not isinstance(info, dict):
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
-    given = dict(cast("dict[str, Any]", info))
+    fields = dict(cast("dict[str, Any]", info))
     earned = _number(reward, f"{what}: reward")
     observation, lost = _cut(_read(observation, f"{what}: observation"), most)
-    if not given:  # most often
+    if not fields:  # most often
         return Step(
             observation=_messages(observation, f"{what}: observation"),
             reward=earned,
@@ -115,8 +115,8 @@ def _step(
             truncated=bool(truncated),
             observation_cut=lost,
         )
-    outcome, unsettled = given.pop("outcome", None), given.pop("unsettled", None) or 0.0
-    rewards, outcomes = given.pop("rewards", None), given.pop("outcomes", None)
+    outcome, unsettled = fields.pop("outcome", None), fields.pop("unsettled", None) or 0.0
+    rewards, outcomes = fields.pop("rewards", None), fields.pop("outcomes", None)
     numbers: dict[str, Any] = {
         "reward": earned,
         "outcome": None if outcome is None else _number(outcome, named("outcome")),
@@ -124,7 +124,7 @@ def _step(
         "outcomes": _by_role(outcomes, named("outcomes")),
         "unsettled": _number(unsettled, named("unsettled")),
     }
-    rest = _plain(given, what)
+    rest = _plain(fields, what)
     history, more = _cut(_read(rest.pop("history", None), named("history")), most)
     for name in ("observation_cut", "compaction"):  # the driver's to say
         rest.pop(name, None)
@@ -149,29 +149,29 @@ def _read(messages: Any, what: str) -> Any:
     Raises EnvError for a content of other parts."""
     if not isinstance(messages, list | tuple):
         return messages
-    found = list(cast("Sequence[Any]", messages))
-    for at, message in enumerate(found):
+    converted = list(cast("Sequence[Any]", messages))
+    for number, message in enumerate(converted):
         try:
-            found[at] = with_images(cast("dict[str, Any]", message)) if isinstance(message, dict) else message
+            converted[number] = with_images(cast("dict[str, Any]", message)) if isinstance(message, dict) else message
         except ValueError as error:
-            raise EnvError(f"{what}: message {at}: {error}") from None
-    return tuple(found)
+            raise EnvError(f"{what}: message {number}: {error}") from None
+    return tuple(converted)
 
 
 def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
     """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
     theirs; of more messages than could have a share, the last ones go. A value that is no message is left as it is, for
     a check to find."""
-    given = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
-    sizes = [_size(message) for message in given]
+    listed = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
+    sizes = [_size(message) for message in listed]
     if most is None or sum(sizes) <= most:
         return cast(Any, messages), 0
-    kept = given[: max(1, most // _LEAST)]
-    left, limits = most, dict[int, int]()
-    for place, at in enumerate(sorted(range(len(kept)), key=lambda at: sizes[at])):
-        limits[at] = min(sizes[at], left // (len(kept) - place))
-        left -= limits[at]
-    cut = [_shortened(message, sizes[at], limits[at]) for at, message in enumerate(kept)]
+    remaining = listed[: max(1, most // _LEAST)]
+    budget, limits = most, dict[int, int]()
+    for place, number in enumerate(sorted(range(len(remaining)), key=lambda number: sizes[number])):
+        limits[number] = min(sizes[number], budget // (len(remaining) - place))
+        budget -= limits[number]
+    cut = [_shortened(message, sizes[number], limits[number]) for number, message in enumerate(remaining)]
     return tuple(cut), sum(sizes) - sum(limits.values())
 
 

@@ -69,8 +69,8 @@ class Epochs(TaskSource):
         self.size = None if epochs is None else epochs * self._each
 
     def task(self, index: int) -> Task:
-        epoch, at = divmod(self._within(index), self._each)
-        return replace(self._source.task(self._order.at(epoch, at)), index=index)
+        epoch, place = divmod(self._within(index), self._each)
+        return replace(self._source.task(self._order.at(epoch, place)), index=index)
 
 
 class Rows(TaskSource):
@@ -101,8 +101,8 @@ class Rows(TaskSource):
         self.size = None if epochs is None else epochs * len(rows)
 
     def task(self, index: int) -> Task:
-        epoch, at = divmod(self._within(index), len(self._rows))
-        row = self._order.at(epoch, at) if self._order else at
+        epoch, place = divmod(self._within(index), len(self._rows))
+        row = self._order.at(epoch, place) if self._order else place
         return Task(
             index=index,
             env=self._env,

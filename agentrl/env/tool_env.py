@@ -125,8 +125,8 @@ class ToolEnv(Recorded):
     ) -> None:
         """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.tools.by_name`."""
         self.limits = settings_as(EpisodeLimits, "limits", self.limits if limits is None else limits)
-        given = self.parse_policy if parse_policy is None else parse_policy
-        self.parse_policy = settings_as(ParsePolicy, "parse_policy", given)
+        policy = self.parse_policy if parse_policy is None else parse_policy
+        self.parse_policy = settings_as(ParsePolicy, "parse_policy", policy)
         self.tool_format = tool_format or self.tool_format
         if self.tool_format is not None:
             get_format(self.tool_format)
@@ -355,7 +355,9 @@ def _messages(value: str | Sequence[Message], what: str) -> Messages:
     """A hook's answer as messages, copied: what the author keeps must not be what the observer holds."""
     if isinstance(value, str):
         return (Message(role="user", content=clean_text(value)),)
-    given: Any = value
-    if not isinstance(given, list | tuple) or not all(isinstance(each, Mapping) for each in cast("list[Any]", given)):
-        raise UsageError(f"{what} returned {given!r:.80}: give a text, or a list of messages")
+    messages: Any = value
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(each, Mapping) for each in cast("list[Any]", messages)
+    ):
+        raise UsageError(f"{what} returned {messages!r:.80}: give a text, or a list of messages")
     return tuple(cast(Message, dict(message)) for message in value)

@@ -70,9 +70,9 @@ class TextGym(ToolEnv):
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
         seen = plain(observation)
         if (size := _size_of_value(seen)) > _MANY_NUMBERS:
-            what = f"an observation is {size} values as text: override show, or wrap the environment in a smaller one"
+            notice = f"an observation is {size} values as text: override show, or wrap the environment in a smaller one"
             notices.note(
-                "observations of gymnasium", what, place=str(self._gym.spec.id if self._gym.spec else self._gym)
+                "observations of gymnasium", notice, place=str(self._gym.spec.id if self._gym.spec else self._gym)
             )
         return json.dumps(seen, ensure_ascii=False)
 
@@ -82,14 +82,14 @@ class TextGym(ToolEnv):
     def prompt(self, task: Mapping[str, Any]) -> str:
         observation, info = self._gym.reset(seed=task["seed"], options=task["options"] or None)
         self._mask, self._return = info.get("action_mask"), 0.0
-        known = f"Actions: {', '.join(self._names)}." if self._names else ""
-        return "\n\n".join(filter(None, [self.rules, known, self.show(observation, info)]))
+        actions = f"Actions: {', '.join(self._names)}." if self._names else ""
+        return "\n\n".join(filter(None, [self.rules, actions, self.show(observation, info)]))
 
     def on_text(self, text: str) -> str:
         """A bare action name is as good as a call."""
-        said = re.sub(r"[^\w ]", "", text).strip().casefold()
+        answer = re.sub(r"[^\w ]", "", text).strip().casefold()
         for name in self._names:
-            if said == name.casefold():
+            if answer == name.casefold():
                 return self.act(name)
         if self._names:
             raise ContentParseError(f"write one of {', '.join(self._names)}, or call act")
@@ -192,8 +192,8 @@ class Taxi(TextGym):
         drawn = [[cell.decode() for cell in line] for line in taxi.desc]
         drawn[row + 1][2 * column + 1] = "@"
         waits = "is in the taxi" if passenger == len(self._stops) else f"waits at {self._stops[passenger]}"
-        told = f"The taxi is @. The passenger {waits}. The destination is {self._stops[destination]}."
-        return "\n".join(["".join(line) for line in drawn] + [told])
+        situation = f"The taxi is @. The passenger {waits}. The destination is {self._stops[destination]}."
+        return "\n".join(["".join(line) for line in drawn] + [situation])
 
 
 def _made(id: str, kwargs: Mapping[str, Any]) -> AnyEnv:

@@ -97,8 +97,8 @@ class PettingZoo(RolesEnv):
         return bool(self._env.terminations[agent] or self._env.truncations[agent])
 
     def _named(self, role: str, text: str) -> str:
-        said = re.findall(r"(?:action|move)\s*[:=]\s*([^\n]+)", text, re.IGNORECASE)
-        word = re.sub(r"[^\w ]", "", said[-1] if said else text).strip().casefold()
+        matches = re.findall(r"(?:action|move)\s*[:=]\s*([^\n]+)", text, re.IGNORECASE)
+        word = re.sub(r"[^\w ]", "", matches[-1] if matches else text).strip().casefold()
         for name in self._names[role]:
             if word == re.sub(r"[^\w ]", "", name).casefold():
                 return name

@@ -82,8 +82,8 @@ class ReasoningGym(ToolEnv):
         self.finish()
 
     def _scored(self, answer: str) -> float:
-        own = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
-        python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, own), strict=True))
+        sources = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
+        python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, sources), strict=True))
         if (python or symbolic) and not is_plain(answer, symbolic=symbolic) and answer != self._entry["answer"]:
             answer = ""
         try:

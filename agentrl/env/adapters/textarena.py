@@ -42,10 +42,10 @@ class TextArena(RolesEnv):
         self.roles = tuple(f"player_{number}" for number in range(players))
         try:
             self._env: Any = arena.make(raw, **dict(kwargs or {}))
-            if (made := (game, players, repr(kwargs))) not in _PLAYED:  # once: a reset may read whole dictionaries
+            if (key := (game, players, repr(kwargs))) not in _PLAYED:  # once: a reset may read whole dictionaries
                 self._deal(0)
                 self._next()
-                _PLAYED.add(made)
+                _PLAYED.add(key)
         except UsageError:
             raise
         except Exception as error:  # a game may need a key or data, or be written for another Python
@@ -66,9 +66,9 @@ class TextArena(RolesEnv):
         _end_when_nobody_is_left(self._env.state)
 
     def see(self, role: str) -> str:
-        number, said = cast("tuple[int, list[tuple[int, Any, Any]]]", self._seen)
-        news = (text for speaker, text, kind in said if speaker != number or kind != self._own_words)
-        return "\n".join(text for text in news if isinstance(text, str))  # some games put a number in its place
+        number, messages = cast("tuple[int, list[tuple[int, Any, Any]]]", self._seen)
+        texts = (text for speaker, text, kind in messages if speaker != number or kind != self._own_words)
+        return "\n".join(text for text in texts if isinstance(text, str))  # some games put a number in its place
 
     def play(self, role: str, text: str) -> str | None:
         try:

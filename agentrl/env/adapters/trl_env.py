@@ -92,8 +92,10 @@ class TrlEnv(ToolEnv):
         if seen is not None and not isinstance(seen, str):
             name, kind = type(self._env).__name__, type(seen).__name__
             raise UsageError(f"{name}.reset returned a {kind}, neither None nor text")
-        given: Any = task.get("prompt", self._default)
-        opening = [Message(role="user", content=given)] if isinstance(given, str) else [*cast("list[Message]", given)]
+        content: Any = task.get("prompt", self._default)
+        opening = (
+            [Message(role="user", content=content)] if isinstance(content, str) else [*cast("list[Message]", content)]
+        )
         if seen is not None:
             last = opening.pop() if opening else Message(role="user", content="")
             opening.append(Message(role=last["role"], content=last["content"] + seen))
@@ -111,8 +113,11 @@ class TrlEnv(ToolEnv):
             for result in results
             if isinstance(result.call, ToolCall)
         ]
-        said = Message(role="assistant", content=self._format.parse(self._action, self.schemas).text)
-        self._said += [cast("Message", {**said, "tool_calls": calls}) if calls else said, *tool_messages(results, 0)]
+        message = Message(role="assistant", content=self._format.parse(self._action, self.schemas).text)
+        self._said += [
+            cast("Message", {**message, "tool_calls": calls}) if calls else message,
+            *tool_messages(results, 0),
+        ]
 
     def on_text(self, text: str) -> None:
         """A message without a call is the model's last word."""
@@ -145,9 +150,9 @@ class TrlEnv(ToolEnv):
         except InfrastructureError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            _TRACEBACKS.log(error, f"the reward of {type(self._env).__qualname__} raised {said} ({place_of(error)})")
-            return Grade(outcome=0.0, success=False, info={"reward_error": said[:500]})
+            problem = f"{type(error).__name__}: {error}"
+            _TRACEBACKS.log(error, f"the reward of {type(self._env).__qualname__} raised {problem} ({place_of(error)})")
+            return Grade(outcome=0.0, success=False, info={"reward_error": problem[:500]})
         if not math.isfinite(outcome):
             notices.note("rewards", f"get_reward gives {outcome}: the outcome is 0", by_policy=True)
             outcome = 0.0
@@ -163,25 +168,25 @@ class TrlEnv(ToolEnv):
 
 def _functions_of(given: Sequence[Function] | Function) -> list[RewardFunction]:
     functions = [given] if isinstance(given, str) or callable(given) else list(given)
-    made = [
+    wrapped = [
         RewardFunction.of(each)
         if isinstance(each, str)
         else RewardFunction.made(getattr(each, "__name__", repr(each)), each)
         for each in functions
     ]
-    if alien := [function.name for function in made if not function.batched]:
+    if alien := [function.name for function in wrapped if not function.batched]:
         raise UsageError(f"reward_funcs: {alien[0]!r} takes no arguments of TRL's: write def f(environments, **kwargs)")
-    names = Counter(function.name for function in made)
+    names = Counter(function.name for function in wrapped)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"reward_funcs: {twice[0]!r} is there twice: give each its own name")
-    return made
+    return wrapped
 
 
 def _weights_of(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
     weights = (1.0,) * count if given is None else tuple(given)
     if len(weights) != count:
         raise UsageError(f"reward_weights = {given!r}: give one for each of the {count} reward_funcs")
-    return tuple(finite(f"reward_weights[{at}]", weight) for at, weight in enumerate(weights))
+    return tuple(finite(f"reward_weights[{number}]", weight) for number, weight in enumerate(weights))
 
 
 def _methods_of(env: Any) -> list[FunctionTool]:
@@ -210,10 +215,10 @@ def _as_transformers(schema: Mapping[str, Any], method: Callable[..., Any]) -> d
     of the docstring as `enum`, and with what is returned."""
     parameters = {name: _plain(property_) for name, property_ in schema["parameters"]["properties"].items()}
     for parameter in parameters.values():
-        if found := _CHOICES.search(parameter.get("description", "")):
-            parameter["description"] = parameter["description"][: found.start()].strip()
+        if match := _CHOICES.search(parameter.get("description", "")):
+            parameter["description"] = parameter["description"][: match.start()].strip()
             with suppress(ValueError):
-                parameter["enum"] = [each.strip() if isinstance(each, str) else each for each in json.loads(found[1])]
+                parameter["enum"] = [each.strip() if isinstance(each, str) else each for each in json.loads(match[1])]
     shown: dict[str, Any] = {
         "type": "object",
         "properties": {name: _ordered(parameter) for name, parameter in parameters.items()},
@@ -229,34 +234,34 @@ def _as_transformers(schema: Mapping[str, Any], method: Callable[..., Any]) -> d
 def _plain(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    left = {key: value for key, value in cast("dict[str, Any]", schema).items() if key not in _UNSAID}
-    if left.get("items") == {}:
-        del left["items"]
-    if left.get("additionalProperties") in (True, {}):
-        del left["additionalProperties"]
+    plain = {key: value for key, value in cast("dict[str, Any]", schema).items() if key not in _UNSAID}
+    if plain.get("items") == {}:
+        del plain["items"]
+    if plain.get("additionalProperties") in (True, {}):
+        del plain["additionalProperties"]
     for name in ("items", "additionalProperties"):
-        if name in left:
-            left[name] = _plain(left[name])
-    if "prefixItems" in left:
-        left["prefixItems"] = [_plain(schema) for schema in left["prefixItems"]]
-    if "anyOf" in left:
-        kinds = [_plain(schema) for schema in left.pop("anyOf")]
-        given = [kind for kind in kinds if kind != {"type": "null"}]
-        if len(given) == 1:
-            left |= given[0]
-        elif all({*kind} == {"type"} for kind in given):
-            left["type"] = sorted(kind["type"] for kind in given)
+        if name in plain:
+            plain[name] = _plain(plain[name])
+    if "prefixItems" in plain:
+        plain["prefixItems"] = [_plain(schema) for schema in plain["prefixItems"]]
+    if "anyOf" in plain:
+        kinds = [_plain(schema) for schema in plain.pop("anyOf")]
+        non_null = [kind for kind in kinds if kind != {"type": "null"}]
+        if len(non_null) == 1:
+            plain |= non_null[0]
+        elif all({*kind} == {"type"} for kind in non_null):
+            plain["type"] = sorted(kind["type"] for kind in non_null)
         else:
-            left["anyOf"] = given
-        if len(given) < len(kinds):
-            left["nullable"] = True
-    return {name: left[name] for name in ("type", *left) if name in left}
+            plain["anyOf"] = non_null
+        if len(non_null) < len(kinds):
+            plain["nullable"] = True
+    return {name: plain[name] for name in ("type", *plain) if name in plain}
 
 
 def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
     """With the description last, as a template may write the schema in its own order."""
-    said = schema.pop("description", None)
-    return schema if said is None else {**schema, "description": said}
+    description = schema.pop("description", None)
+    return schema if description is None else {**schema, "description": description}
 
 
 def _returned(method: Callable[..., Any]) -> dict[str, Any]:
@@ -266,8 +271,8 @@ def _returned(method: Callable[..., Any]) -> dict[str, Any]:
         return {}
     with suppress(PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
         shown = _plain(TypeAdapter[Any](hint).json_schema())
-        said = _RETURNS.search(inspect.getdoc(method) or "")
-        return {**shown, "description": said[1].strip()} if said else shown
+        match = _RETURNS.search(inspect.getdoc(method) or "")
+        return {**shown, "description": match[1].strip()} if match else shown
     return {}
 
 

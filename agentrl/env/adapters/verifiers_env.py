@@ -55,12 +55,12 @@ class Verifiers(ProgramEnv):
             raise UsageError(f"verifiers makes no environment of {taskset!r}: {error}{_hint(taskset)}") from error
         if tasks < 1:
             raise UsageError(f"tasks = {tasks}: give 1 or more")
-        known = (taskset, env, repr(config), tasks)
-        if known not in _COUNTED:  # once a process, for a set may take long to load; in a thread, for it may block
+        key = (taskset, env, repr(config), tasks)
+        if key not in _COUNTED:  # once a process, for a set may take long to load; in a thread, for it may block
             with ThreadPoolExecutor(1) as thread:
-                _COUNTED[known] = thread.submit(self._count, tasks).result()
-        if _COUNTED[known] < tasks:
-            raise UsageError(f"tasks = {tasks}: the taskset {taskset!r} has {_COUNTED[known]}: give as many or fewer")
+                _COUNTED[key] = thread.submit(self._count, tasks).result()
+        if _COUNTED[key] < tasks:
+            raise UsageError(f"tasks = {tasks}: the taskset {taskset!r} has {_COUNTED[key]}: give as many or fewer")
         self._tasks = tasks
         super().__init__(self._play, **settings)
 
@@ -78,8 +78,8 @@ class Verifiers(ProgramEnv):
         fields = self._loaders.env_config_type(taskset, env).model_fields
         roles = [name for name, field in fields.items() if isinstance(field.default, agent)]
         seats = {role: {"harness": {"id": harness}, "runtime": {"type": runtime}} for role in roles}
-        whole = {"id": env, "taskset": {"id": taskset}, "interception": {"type": "server"}, **seats}
-        return self._loaders.resolve_env_config(_merged(whole, more))
+        settings = {"id": env, "taskset": {"id": taskset}, "interception": {"type": "server"}, **seats}
+        return self._loaders.resolve_env_config(_merged(settings, more))
 
     def _count(self, at_most: int) -> int:
         taskset = self._loaders.load_environment(self._config).taskset
@@ -166,11 +166,11 @@ def _with_tools_told(env: Any, messages: Messages) -> Messages:
     schemas = [function_schema(schema) for schema in env.unwrapped.tool_schemas()]
     if not schemas:
         return messages
-    told = get_format(env.unwrapped.tool_format or env.unwrapped.template_format).instructions(schemas)
+    instructions = get_format(env.unwrapped.tool_format or env.unwrapped.template_format).instructions(schemas)
     if messages and messages[0]["role"] == "system":
-        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"})
+        first = cast("Message", {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"})
         return (first, *messages[1:])
-    return (Message(role="system", content=told), *messages)
+    return (Message(role="system", content=instructions), *messages)
 
 
 def _hint(taskset: str) -> str:

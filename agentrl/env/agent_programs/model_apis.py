@@ -186,7 +186,7 @@ class ChatCompletions(Api):
 
     def _read(self, body: Fields) -> Conversation:
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
-        messages = tuple(_chat_message(message, f"messages[{at}]") for at, message in enumerate(entries))
+        messages = tuple(_chat_message(message, f"messages[{number}]") for number, message in enumerate(entries))
         stop = body.get("stop") or ()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not isinstance(body.get("stream_options") or {}, dict):
@@ -329,7 +329,9 @@ class AnthropicMessages(Api):
         system = body.get("system")
         opening = (Message(role="system", content=text_of(system)),) if system else ()
         entries = objects(body.get("messages"), "messages", MOST_MESSAGES)
-        messages = [part for at, message in enumerate(entries) for part in _anthropic_parts(message, f"messages[{at}]")]
+        messages = [
+            part for number, message in enumerate(entries) for part in _anthropic_parts(message, f"messages[{number}]")
+        ]
         tools = [
             {
                 "type": "function",
@@ -351,14 +353,14 @@ class AnthropicMessages(Api):
         return {**self._head(reply, body), "content": content, **self._ending(reply)}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        whole: Any = self.write(reply, body)
+        written: Any = self.write(reply, body)
         events: list[dict[str, Any]] = [
             {
                 "type": "message_start",
                 "message": {**self._head(reply, body), "content": [], "stop_reason": None, "stop_sequence": None},
             }
         ]
-        for index, block in enumerate(whole["content"]):
+        for index, block in enumerate(written["content"]):
             empty: dict[str, Any]
             if block["type"] == "text":
                 empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -480,8 +482,8 @@ def _on_offer(body: Fields, is_function: Callable[[Fields], bool]) -> list[Field
     choice: Any = body.get("tool_choice")
     tools = objects(body.get("tools") or [], "tools", MOST_TOOLS)
     functions = [tool for tool in tools if is_function(tool)]
-    for at, tool in enumerate(functions):
-        _note_unknown(tool, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{at}]")
+    for number, tool in enumerate(functions):
+        _note_unknown(tool, _OF_TOOL, "a key of a tool that is not known is left out", f"tools[{number}]")
     if len(functions) < len(tools):
         others = [tool.get("type") for tool in tools if not is_function(tool)]
         note("tools that are no functions are not offered", place=shown(others))
@@ -530,8 +532,8 @@ def _chat_message(message: Fields, where: str) -> Message:
         raise UnservedRequest(f"{where}.function_call is not served: give tool_calls")
     if message.get("tool_calls"):
         read["tool_calls"] = [
-            _chat_call(call, f"{where}.tool_calls[{at}]")
-            for at, call in enumerate(objects(message["tool_calls"], f"{where}.tool_calls", MOST_MESSAGES))
+            _chat_call(call, f"{where}.tool_calls[{number}]")
+            for number, call in enumerate(objects(message["tool_calls"], f"{where}.tool_calls", MOST_MESSAGES))
         ]
     for key in ("tool_call_id", "name"):
         if message.get(key):
@@ -566,9 +568,9 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
     one behind them."""
     messages: list[Message] = []
     thoughts = ""
-    for at, item in enumerate(items):
+    for number, item in enumerate(items):
         kind = item.get("type", "message")
-        where = f"input[{at}]"
+        where = f"input[{number}]"
         if kind == "reasoning":
             texts = [*(item.get("summary") or ()), *(item.get("content") or ())]
             thoughts = "\n".join(filter(None, (thoughts, _content(texts))))
@@ -578,8 +580,8 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
                 messages.append(Message(role="assistant", content=""))
             call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             calls = messages[-1].get("tool_calls", [])
-            whole = _chat_call({"id": item.get("call_id"), "type": "function", "function": call}, where)
-            messages[-1]["tool_calls"] = [*calls, whole]
+            tool_call = _chat_call({"id": item.get("call_id"), "type": "function", "function": call}, where)
+            messages[-1]["tool_calls"] = [*calls, tool_call]
         elif kind == "function_call_output":
             text = _content(item.get("output"))
             messages.append(Message(role="tool", content=text, tool_call_id=text_at(item, "call_id", where)))

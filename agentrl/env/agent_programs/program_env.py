@@ -152,10 +152,10 @@ class ProgramEnv(Env):
         info: Info = {"masked": True} if is_unread else {}
         if isinstance(event, Pending) and max(self._turns, self._unread) < self._max_turns:
             self._pending = event
-            news = news_of(pending.conversation, reply, event.conversation)
-            if news is None:
+            new_messages = news_of(pending.conversation, reply, event.conversation)
+            if new_messages is None:
                 return (), 0.0, False, False, {**info, "history": list(_copied(event.conversation.messages))}
-            return news, 0.0, False, False, info
+            return new_messages, 0.0, False, False, info
         observation, reward, terminated, truncated, last = await self._end(event, running.requests)
         return observation, reward, terminated, truncated, {**info, **last}
 
@@ -239,9 +239,9 @@ class ProgramEnv(Env):
         if not parsed.calls:
             text = parsed.text.lstrip() if parsed.thoughts else parsed.text
         elif conversation.tools:
-            whole = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
-            if len(whole) == len(parsed.calls):
-                text, calls = parsed.text.strip(), whole
+            whole_calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
+            if len(whole_calls) == len(parsed.calls):
+                text, calls = parsed.text.strip(), whole_calls
         thoughts, ended_by = "" if text is action else parsed.thoughts, ""
         for stop in conversation.stops:
             if stop and stop in text:

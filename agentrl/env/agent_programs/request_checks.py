@@ -104,9 +104,9 @@ def objects(value: Any, what: str, most: int) -> list[Fields]:
     items = cast("list[Any]", value)
     if len(items) > most:
         raise UnservedRequest(f"{what} has {len(items)} entries: at most {most} are served")
-    for at, item in enumerate(items):
+    for number, item in enumerate(items):
         if not isinstance(item, dict):
-            raise UnservedRequest(f"{what}[{at}] = {shown(item)}: give an object")
+            raise UnservedRequest(f"{what}[{number}] = {shown(item)}: give an object")
     return cast("list[Fields]", items)
 
 
@@ -121,9 +121,9 @@ def text_at(fields: Fields, key: str, what: str) -> str:
 def check_tools(tools: Iterable[Fields]) -> None:
     """Check function schemas in OpenAI's envelope: names, descriptions and parameters. Raises UnservedRequest."""
     parts = 0
-    for at, tool in enumerate(tools):
+    for number, tool in enumerate(tools):
         function: Any = tool.get("function")
-        where = f"tools[{at}]"
+        where = f"tools[{number}]"
         if not isinstance(function, dict):
             raise UnservedRequest(f"{where}.function = {shown(function)}: give an object")
         fields = cast("dict[str, Any]", function)

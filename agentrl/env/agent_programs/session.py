@@ -399,9 +399,9 @@ async def _boxed(argv: Sequence[str], session: Session, box: Sandbox) -> Exited:
     """A command in a box, which reaches its model and nothing else. It ends with the box at the latest."""
     url = urlsplit(session.base_url)
     async with forwarded(box, cast("int", url.port)) as way:
-        there = replace(session, base_url=way.address + url.path)
+        boxed_session = replace(session, base_url=way.address + url.path)
         silent = ["sh", "-c", 'exec "$@" </dev/null', "sh", *argv]  # some programs wait for the end of their input
-        process = await box.start(way.argv(silent), env=_variables(there))
+        process = await box.start(way.argv(silent), env=_variables(boxed_session))
         stdout = bytearray()
         try:
             while data := await process.receive():
@@ -434,12 +434,12 @@ async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> E
     output: dict[str, bytes] = {}
 
     async def drain(name: str, stream: trio.abc.ReceiveStream) -> None:
-        kept = bytearray()
+        tail = bytearray()
         async with stream:
             async for chunk in stream:
-                kept += chunk
-                del kept[: max(0, len(kept) - OUTPUT_BYTES)]
-        output[name] = bytes(kept)
+                tail += chunk
+                del tail[: max(0, len(tail) - OUTPUT_BYTES)]
+        output[name] = bytes(tail)
 
     try:
         async with trio.open_nursery() as nursery:

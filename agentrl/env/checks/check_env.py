@@ -109,8 +109,8 @@ def _flaws(check: Callable[[Subject], Any], subject: Subject) -> tuple[list[Flaw
     except Broke as broke:
         flaws.append(Flaw(str(broke), "fix the cause of this exception", broke.method, broke.cause))
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        flaws.append(Flaw(said, "fix the cause of this exception", "step", error))
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+        flaws.append(Flaw(problem, "fix the cause of this exception", "step", error))
     return flaws, ""
 
 

@@ -53,14 +53,14 @@ def follows_gymnasium(subject: Subject) -> Iterator[Flaw]:
             ours = type(env.unwrapped).render is Env.render
             env_checker.check_env(env.unwrapped, skip_render_check=ours)
         except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            yield Flaw(said, hint, "reset" if "reset" in said else "step", error)
+            problem = " ".join(str(error).split()) or type(error).__name__
+            yield Flaw(problem, hint, "reset" if "reset" in problem else "step", error)
         finally:
             env.close()
     for warning in warned:
-        said = re.sub(r"\x1b\[[\d;]*m", "", str(warning.message))
-        if "alternative render modes" not in said and issubclass(warning.category, UserWarning):
-            yield Flaw(said, hint, "reset" if "reset" in said else "step")
+        problem = re.sub(r"\x1b\[[\d;]*m", "", str(warning.message))
+        if "alternative render modes" not in problem and issubclass(warning.category, UserWarning):
+            yield Flaw(problem, hint, "reset" if "reset" in problem else "step")
 
 
 def offers_valid_tools(subject: Subject) -> Iterator[Flaw]:
@@ -131,11 +131,11 @@ def grades_each_end(subject: Subject) -> Iterator[Flaw]:
         return
     played = in_trio(subject, lambda: life(subject, subject.seed, ends=True))
     if "outcome" not in played.end and not any("outcome" in step[4] for step in played.steps):
-        what = "is not written" if type(env).grade is ToolEnv.grade else "returned None"
+        reason = "is not written" if type(env).grade is ToolEnv.grade else "returned None"
         hint = (
             "return a number, a truth value or a Grade; graded = False says that step rewards or the run's rewarder do"
         )
-        yield Flaw(f"an episode ended without an outcome: grade {what}", hint, "end")
+        yield Flaw(f"an episode ended without an outcome: grade {reason}", hint, "end")
 
 
 def closes_again(subject: Subject) -> Iterator[Flaw]:
@@ -161,8 +161,8 @@ def closes_again(subject: Subject) -> Iterator[Flaw]:
         try:
             body()
         except Exception as error:
-            said = f"{method} raised {type(error).__name__}: {error}"
-            yield Flaw(said, "make closing harmless before reset and a second time", method, error)
+            problem = f"{method} raised {type(error).__name__}: {error}"
+            yield Flaw(problem, "make closing harmless before reset and a second time", method, error)
 
 
 def survives_cancellation(subject: Subject) -> Iterator[Flaw]:
@@ -285,9 +285,9 @@ def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
     before = measure(subject.tmp)
     in_trio(subject, lives, plays=3)
     blocking_life()
-    for what in left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
+    for leftover in left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
         hint = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
-        yield Flaw(f"left behind by four closed episodes: {what}", hint, "aclose")
+        yield Flaw(f"left behind by four closed episodes: {leftover}", hint, "aclose")
 
 
 def restores_snapshots(subject: Subject) -> Iterator[Flaw]:
@@ -384,11 +384,11 @@ def _first_difference(one: Played, two: Played, which: str, hint: str, method: s
     for index, (left, right) in enumerate(zip(one.steps, two.steps, strict=False)):
         if left == right:
             continue
-        said = f"turn {index} {which} was answered differently: {_difference(left, right)}"
+        problem = f"turn {index} {which} was answered differently: {_difference(left, right)}"
         if (times := _times_alone(repr(left), repr(right))) is not None:
-            said = f"turn {index} {which} differs only in a time that was printed: {times}"
+            problem = f"turn {index} {which} differs only in a time that was printed: {times}"
             hint = "take times out of what the model reads, or replayable = False"
-        yield Flaw(said, hint, method, action=one.actions[index])
+        yield Flaw(problem, hint, method, action=one.actions[index])
         return
 
 
@@ -403,9 +403,11 @@ def _times_alone(one: str, two: str) -> str | None:
 def _difference(one: object, two: object) -> str:
     """Where two recordings part, in one line."""
     left, right = repr(one), repr(two)
-    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    start = max(0, at - 20)
-    return f"{left[start : at + 40]!r} against {right[start : at + 40]!r}"
+    first_different = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    start = max(0, first_different - 20)
+    return f"{left[start : first_different + 40]!r} against {right[start : first_different + 40]!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,18 +434,18 @@ def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
     until = time.monotonic() + patience_s
     while True:
         now = measure(folder)
-        left = [
+        leftovers = [
             f"{kind} {name}"
-            for kind, one, two in (
+            for kind, earlier, later in (
                 ("process", before.processes, now.processes),
                 ("descriptor", before.descriptors, now.descriptors),
                 ("thread", before.threads, now.threads),
                 ("file", before.files, now.files),
             )
-            for name in (two - one).elements()
+            for name in (later - earlier).elements()
         ]
-        if not left or time.monotonic() > until:
-            return left
+        if not leftovers or time.monotonic() > until:
+            return leftovers
         time.sleep(0.02)
 
 

@@ -105,5 +105,5 @@ def say(text: str) -> Callable[[Messages], str]:
 
 def script(*texts: str) -> Callable[[Messages], str]:
     """A policy that writes one text after the other, and the last one again from then on."""
-    left = list(texts)
-    return lambda messages: left.pop(0) if len(left) > 1 else left[0]
+    remaining = list(texts)
+    return lambda messages: remaining.pop(0) if len(remaining) > 1 else remaining[0]

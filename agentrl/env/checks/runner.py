@@ -123,9 +123,9 @@ class Player:
     async def step(self, action: str | None = None) -> bool:
         """One turn; whether the episode is over."""
         if action is None:
-            given, index = self._subject.actions, len(self.played.steps)
+            actions, index = self._subject.actions, len(self.played.steps)
             schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
-            action = given[index % len(given)] if given else sample_action(schemas, self._form, self._rng)
+            action = actions[index % len(actions)] if actions else sample_action(schemas, self._form, self._rng)
         answer: Any = await named("step", self._env.astep(action))
         with naming("step"):
             observation, reward, terminated, truncated, info = step_results.of_step(answer, "step")
@@ -241,14 +241,15 @@ def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
         return _last_frame(error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
     inner: Any = env.unwrapped
     env.close()
-    own = [base for base in type(inner).__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [type(inner)]
-    for base in own:
+    own_classes = [base for base in type(inner).__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)]
+    own_classes = own_classes or [type(inner)]
+    for base in own_classes:
         if flaw.error is not None and (place := _last_frame(flaw.error, _file_of(base))):
             return place
-    for function in (*_tools_called(inner, flaw.action), *_written(own, flaw.method.removeprefix("a"))):
+    for function in (*_tools_called(inner, flaw.action), *_written(own_classes, flaw.method.removeprefix("a"))):
         if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
             return f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{_file_of(own[0])}:{_line_of(own[0])}"
+    return f"{_file_of(own_classes[0])}:{_line_of(own_classes[0])}"
 
 
 def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
@@ -380,10 +381,10 @@ def _sample_scalar(kind: str, schema: Mapping[str, Json], rng: np.random.Generat
 
 
 def _resolve(reference: str, root: Mapping[str, Json]) -> Mapping[str, Json]:
-    at: Any = root
+    node: Any = root
     for part in reference.removeprefix("#/").split("/"):
-        at = at[part]
-    return at
+        node = node[part]
+    return node
 
 
 def _pick(options: Any, rng: np.random.Generator) -> Any:

@@ -107,11 +107,11 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
     slots = trio.CapacityLimiter(os.cpu_count() or 1)
 
     async def play(seed: int) -> None:
-        made: list[AsyncEnv] = []
+        environments: list[AsyncEnv] = []
 
         def make() -> AsyncEnv:
-            made.append(new())
-            return made[-1]
+            environments.append(new())
+            return environments[-1]
 
         async with slots:
             try:
@@ -121,7 +121,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
                 unknown.append(error)
                 nursery.cancel_scope.cancel()
             except Exception as error:  # named in the result: the other tasks go on
-                task = _task_of(made[-1]) if made else ""
+                task = _task_of(environments[-1]) if environments else ""
                 failed[seed] = TaskFault(task or f"seed {seed}", f"{error}"[:_WORDS])
 
     async with trio.open_nursery() as nursery:
@@ -179,14 +179,14 @@ def _reasons(verdict: OracleResult) -> Iterator[str]:
         yield "it read " + ", then ".join(map(_short, answers[:_ANSWERS]))
     info = verdict.info
     for name in ("not_graded", "contradiction"):
-        if isinstance(said := info.get(name), str):
-            yield said
+        if isinstance(value := info.get(name), str):
+            yield value
     for name in ("unknown_tests", "reward_faults", "left_behind"):
-        if said := info.get(name):
-            yield f"{name}: {_short(json.dumps(said, ensure_ascii=False))}"
+        if value := info.get(name):
+            yield f"{name}: {_short(json.dumps(value, ensure_ascii=False))}"
     if (absent := _number(verdict, "absent")) and "not_graded" not in info:
-        named = info.get("absent_tests")
-        example = f", as {named[0]!r}" if isinstance(named, list) and named else ""
+        absent_ids = info.get("absent_tests")
+        example = f", as {absent_ids[0]!r}" if isinstance(absent_ids, list) and absent_ids else ""
         yield f"{absent} of {_number(verdict, 'tests')} test ids are not in the log of its test run{example}"
     if isinstance(output := info.get("test_output"), str) and output:
         yield f"the test run ended with {_short(output, end=True)}"

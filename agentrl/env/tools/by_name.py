@@ -218,10 +218,10 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
     """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown one, and as `Limits` does."""
-    known = [each.name for each in fields(Limits)]
+    names = [each.name for each in fields(Limits)]
     for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(known)})")
+        if name not in names:
+            raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(names)})")
     try:
         Limits(**settings)
     except ConfigError as error:

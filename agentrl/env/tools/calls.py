@@ -149,11 +149,11 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def skip_space(text: str, at: int) -> int:
-    """The next place from `at` on that is no blank."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+def skip_space(text: str, position: int) -> int:
+    """The next place from `position` on that is no blank."""
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
 
 
 def _kind(value: Any) -> str:

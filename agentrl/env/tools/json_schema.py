@@ -67,13 +67,13 @@ def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator
 
 def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
     """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
-    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+    original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
     def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
         if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
             yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
         else:
-            yield from own(validator, wanted, value, schema)
+            yield from original(validator, wanted, value, schema)
 
     return check
 
@@ -81,11 +81,11 @@ def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]
 def _unless_null(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
     """One of jsonschema's checks, which a null passes where OpenAPI's `nullable: true` stands beside it. MCP servers
     and clients of Gemini write that; JSON Schema itself does not know the word and would refuse the null."""
-    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+    original = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
     def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
         if value is not None or schema.get("nullable") is not True:
-            yield from own(validator, wanted, value, schema)
+            yield from original(validator, wanted, value, schema)
 
     return check
 
@@ -127,18 +127,18 @@ def type_of(value: Any) -> str:
     return names.get(type(value), "array")
 
 
-def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any], followed: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
     """The JSON types that values of a schema may have; all where it says nothing. `root` holds what references name,
-    `known` the types of references that were followed."""
+    `followed` the types of references that were followed."""
     if not isinstance(schema, Mapping):
         return frozenset() if schema is False else ANY
-    fields, known = cast("Mapping[str, Any]", schema), {} if known is None else known
+    fields, followed = cast("Mapping[str, Any]", schema), {} if followed is None else followed
     allowed = ANY
-    named = fields.get("type")
-    if isinstance(named, str | list):
+    declared = fields.get("type")
+    if isinstance(declared, str | list):
         names = {
             name
-            for name in cast("list[Any]", named if isinstance(named, list) else [named])
+            for name in cast("list[Any]", declared if isinstance(declared, list) else [declared])
             if isinstance(name, str) and name in ANY
         }
         allowed &= (names | {"integer"} if "number" in names else names) or ANY
@@ -148,17 +148,17 @@ def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
         allowed &= {type_of(fields["const"])}
     reference = str(fields.get("$ref"))
     if (target := target_of(fields, root)) is not None:
-        if reference not in known:
-            known[reference] = ANY  # of a schema within itself, while it is read
-            known[reference] = types_of(target, root, known)
-        allowed &= known[reference]
+        if reference not in followed:
+            followed[reference] = ANY  # of a schema within itself, while it is read
+            followed[reference] = types_of(target, root, followed)
+        allowed &= followed[reference]
     for keyword in ("anyOf", "oneOf"):
         if isinstance(branches := fields.get(keyword), list) and branches:
-            of_branches = (types_of(branch, root, known) for branch in cast("list[Any]", branches))
+            of_branches = (types_of(branch, root, followed) for branch in cast("list[Any]", branches))
             allowed &= frozenset[str]().union(*of_branches)
     if isinstance(parts := fields.get("allOf"), list):
         for part in cast("list[Any]", parts):
-            allowed &= types_of(part, root, known)
+            allowed &= types_of(part, root, followed)
     return allowed | {"null"} if fields.get("nullable") is True else allowed
 
 
@@ -196,15 +196,15 @@ class _Inlining:
         self.left -= 1
         if isinstance(value, list):
             return [self.of(item, followed) for item in cast("list[Any]", value)]
-        fields, named = cast("Mapping[str, Any]", value), dict[str, Any]()
+        fields, resolved = cast("Mapping[str, Any]", value), dict[str, Any]()
         if "$ref" in fields:
             reference, target = str(fields["$ref"]), target_of(fields, self._root)
             if isinstance(target, Mapping) and reference not in followed:
-                named = self.of(target, (*followed, reference))
+                resolved = self.of(target, (*followed, reference))
                 fields = {key: inner for key, inner in fields.items() if key != "$ref"}
             else:
                 self.keeps_references = True
-        return named | {
+        return resolved | {
             key: inner if key in ("$defs", "definitions") else self.of(inner, followed) for key, inner in fields.items()
         }
 

@@ -51,8 +51,8 @@ class Hermes(ToolFormat):
         raw, after = text[inner:after], skip_space(text, after)
         if text.startswith(self._close, after):
             return Span(begin, after + len(self._close), call_of(value, raw))
-        what = "is not closed" if after == len(text) else "holds more than one JSON object"
-        hint = f"the tool call {what}: write {self._open}, one JSON object, {self._close}"
+        problem = "is not closed" if after == len(text) else "holds more than one JSON object"
+        hint = f"the tool call {problem}: write {self._open}, one JSON object, {self._close}"
         return self._resync(text, begin, StructuralParseError(hint))
 
     def _resync(self, text: str, begin: int, error: ParseError) -> Span:
@@ -79,20 +79,20 @@ class Llama(ToolFormat):
     def spans(self, text: str, start: int) -> Iterator[Span]:
         begin = skip_space(text, start)
         lead = self._lead.match(text, begin)
-        at = lead.end() if lead else begin
-        if not text.startswith("{", at):
+        position = lead.end() if lead else begin
+        if not text.startswith("{", position):
             begin = text.find(self._tag, start)
             if begin < 0:
                 return
-            at = skip_space(text, begin + len(self._tag))
+            position = skip_space(text, begin + len(self._tag))
         while True:
-            call, end = call_at(text, at, re.compile(r";\s*(?=\{)"))
+            call, end = call_at(text, position, re.compile(r";\s*(?=\{)"))
             yield Span(begin, end, call)
             begin = end
             separator = re.compile(r"\s*+(?:;\s*+(?=\{)|(?=\{\"name\"))").match(text, end)  # Llama 4 writes none
             if separator is None:
                 return
-            at = separator.end()
+            position = separator.end()
 
 
 class Mistral(ToolFormat):
@@ -109,15 +109,15 @@ class Mistral(ToolFormat):
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         while (begin := text.find(self._tag, start)) >= 0:
-            at = skip_space(text, begin + len(self._tag))
-            if text.startswith("[", at):
+            position = skip_space(text, begin + len(self._tag))
+            if text.startswith("[", position):
                 last = begin
-                for last_end, call in self._list(text, at):
+                for last_end, call in self._list(text, position):
                     yield Span(last, last_end, call)
                     last = last_end
                 start = last
             else:
-                span = self._one(text, begin, at)
+                span = self._one(text, begin, position)
                 yield span
                 start = span.end
 
@@ -134,13 +134,13 @@ class Mistral(ToolFormat):
             return Span(begin, end, Malformed(error, text[at:end].strip(), head[1]))
         return Span(begin, end, named_call(head[1], value, text[at:end]))
 
-    def _list(self, text: str, at: int) -> Iterator[tuple[int, ToolCall | Malformed]]:
+    def _list(self, text: str, position: int) -> Iterator[tuple[int, ToolCall | Malformed]]:
         """The elements of a list, one by one: what is broken must not take its siblings with it."""
-        at = skip_space(text, at + 1)
-        if text.startswith("]", at):
-            yield at + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
-        while not text.startswith("]", at):
-            call, end = call_at(text, at, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
+        position = skip_space(text, position + 1)
+        if text.startswith("]", position):
+            yield position + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
+        while not text.startswith("]", position):
+            call, end = call_at(text, position, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
             after = skip_space(text, end)
             if text.startswith("]", after):
                 yield after + 1, call
@@ -152,7 +152,7 @@ class Mistral(ToolFormat):
                     yield end, Malformed(error, text[end : end + 40])
                 return
             yield after + 1, call
-            at = skip_space(text, after + 1)
+            position = skip_space(text, after + 1)
 
 
 class Harmony(ToolFormat):
@@ -181,32 +181,32 @@ class Harmony(ToolFormat):
                 start = next_match(text, start, self._end)
                 continue
             name = recipient[1].removeprefix("functions.")
-            at = skip_space(text, start)
+            position = skip_space(text, start)
             try:
-                value, end = decode_json(text, at)
-                call = named_call(name, value, text[at:end])
+                value, end = decode_json(text, position)
+                call = named_call(name, value, text[position:end])
             except StructuralParseError as error:
-                end = next_match(text, at, self._end)
-                call = Malformed(error, text[at:end].strip(), name)
+                end = next_match(text, position, self._end)
+                call = Malformed(error, text[position:end].strip(), name)
             closed = re.compile(r"\s*<\|(?:call|end|return)\|>").match(text, end)
             start = closed.end() if closed else end
             if not isinstance(call, Malformed) and not closed and self._more.search(text, end):
                 start = next_match(text, end, self._end)
                 error = StructuralParseError("the tool call holds more than one JSON object")
-                call = Malformed(error, text[at:start], name)
+                call = Malformed(error, text[position:start], name)
             yield Span(begin, start, call)
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
         """Thoughts are a channel of their own, before, between and after the words."""
-        parsed, thoughts, words, at = super().parse(text, schemas), list[str](), list[str](), 0
+        parsed, thoughts, words, position = super().parse(text, schemas), list[str](), list[str](), 0
         for head in self._analysis.finditer(parsed.text):
-            if head.start() >= at:
+            if head.start() >= position:
                 end = next_match(parsed.text, head.end(), self._end)
-                words.append(parsed.text[at : head.start()])
+                words.append(parsed.text[position : head.start()])
                 thoughts.append(parsed.text[head.end() : end])
-                at = end
+                position = end
         return replace(
-            parsed, text=self._frame.sub("", "".join([*words, parsed.text[at:]])), thoughts="\n".join(thoughts)
+            parsed, text=self._frame.sub("", "".join([*words, parsed.text[position:]])), thoughts="\n".join(thoughts)
         )
 
     def _thoughts(self, text: str) -> tuple[int, str]:
@@ -225,25 +225,26 @@ class PlainJson(ToolFormat):
         return "\n".join(object_of(call, "arguments") for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        left = MAX_BROKEN * len(text)  # characters that may be read in vain; a line costs some, however early it breaks
+        # Characters that may be read in vain; a line costs some, however early it breaks.
+        budget = MAX_BROKEN * len(text)
         while (line := self._line.search(text, start)) is not None:
-            at = line.end()
+            position = line.end()
             try:
-                value, end = decode_json(text, at)
+                value, end = decode_json(text, position)
             except StructuralParseError as error:
-                left -= error.read + len(text) // MAX_BROKEN
-                following = self._line.search(text, at + 1) if left >= 0 else None
+                budget -= error.read + len(text) // MAX_BROKEN
+                following = self._line.search(text, position + 1) if budget >= 0 else None
                 end = following.start() if following else len(text)
-                if re.search(r"\"name\"\s*:", text[at:end]):
-                    yield Span(line.start(), end, Malformed(error, text[at:end].strip()))
-                start = max(end, at + 1)
+                if re.search(r"\"name\"\s*:", text[position:end]):
+                    yield Span(line.start(), end, Malformed(error, text[position:end].strip()))
+                start = max(end, position + 1)
                 continue
             start = end
             items = cast("list[Any]", value if isinstance(value, list) else [value])
             begin = line.start()
             for item in items:
                 if isinstance(item, dict) and "name" in item:
-                    yield Span(begin, end, call_of(item, text[at:end]))
+                    yield Span(begin, end, call_of(item, text[position:end]))
                     begin = end
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
@@ -279,16 +280,16 @@ class ReAct(ToolFormat):
             start = max(end, action.end())
 
     def _call(self, text: str, at: int, name: str) -> tuple[ToolCall | Malformed, int]:
-        given = self._input.match(text, at)
-        if not name or given is None:
+        input_match = self._input.match(text, at)
+        if not name or input_match is None:
             error = StructuralParseError("write Action: and the tool's name, then Action Input: and a JSON object")
             return Malformed(error, text[at : at + 80].strip(), name), at
         try:
-            value, end = decode_json(text, given.end())
+            value, end = decode_json(text, input_match.end())
         except StructuralParseError as error:
-            end = next_match(text, given.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
-            return Malformed(error, text[given.end() : end].strip(), name), end
-        return named_call(name, value, text[given.end() : end], key="Action Input"), end
+            end = next_match(text, input_match.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
+            return Malformed(error, text[input_match.end() : end].strip(), name), end
+        return named_call(name, value, text[input_match.end() : end], key="Action Input"), end
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
         return (
@@ -312,12 +313,12 @@ def get_format(name: str) -> ToolFormat:
     if name in FORMATS:
         return FORMATS[name]
     if name not in registry.ids("tool_formats") and ":" not in name:
-        known = [*FORMATS, *registry.ids("tool_formats")]
-        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(known)}")
-    made = registry.resolve("tool_formats", name)()
-    if not isinstance(made, ToolFormat):
-        raise UsageError(f"tool format {name!r} makes a {type(made).__name__}: give a class of ToolFormat")
-    return made
+        names = [*FORMATS, *registry.ids("tool_formats")]
+        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(names)}")
+    tool_format = registry.resolve("tool_formats", name)()
+    if not isinstance(tool_format, ToolFormat):
+        raise UsageError(f"tool format {name!r} makes a {type(tool_format).__name__}: give a class of ToolFormat")
+    return tool_format
 
 
 def format_of(env: Any) -> ToolFormat:
@@ -341,5 +342,5 @@ def spoken_by(written: str, source: str, call: ToolCall, schema: Mapping[str, Js
         read = [(form, form.parse(text, [schema])) for form in forms for text in (written, texts[form.name])]
         fitting = [(len(parsed.text), form.name) for form, parsed in read if parsed.calls == (call,)]
         return min(fitting, key=lambda one: one[0])[1] if fitting else None  # its tags are part of no word
-    named = (form.name for form in FORMATS.values() if any(marker in source for marker in form.markers))
-    return next(named, FALLBACK)
+    matching = (form.name for form in FORMATS.values() if any(marker in source for marker in form.markers))
+    return next(matching, FALLBACK)

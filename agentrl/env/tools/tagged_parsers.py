@@ -60,31 +60,31 @@ class JsonList(_Tagged):
 
     def write(self, *calls: ToolCall) -> str:
         name, arguments, id = self._keys
-        found = [
-            ({id: call.id or str(at)} if id else {}) | {name: call.name, arguments: dict(call.arguments)}
-            for at, call in enumerate(calls)
+        entries = [
+            ({id: call.id or str(number)} if id else {}) | {name: call.name, arguments: dict(call.arguments)}
+            for number, call in enumerate(calls)
         ]
-        return f"{self._begin}{dump(found)}{self._end}"
+        return f"{self._begin}{dump(entries)}{self._end}"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         while (begin := text.find(self._begin, start)) >= 0:
-            at, last, listed = skip_space(text, begin + len(self._begin)), begin, False
-            if text.startswith("[", at):
-                at, listed = skip_space(text, at + 1), True
-            while text.startswith("{", at):
+            position, last, listed = skip_space(text, begin + len(self._begin)), begin, False
+            if text.startswith("[", position):
+                position, listed = skip_space(text, position + 1), True
+            while text.startswith("{", position):
                 try:
-                    value, end = decode_json(text, at)
+                    value, end = decode_json(text, position)
                 except StructuralParseError as error:
-                    end = self._broken_end(text, at)
-                    yield Span(last, end, Malformed(error, text[at:end].strip()))
+                    end = self._broken_end(text, position)
+                    yield Span(last, end, Malformed(error, text[position:end].strip()))
                 else:
-                    yield Span(last, end, self._call(value, text[at:end]))
-                last, at = end, skip_space(text, end)
-                if text.startswith(",", at):
-                    at = skip_space(text, at + 1)
-            at = skip_space(text, at + 1) if listed and text.startswith("]", at) else at
-            closed = self._end != "" and text.startswith(self._end, at)
-            start = at + len(self._end) if closed else at
+                    yield Span(last, end, self._call(value, text[position:end]))
+                last, position = end, skip_space(text, end)
+                if text.startswith(",", position):
+                    position = skip_space(text, position + 1)
+            position = skip_space(text, position + 1) if listed and text.startswith("]", position) else position
+            closed = self._end != "" and text.startswith(self._end, position)
+            start = position + len(self._end) if closed else position
             if last == begin or (self._end and not closed):
                 start = start if closed else self._broken_end(text, start)
                 hint = f"write {self._begin}[, JSON objects, ]{self._end}"
@@ -106,8 +106,8 @@ class JsonList(_Tagged):
             fields = cast("dict[str, Any]", value)
             value = {"name": fields.get(name), **fields}
         call = call_of(value, raw, key=arguments)
-        given = cast("dict[str, Any]", value).get(id) if id and isinstance(call, ToolCall) else None
-        return replace(call, id=given) if isinstance(call, ToolCall) and isinstance(given, str) else call
+        call_id = cast("dict[str, Any]", value).get(id) if id and isinstance(call, ToolCall) else None
+        return replace(call, id=call_id) if isinstance(call, ToolCall) and isinstance(call_id, str) else call
 
 
 class Headed(_Tagged):
@@ -123,18 +123,18 @@ class Headed(_Tagged):
 
     def write(self, *calls: ToolCall) -> str:
         texts = (
-            self._write_as.replace("ID", call.id or f"functions.{call.name}:{at}")
+            self._write_as.replace("ID", call.id or f"functions.{call.name}:{number}")
             .replace("NAME", call.name)
             .replace("JSON", dump(dict(call.arguments)))
-            for at, call in enumerate(calls)
+            for number, call in enumerate(calls)
         )
         return self._around[0] + "".join(texts) + self._around[1]
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        at = start
-        while (head := self._head.search(text, at)) is not None:
+        position = start
+        while (head := self._head.search(text, position)) is not None:
             name, id = head["name"].strip(), head.groupdict().get("id") or ""
-            begin = text.rfind(self._around[0], at, head.start()) if self._around[0] else -1
+            begin = text.rfind(self._around[0], position, head.start()) if self._around[0] else -1
             begin = (
                 begin if begin >= 0 and not text[begin + len(self._around[0]) : head.start()].strip() else head.start()
             )
@@ -144,7 +144,7 @@ class Headed(_Tagged):
             except StructuralParseError as error:
                 end = self._next(text, inner)
                 yield Span(begin, end, Malformed(error, text[inner:end].strip(), name))
-                at = max(end, head.end())
+                position = max(end, head.end())
                 continue
             call = named_call(name, value, text[inner:end])
             tail = self._tail.match(text, end)
@@ -156,12 +156,12 @@ class Headed(_Tagged):
                 if self._around[1] and text.startswith(self._around[1], skip_space(text, end)):
                     end = skip_space(text, end) + len(self._around[1])
             yield Span(begin, end, replace(call, id=id) if isinstance(call, ToolCall) and id else call)
-            at = max(end, head.end())
+            position = max(end, head.end())
 
     def _next(self, text: str, at: int) -> int:
         """A broken call ends after its tail, or before the next head."""
         head, tail = self._head.search(text, at), self._tail.search(text, at)
-        ends = [found for found in (head.start() if head else -1, tail.end() if tail else -1) if found >= at]
+        ends = [end for end in (head.start() if head else -1, tail.end() if tail else -1) if end >= at]
         return min(ends, default=len(text))
 
 
@@ -209,11 +209,11 @@ class Parameters(_Tagged):
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         begin_tag, end_tag = self._tags.around
-        at = start
-        while (head := self._call.search(text, at)) is not None:
+        position = start
+        while (head := self._call.search(text, position)) is not None:
             begin = head.start()
-            if begin_tag and (found := text.rfind(begin_tag, at, begin)) >= 0:
-                begin = begin if text[found + len(begin_tag) : begin].strip() else found
+            if begin_tag and (tag_begin := text.rfind(begin_tag, position, begin)) >= 0:
+                begin = begin if text[tag_begin + len(begin_tag) : begin].strip() else tag_begin
             name, end, arguments = head["name"].strip(), head.end(), dict[str, Any]()
             error: StructuralParseError | None = None
             while (key := self._key.match(text, end)) is not None:
@@ -242,7 +242,7 @@ class Parameters(_Tagged):
                 end = closing + len(self._tags.call_end) if closing >= 0 else stop
                 call = Malformed(error, text[head.start() : end].strip(), name)
             yield Span(begin, max(end, head.end()), call)
-            at = max(end, head.end())
+            position = max(end, head.end())
 
     def _typed(self, value: str, key: re.Match[str]) -> Any:
         if key["text"] == "true":
@@ -298,11 +298,11 @@ class _Reader:
 
     def match(self, pattern: re.Pattern[str], what: str) -> str:
         self.skip()
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise StructuralParseError(f"the tool call has no {what} at character {self.at}")
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     def text_value(self) -> str | None:
         raise NotImplementedError
@@ -340,10 +340,10 @@ class _Reader:
         if word in _WORDS:
             return _WORDS[word]
         try:
-            found = decode_whole(word)
+            value = decode_whole(word)
         except StructuralParseError:
             raise StructuralParseError(f"{word[:40]!r} is no value") from None
-        return found
+        return value
 
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_.+-]++")
@@ -366,17 +366,17 @@ class _Python(_Reader):
             return None
         quoted = self.match(_QUOTED, "closed string")
         try:
-            found = ast.literal_eval(re.sub(r"(?<!\\)[\n\r]", lambda end: _LINE_ENDS[end[0]], quoted))
+            value = ast.literal_eval(re.sub(r"(?<!\\)[\n\r]", lambda end: _LINE_ENDS[end[0]], quoted))
         except (ValueError, SyntaxError, MemoryError) as error:
             raise StructuralParseError(f"a string of the tool call is broken: {error}") from None
-        return str(found)
+        return str(value)
 
     def key(self) -> str:
         self.skip()
-        found = self.text_value()
-        if found is None:
+        text = self.text_value()
+        if text is None:
             raise StructuralParseError(f"a key is no string at character {self.at}")
-        return found
+        return text
 
 
 class Pythonic(_Tagged):
@@ -397,11 +397,11 @@ class Pythonic(_Tagged):
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         if not self._begin:
-            at = skip_space(text, start)
+            position = skip_space(text, start)
             for tag in self._opens[1:]:
-                at = skip_space(text, at + len(tag)) if text.startswith(tag, at) else at
-            if _LISTED.match(text, at):
-                yield from self._list(text, start, at)
+                position = skip_space(text, position + len(tag)) if text.startswith(tag, position) else position
+            if _LISTED.match(text, position):
+                yield from self._list(text, start, position)
             return
         while (begin := text.find(self._begin, start)) >= 0:
             for span in self._list(text, begin, skip_space(text, begin + len(self._begin))):
@@ -457,13 +457,13 @@ class _Gemma(_Reader):
         end = self.text.find(_QUOTE, self.at)
         if end < 0:
             raise StructuralParseError(f"a string of the tool call is not closed: write {_QUOTE}")
-        found, self.at = self.text[self.at : end], end + len(_QUOTE)
-        return found
+        text, self.at = self.text[self.at : end], end + len(_QUOTE)
+        return text
 
     def key(self) -> str:
         self.skip()
-        if (found := self.text_value()) is not None:
-            return found
+        if (text := self.text_value()) is not None:
+            return text
         return self.match(_GEMMA_KEY, "key").strip()
 
 
@@ -498,9 +498,9 @@ class Gemma(_Tagged):
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         while (begin := text.find(self._begin, start)) >= 0:
-            at, name = skip_space(text, begin + len(self._begin)), ""
+            position, name = skip_space(text, begin + len(self._begin)), ""
             try:
-                head = self._head.match(text, at)
+                head = self._head.match(text, position)
                 if head is None:
                     raise StructuralParseError(f"write {self._begin}call:NAME{{…}}{self._end}")
                 name, reader = head[1], _Gemma(text, head.end())
@@ -510,11 +510,11 @@ class Gemma(_Tagged):
                 check_plain(value, MAX_DEPTH)
                 reader.need(self._end)
                 start = reader.at
-                yield Span(begin, start, named_call(name, value, text[at:start]))
+                yield Span(begin, start, named_call(name, value, text[position:start]))
             except StructuralParseError as error:
-                start = next_match(text, at, _GEMMA_END)
+                start = next_match(text, position, _GEMMA_END)
                 start += len(self._end) if text.startswith(self._end, start) else 0
-                yield Span(begin, start, Malformed(error, text[at:start].strip(), name))
+                yield Span(begin, start, Malformed(error, text[position:start].strip(), name))
 
 
 _GEMMA_END: Final = re.compile(r"<tool_call\|>|<\|tool_call>")

@@ -52,12 +52,12 @@ class ToolFormat(ABC):
         """The calls of a turn, its words and its thoughts. `schemas`, those of the tools, say of what type a value is
         in dialects that do not write it."""
         start, thoughts = self._thoughts(text)
-        outside, calls, at = list[str](), list[ToolCall | Malformed](), start
+        outside, calls, position = list[str](), list[ToolCall | Malformed](), start
         for span in self._spans(text, start):
-            outside.append(text[at : span.begin])
+            outside.append(text[position : span.begin])
             calls.append(span.call)
-            at = span.end
-        outside.append(text[at:])
+            position = span.end
+        outside.append(text[position:])
         words = "".join(outside)
         if self.framing is not None:
             words = self.framing.sub("", words)
@@ -146,8 +146,8 @@ def call_at(text: str, at: int, resync: re.Pattern[str]) -> tuple[ToolCall | Mal
 
 def next_match(text: str, at: int, pattern: re.Pattern[str]) -> int:
     """Where `pattern` matches next, or the end of the text."""
-    found = pattern.search(text, at)
-    return found.start() if found else len(text)
+    match = pattern.search(text, at)
+    return match.start() if match else len(text)
 
 
 def object_of(call: ToolCall, key: str) -> str:

@@ -153,8 +153,8 @@ class _Plain:
 
     def _text(self, value: Any) -> str:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        what = f"the tool {self._tool!r} returned a {kind}, which is no JSON: the model reads its text"
-        notices.note("results of tools", what, by_policy=True)
+        notice = f"the tool {self._tool!r} returned a {kind}, which is no JSON: the model reads its text"
+        notices.note("results of tools", notice, by_policy=True)
         has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
         try:
             return clean_text(str(value)) if has_text else f"<{kind}>"  # without the address that Python writes
@@ -185,8 +185,8 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def _bounded(items: Iterable[Any]) -> Iterable[Any]:
-    for at, item in enumerate(items):
-        if at >= _MOST_VALUES:
+    for number, item in enumerate(items):
+        if number >= _MOST_VALUES:
             yield "[too many values]"
             return
         yield item

@@ -185,14 +185,16 @@ def is_tool(value: object) -> bool:
 
 def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
     """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
-    found: dict[str, ToolOptions] = {}
+    marked: dict[str, ToolOptions] = {}
     for cls in reversed(type(owner).__mro__):
         for attribute, value in vars(cls).items():
             if is_tool(value):
-                found[attribute] = getattr(value, _MARK)
-            elif attribute in found:  # overridden without a mark: no longer offered
-                del found[attribute]
-    return [FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in found.items()]
+                marked[attribute] = getattr(value, _MARK)
+            elif attribute in marked:  # overridden without a mark: no longer offered
+                del marked[attribute]
+    return [
+        FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in marked.items()
+    ]
 
 
 def argument_check(schema: Mapping[str, Json]) -> ArgumentCheck:
@@ -228,8 +230,8 @@ class ArgumentCheck:
         elsewhere. Raises ToolArgumentError naming up to three that do not fit."""
         errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
         if errors:
-            said = "; ".join(_said(error) for error in errors[:3])
-            raise ToolArgumentError(f"{self._name}: {said}")
+            problems = "; ".join(_said(error) for error in errors[:3])
+            raise ToolArgumentError(f"{self._name}: {problems}")
         return cast("dict[str, Json]", self._with_integers(dict(arguments), [self._parameters]))
 
     def _with_integers(self, value: Any, schemas: Sequence[Any]) -> Any:
@@ -243,8 +245,8 @@ class ArgumentCheck:
         if isinstance(value, list):
             items = cast("list[Any]", value)
             return [
-                self._with_integers(item, [inner for part in parts for inner in schemas_of_item(part, at)])
-                for at, item in enumerate(items)
+                self._with_integers(item, [inner for part in parts for inner in schemas_of_item(part, place)])
+                for place, item in enumerate(items)
             ]
         return {
             key: self._with_integers(inner, [below for part in parts for below in schemas_of_member(part, key)])
@@ -302,32 +304,32 @@ class _Signature:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ToolArgumentError(f"argument {where!r}: {first['msg']}") from None
-        given = model.model_fields_set
-        return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in given}
+        set_fields = model.model_fields_set
+        return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in set_fields}
 
 
 @functools.cache
 def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
     """Built once per function, however many environments offer it. Raises UsageError for what has no schema."""
-    what = f"tool {function.__qualname__!r}"
+    label = f"tool {function.__qualname__!r}"
     try:
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
-        raise UsageError(f"{what}: cannot read its type hints: {error}") from error
+        raise UsageError(f"{label}: cannot read its type hints: {error}") from error
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise UsageError(f"{what} yields, and a model reads one answer: return it")
+        raise UsageError(f"{label} yields, and a model reads one answer: return it")
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     if not summary:
-        raise UsageError(f"{what} needs a docstring: it is what the model reads")
+        raise UsageError(f"{label} needs a docstring: it is what the model reads")
     fields: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if index == 0 and parameter.name in ("self", "cls"):
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UsageError(f"{what}: parameter {parameter} cannot be named in a call")
+            raise UsageError(f"{label}: parameter {parameter} cannot be named in a call")
         if parameter.name not in hints:
-            raise UsageError(f"{what}: parameter {parameter.name!r} needs a type hint")
+            raise UsageError(f"{label}: parameter {parameter.name!r} needs a type hint")
         default = ... if parameter.default is parameter.empty else parameter.default
         field = f"field_{len(fields)}"  # a name of our own: pydantic reserves some that arguments may have
         fields[field] = (
@@ -339,7 +341,7 @@ def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
         model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
         parameters = without_references(_without_titles(model.model_json_schema(by_alias=True)))
     except Exception as error:  # pydantic raises several kinds for types that JSON cannot express
-        raise UsageError(f"{what}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{label}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
     parameters = {**parameters, "properties": parameters.get("properties", {})}
     return _Signature({"name": name, "description": summary, "parameters": parameters}, model, aliases)
 
