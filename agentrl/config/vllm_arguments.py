@@ -92,15 +92,15 @@ def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 def words(arguments: Mapping[str, Any]) -> list[str]:
     """As they stand on the command line: a flag for true, the flag that switches it off for false, JSON for a table,
     one word for each item of a list."""
-    words_: list[str] = []
+    command_line: list[str] = []
     for name, value in arguments.items():
         if isinstance(value, bool):
-            words_.append(f"--{name}" if value else f"--no-{name}")
+            command_line.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list | tuple):
-            words_ += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
+            command_line += [f"--{name}", *(_word(item) for item in cast("Sequence[Any]", value))]
         else:
-            words_ += [f"--{name}", _word(value)]
-    return words_
+            command_line += [f"--{name}", _word(value)]
+    return command_line
 
 
 def _word(value: Any) -> str:

@@ -145,22 +145,22 @@ def detail(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
 def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
     """The members of a group with their conversations, side by side. Raises StoreError for an unknown id."""
     with opened.store() as store:
-        group_ = store.reads.group(id)
+        played_group = store.reads.group(id)
         rows = store.reads.episodes(group_id=id)
     cut = None if query.get("whole") == "yes" else _CUT // 5
-    members = _members(group_, _advantages(opened, group_), rows)
-    for member, trajectory in zip(members, group_.trajectories, strict=True):
+    members = _members(played_group, _advantages(opened, played_group), rows)
+    for member, trajectory in zip(members, played_group.trajectories, strict=True):
         member["turns"] = [
             {"text": _text(turn.text, cut), "role": turn.role, "reward": turn.reward} for turn in trajectory.turns
         ]
     return {
         "id": id,
-        "state": group_.state.value,
-        "size": group_.size,
-        "task": {"env": group_.task.env, "seed": group_.task.seed, "index": group_.task.index},
-        "started_step": group_.started_step,
-        "taken_step": group_.taken_step,
-        "start": _messages(group_.trajectories[0].start if group_.trajectories else (), cut),
+        "state": played_group.state.value,
+        "size": played_group.size,
+        "task": {"env": played_group.task.env, "seed": played_group.task.seed, "index": played_group.task.index},
+        "started_step": played_group.started_step,
+        "taken_step": played_group.taken_step,
+        "start": _messages(played_group.trajectories[0].start if played_group.trajectories else (), cut),
         "members": members,
     }
 

@@ -49,11 +49,11 @@ def _checked(said: Any) -> Json:
         raise UsageError('notes are {"tags": [text, …], "note": text}')
     if len(note) > _NOTE_CHARS:
         raise UsageError(f"note has {len(note)} characters: write {_NOTE_CHARS} at most")
-    tags_: list[str] = []
+    checked_tags: list[str] = []
     for tag in cast("list[Any]", tags):
         if not isinstance(tag, str) or not 0 < len(tag.strip()) <= _TAG_CHARS or not tag.isprintable():
             raise UsageError(f"tag {str(tag)[:50]!r}: give 1 to {_TAG_CHARS} letters, digits, signs")
-        tags_.append(tag.strip())
-    if len(tags_) > _MOST_TAGS:
-        raise UsageError(f"tags are {len(tags_)}: give {_MOST_TAGS} at most")
-    return {"tags": list(dict.fromkeys(tags_)), "note": note}
+        checked_tags.append(tag.strip())
+    if len(checked_tags) > _MOST_TAGS:
+        raise UsageError(f"tags are {len(checked_tags)}: give {_MOST_TAGS} at most")
+    return {"tags": list(dict.fromkeys(checked_tags)), "note": note}

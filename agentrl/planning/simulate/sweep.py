@@ -155,10 +155,10 @@ def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lam
 
 def table(rows: Sequence[SweepRow]) -> Table:
     """What the cases gave, for a reader."""
-    table_ = Table(title_justify="left")
+    rich_table = Table(title_justify="left")
     split = any(row.case.split for row in rows)
     for name in (*(["GPUs"] if split else []), "slots", "max_lag", "groups close"):
-        table_.add_column(name)
+        rich_table.add_column(name)
     for name in (
         "episodes/s",
         "of bound",
@@ -169,10 +169,10 @@ def table(rows: Sequence[SweepRow]) -> Table:
         "outcomes dropped",
         "s played → trained",
     ):
-        table_.add_column(name, justify="right")
+        rich_table.add_column(name, justify="right")
     for row in rows:
         result, policy = row.found, row.case.policy
-        table_.add_row(
+        rich_table.add_row(
             *([row.case.split] if split else []),
             str(row.case.world.slots),
             str(policy.max_lag),
@@ -186,7 +186,7 @@ def table(rows: Sequence[SweepRow]) -> Table:
             f"{result.outcomes_discarded:.1%}",
             f"{result.played_s:.3g} → {result.trained_s:.3g}",
         )
-    return table_
+    return rich_table
 
 
 _REPRODUCED = 0.1  # of the time: a simulation that is further from the run's own idle share gives no advice
