@@ -76,7 +76,7 @@ class _Adapter:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those at hand: of all parameters, or none."""
+        """Current gradients: those of all parameters, or an empty list if no backward pass has run."""
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
 
@@ -148,7 +148,8 @@ class AdapterLearner:
         return total, logprobs
 
     def forward_backward(self, name: str, rows: Sequence[TargetRow], loss: RowLoss) -> tuple[float, list[Tensor]]:
-        """As `forward`; the gradients are added to the adapter's, all or, if it raises, none."""
+        """Compute what `forward` computes, and add the gradients to the adapter's: all of them, or none if it
+        raises."""
         lora.activate(self._model.module, name)
         adapter = self._adapters[name]
         parameters = list(adapter.parameters.values())

@@ -1,4 +1,4 @@
-"""What a step played in each environment and learned from it: successes, lengths, spread, beside the others in the mix.
+"""Report of a step by environment: successes, lengths and spread of each one in the mix.
 
 Owns the numbers by environment. Never computes anything that training needs.
 """
@@ -19,7 +19,7 @@ from agentrl.learner.data.prefix_trees import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedLengths:
-    """Of `episodes` episodes: mean number of turns and of sampled tokens; None if there are none."""
+    """Mean number of turns and of sampled tokens of `episodes` episodes; None if there are none."""
 
     episodes: int
     turns: float | None
@@ -50,7 +50,7 @@ def pass_at(groups: Sequence[GroupRows]) -> dict[str, float]:
 
 
 def lengths(members: Sequence[PlayedEpisode]) -> ReportedLengths:
-    """Of these episodes."""
+    """Compute the mean lengths of `members`."""
     return ReportedLengths(
         episodes=len(members),
         turns=fmean(member.turns for member in members) if members else None,
@@ -144,6 +144,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _mean_of(columns: Sequence[Tensor]) -> float | None:
-    """Over all elements of tensors [K]."""
+    """The mean over all elements of tensors [K]."""
     all_T = torch.cat(list(columns)) if columns else torch.zeros(0)
     return float(all_T.double().mean()) if len(all_T) else None

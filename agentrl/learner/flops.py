@@ -1,4 +1,4 @@
-"""What a step asks of the learner's device: floating-point operations, their share of its peak, memory.
+"""Use of the learner's device by a step: floating-point operations, their share of its peak, memory.
 
 Never knows what is computed. Operations are those of the model: twice the parameters of each token's matrix products,
 and attention (Chowdhery et al. 2022, appendix B), forward and backward; what is computed again is not counted.
@@ -29,9 +29,9 @@ EXPERTS: Final = ".experts."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Of a step's updates by the policy. `tflops` is per second of the whole step; passes ahead of it and of other
-    models count as time alone. `mfu` is `tflops` over the device's peak, None where no peak is known. `peak_memory_mb`
-    is of a GPU the most that the step allocated, else the most that the process ever had."""
+    """Use of the device by the policy's updates of one step. `tflops` is per second of the whole step; passes ahead of
+    the updates and of other models count as time alone. `mfu` is `tflops` over the device's peak, None where no peak is
+    known. `peak_memory_mb` is on a GPU the most that the step allocated, else the most that the process ever had."""
 
     tflops: float
     mfu: float | None
@@ -81,12 +81,12 @@ class Prices:
         return self.node * nodes + self.predictor * predictors + self.pair * seen
 
     def stem(self, stem: Stem) -> float:
-        """Of its nodes: they are one row, and predict nothing."""
+        """Operations of a stem's nodes: they are one row, and predict nothing."""
         return self.node * len(stem) + self.pair * pairs(len(stem), len(stem))
 
 
 def prices(module: Any) -> Prices:
-    """Under an adapter, frozen weights have no gradient."""
+    """Price a model's operations. Under an adapter, frozen weights have no gradient."""
     config = module.config.get_text_config()
     head = module.get_output_embeddings().weight.numel()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
@@ -112,5 +112,5 @@ def operations(module: Any, pack: Pack) -> float:
 
 
 def pairs(queries: int, keys: int) -> int:
-    """Of a query and a key that it sees: the queries are the last of the keys."""
+    """Number of pairs of a query and a key that it sees: the queries are the last of the keys."""
     return queries * (keys - queries) + queries * (queries + 1) // 2

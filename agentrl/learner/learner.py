@@ -65,8 +65,8 @@ from agentrl.records import Group
 
 @dataclass(frozen=True, slots=True)
 class Accumulated:
-    """What `Learner.accumulate` did: groups with their rows and passes, whose gradients are at hand for the models of
-    these `names`, and their `loss`."""
+    """The result of `Learner.accumulate`: groups with their rows and passes, whose gradients are at hand for the models
+    of these `names`, and their `loss`."""
 
     groups: tuple[Group, ...]
     ready: tuple[GroupRows, ...]

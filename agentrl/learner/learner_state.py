@@ -1,4 +1,4 @@
-"""What outlives a learner's process: checkpoints of models, optimizers, the step and the episodes that were trained.
+"""State that outlives a learner's process: checkpoints of models, optimizers, the step and the trained episodes.
 
 Owns when episodes count as saved. `agentrl.learner.checkpoints` owns the files.
 """

@@ -85,7 +85,7 @@ class Tracker(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Count these as well; how many bytes are new."""
+        """Count these as well. Returns how many bytes are new."""
         before = self.now
         for tensor in _plain(tensors):
             storage = tensor.untyped_storage()
@@ -95,7 +95,7 @@ class Tracker(TorchDispatchMode):
         return self.now - before
 
     def leave(self, tensors: Iterable[Tensor]) -> int:
-        """Count these no longer, however they are used: they are on another device. How many bytes they had."""
+        """Count these no longer, however they are used: they are on another device. Returns how many bytes they had."""
         before = self.now
         for tensor in _plain(tensors):
             self.add([tensor])
@@ -120,13 +120,13 @@ class Tracker(TorchDispatchMode):
 
 
 def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
-    """What torch gives for grouped matrix products of any dtype; without numbers it refuses all but bfloat16."""
+    """Stand in for torch's grouped matrix products, for any dtype: without numbers torch refuses all but bfloat16."""
     groups = () if a.ndim != b.ndim else (len(b) if offs is None else len(offs),)
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those that hold numbers: some stand for others (moments of 8 bits: codes and scales)."""
+    """Yield the tensors that hold numbers: some stand for others (moments of 8 bits: codes and scales)."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -135,7 +135,7 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def parameters_of(folder: Path) -> int:
-    """How many the model of a config.json has, tied ones once. Raises ModelError."""
+    """Number of parameters of the model that a config.json describes, tied ones once. Raises ModelError."""
     with hollow():
         module: nn.Module = load(folder, ALONE, "sdpa")
     return sum(parameter.numel() for parameter in module.parameters())
@@ -144,11 +144,12 @@ def parameters_of(folder: Path) -> int:
 def held(
     settings: LearnerSettings, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1, context: int = 1
 ) -> MemoryBudget:
-    """Of a step whose largest pass computes `rows`, after the first step; of a group that has several `passes` where it
-    is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is one kernel that holds its
-    inputs and its output, and optimizers work on all tensors at once, as on CUDA. The activations are those of one of
-    `context` ranks that share a pass by its nodes: each has its nodes', the keys and values on their paths, and all
-    that a stem lends. Raises ModelError for a model that cannot be computed without numbers."""
+    """Compute the budget of a step whose largest pass computes `rows`, after the first step; of a group that has
+    several `passes` where it is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is
+    one kernel that holds its inputs and its output, and optimizers work on all tensors at once, as on CUDA. The
+    activations are those of one of `context` ranks that share a pass by its nodes: each has its nodes', the keys and
+    values on their paths, and all that a stem lends. Raises ModelError for a model that cannot be computed without
+    numbers."""
     try:
         return _held(settings, folder, rows, passes, context, on_gpu=on_gpu)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -176,7 +177,7 @@ def _held(
 
 
 def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
-    """The same model with fewer layers."""
+    """Describe a model of only `layers` layers in `folder`, otherwise as in `described`."""
     folder.mkdir()
     kinds = {"layer_types": described["layer_types"][:layers]} if described.get("layer_types") else {}
     (folder / "config.json").write_text(json.dumps({**described, "num_hidden_layers": layers, **kinds}))

@@ -1,4 +1,4 @@
-"""What rank 0 sends to the ranks, itself included: one class for each order, whose fields are its arguments.
+"""Orders of rank 0 to the ranks, itself included: one class for each order, whose fields are its arguments.
 
 An order is pickled and carried out by the `RankWorker` of each rank at the same time. Orders of the same kind go to all
 ranks, since the ranks meet in collectives. `agentrl.learner.parallel.ranks` sends them, and knows no kind of order.

@@ -115,7 +115,7 @@ class StepPasses:
             return prices(self._worker.models.of(policy).module)
 
         def cost(tree: PrefixTree) -> float:
-            """Of the nodes that predict, those that rows share count for each."""
+            """Operations of a tree; predicting nodes that rows share count for each row."""
             predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
             return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
 

@@ -191,7 +191,7 @@ class StepTally:
         return [(pack, tokens["proximal"], tokens["entropy"], cut_K) for pack, tokens, cut_K in seen]
 
     def columns(self, n: int | None = None) -> dict[str, Tensor]:
-        """Those that were measured, of the first `n` passes, or of all."""
+        """Columns that were measured in all of the first `n` passes, or in all passes."""
         passes = self.tokens[:n]
         names = [name for name in passes[0] if all(name in by_name for by_name in passes)] if passes else []
         return {name: torch.cat([by_name[name] for by_name in passes]) for name in names}
@@ -225,7 +225,7 @@ class StepTally:
         }
 
     def on_host(self) -> StepTally:
-        """The same with every tensor in host memory, in one copy."""
+        """Copy every tensor to host memory, all in one transfer."""
         names = ("losses", "tokens", "clipped", "importance", "routed", "gauges", "gauged")
         return replace(self, **moved({name: getattr(self, name) for name in names}, "cpu"))
 
@@ -311,7 +311,8 @@ def summarise(
 
 
 def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
-    """Those of all scored tokens of an algorithm that knows them before the passes, else those of its passes."""
+    """Advantages of all scored tokens of an algorithm that knows them before the passes, else of the tokens of its
+    passes."""
     early = [row for row in rows if "advantage" in row.columns]
     late = [pack for pack in laid if "advantage" in pack.columns and all(row.algo != pack.algo for row in early)]
     columns = [each.columns["advantage"] for each in (*early, *late)]
@@ -333,7 +334,7 @@ class _ByFunction(TypedDict):
 
 
 def _by_function(ready: Sequence[GroupRows]) -> _ByFunction:
-    """What each reward function said of the episodes that it judged."""
+    """Summarise each reward function's scores of the episodes that it judged."""
     names = dict.fromkeys(name for group in ready for name in group.scores)
     judged = {name: [score for group in ready for score in group.scores.get(name, ())] for name in names}
     return _ByFunction(

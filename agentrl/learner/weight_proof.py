@@ -1,4 +1,4 @@
-"""What proves on an engine that it has a learner's weights: the log-probs of a fixed probe, and fingerprints.
+"""Proof that an engine has a learner's weights: the log-probs of a fixed probe, and fingerprints.
 
 One way for the process of a run and for `agentrl.blocks.Learner`; `agentrl.engine.weight_sync.canary` compares. Sends
 nothing.

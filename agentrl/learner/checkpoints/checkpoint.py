@@ -247,7 +247,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _kept(found: Any, places: Set[int]) -> Any:
-    """The same in host memory, copied if it lies at one of `places`."""
+    """Return `found` in host memory: a tensor is copied if its storage begins at one of the addresses `places`."""
     if isinstance(found, Tensor):
         if names := _parts_of(found):  # of several, such as codes and scales
             inner = {name: _kept(getattr(found, name), places) for name in names}

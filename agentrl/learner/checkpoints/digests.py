@@ -31,8 +31,8 @@ def write(folder: Path, progress: Callable[[], None] = lambda: None) -> None:
 
 
 def fault(folder: Path, progress: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with the first file of `folder` that is not as it was written; None if all are, or if the folder
-    was removed meanwhile. A process reads a folder once, unless it changes.
+    """Describe the first file of `folder` that is not as it was written; None if all are, or if the folder was removed
+    meanwhile. A process reads a folder once, unless it changes.
 
     A checkpoint without digests is named and not refused: another program may have written it. So are files that came
     to it later: most are somebody's notes, but a chat template among them would change every prompt."""

@@ -44,7 +44,7 @@ def newest_intact(root: Path, progress: Callable[[], None] = lambda: None) -> tu
 
 
 def _fault(folder: Path, progress: Callable[[], None]) -> str | None:
-    """What is wrong with a checkpoint, beginning with the name of the file; None for an intact one."""
+    """Describe the damage of a checkpoint, beginning with the name of the file; None for an intact one."""
     try:
         json.loads((folder / STATE).read_text())
     except FileNotFoundError:

@@ -97,7 +97,7 @@ class Stem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored or observed token, `_K` scored tokens,
+    """The content of one pass. `_N` nodes, `_P` the nodes that predict a scored or observed token, `_K` scored tokens,
     all of them of one policy and trained by one algorithm, `_O` observed ones, see `Row`.
 
     A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
@@ -271,7 +271,7 @@ def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 
 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:
-    """That of so many passes over some rows."""
+    """The common prefix of `rows`, up to the first node that predicts, as the stem of `passes` passes."""
     first = min(int(torch.cat([row.place_S, row.observed_O]).min()) for row in rows) - 1
     ids = [torch.tensor(row.token_ids[:first]) for row in rows]
     return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)

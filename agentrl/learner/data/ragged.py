@@ -26,7 +26,7 @@ class Ragged:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ragged:
-        """That of a whole column."""
+        """Read a whole column: for each token its head, then its numbers."""
         heads: list[int] = []
         numbers: list[float] = []
         for head, tail in sampling_mask.parts(values):
@@ -36,11 +36,11 @@ class Ragged:
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """One after the other."""
+        """Join columns one after the other."""
         return cls(torch.cat([part.head_K for part in parts]), torch.cat([part.numbers_M for part in parts]))
 
     def only(self, keep_K: Tensor) -> Ragged:
-        """Those tokens for which `keep_K` is true."""
+        """Select the tokens for which `keep_K` is true."""
         return Ragged(self.head_K[keep_K], self.numbers_M[keep_K.repeat_interleave(self.head_K.abs())])
 
     def to(self, device: torch.device | str) -> Ragged:

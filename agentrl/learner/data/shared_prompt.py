@@ -70,13 +70,13 @@ class Roots:
         self._end: Tensor | None = None
 
     def keep(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """In the stem's own pass. A backward pass may compute a layer again."""
+        """Lend a layer's keys and values, in the stem's own pass. A backward pass may compute a layer again."""
         if name not in self._lent:
             self._lent[name] = _Lent(key), _Lent(value)
         return key, value
 
     def before(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """In a pass after it: the stem's, then its own."""
+        """Put the stem's keys and values before a pass's own, in a pass after the stem's."""
         first_key, first_value = self._lent[name]
         return torch.cat([first_key.leaf, key], 2), torch.cat([first_value.leaf, value], 2)
 
@@ -88,13 +88,13 @@ class Roots:
 
     @property
     def size_bytes(self) -> int:
-        """Of what is lent, and of the sums of its gradients."""
+        """Bytes of the tensors that are lent, and of the sums of their gradients."""
         lent = [*chain(*self._lent.values()), *self._masses]
         return sum(loan.made.nbytes + sum(of.nbytes for of in loan.sums) for loan in lent)
 
     def end(self, output: Tensor) -> None:
-        """What the stem's own pass returned. FSDP gathers a layer for its backward pass when a gradient comes to its
-        output, in the last layer too: there it is one of zeros."""
+        """Keep the output of the stem's own pass. FSDP gathers a layer for its backward pass when a gradient comes to
+        its output, in the last layer too: there it is one of zeros."""
         self._end = output
 
     def backward(self) -> None:

@@ -318,7 +318,7 @@ class Subtrees:
 
 
 def _numbered(first_B: Tensor, count_B: Tensor) -> Tensor:
-    """So many numbers from each first one on, one after the other."""
+    """Count up from each first number, `count_B` numbers each, one run after the other."""
     positions = torch.arange(int(count_B.sum()), device=first_B.device)
     return positions + (first_B - count_B.cumsum(0) + count_B).repeat_interleave(count_B)
 
@@ -349,7 +349,7 @@ LAYOUTS: Mapping[str, type[Layout]] = {"sdpa": Paths, "varlen": Varlen, "flex": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a model's attention asks of a layout."""
+    """Features of a model's attention that a layout must support."""
 
     heads: int = 4
     kv_heads: int = 2

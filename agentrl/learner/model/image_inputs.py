@@ -27,8 +27,8 @@ class ImageInputs:
         self._vision, self._patches = vision, ImagePatches(folder)
 
     def of(self, module: Any, pack: Pack) -> dict[str, Tensor]:
-        """What the model is given in the place of `input_ids` and `position_ids`; nothing for a pass without images.
-        Raises ValueError for an image that cannot be decoded, or is not there with all its tokens."""
+        """Make the model's inputs that take the place of `input_ids` and `position_ids`; empty for a pass without
+        images. Raises ValueError for an image that cannot be decoded, or is not there with all its tokens."""
         ids_N = pack.token_ids_N
         if not len(pack.images):
             return {}

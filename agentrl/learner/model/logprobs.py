@@ -115,13 +115,15 @@ class Places:
         self._before_P = None if counts_P is None else np.concatenate([[0], counts_P.cumsum()])
 
     def only(self, at_P: Tensor) -> tuple[Places, Tensor]:
-        """Those in rows that `at_P` has a number for, which is theirs then, and where they are among these."""
+        """Select the places in rows for which `at_P` has a number, which becomes their row. Returns these places, and
+        their indices among all."""
         row_I = at_P[self.row_I]
         own_J = (row_I >= 0).nonzero()[:, 0]
         return Places(row_I[own_J], self.id_I[own_J]), own_J
 
     def cut(self, edges: Sequence[int]) -> list[tuple[slice, Tensor, Tensor]]:
-        """Those between each two edges of rows: which of them in their order, their rows from the first edge, ids."""
+        """Divide the places at `edges` of rows. Returns for each two edges the slice of the places between them, their
+        rows counted from the first edge, and their ids."""
         if not len(self.row_I):
             bounds = [0] * len(edges)
         elif self._before_P is not None:
@@ -137,7 +139,7 @@ Block = tuple[slice, tuple[slice, Tensor, Tensor], tuple[slice, Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenQuery:
-    """What to read from logits: `own` at `temperature`, `plain` at 1. The logits of `rows` are computed at once, and
+    """Places to read from logits: `own` at `temperature`, `plain` at 1. The logits of `rows` are computed at once, and
     read `block` rows at a time; if `rows` are all there are, the backward pass does not compute them again."""
 
     own: Places
@@ -164,8 +166,9 @@ class TokenQuery:
 def statistics(
     head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], asked: TokenQuery
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `head(hidden_PH)`: log-probs [I] at `asked.own` and [O] at `asked.plain`, and the entropy [P] of each row, in
-    float32 and nats. `parameters` are those of `head`. Gradients reach them and `hidden_PH`, through all three."""
+    """Read from `head(hidden_PH)` the log-probs [I] at `asked.own` and [O] at `asked.plain`, and the entropy [P] of
+    each row, in float32 and nats. `parameters` are those of `head`. Gradients reach them and `hidden_PH`, through all
+    three."""
     own_I, plain_O, entropy_P = _Statistics.apply(hidden_PH, head, asked, *parameters)  # pyright: ignore
     return own_I[asked.own.back_I], plain_O[asked.plain.back_I], entropy_P
 

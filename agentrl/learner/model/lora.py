@@ -505,7 +505,8 @@ def _description(module: Any, views: dict[str, Tensor], adapter: str = _NAME) ->
 
 
 def _divided(module: Any, adapter_config: Any, owners: set[str]) -> set[str]:
-    """What a configuration names as parameters, for PEFT to read experts of a name each, and layers called as they are.
+    """Divide the stacks of a configuration so that PEFT reads experts of a name each, and layers called as they are.
+    Returns the names that it lists as parameters.
 
     Of some families PEFT takes these names for experts alone: the other layers are named as parameters, since modules
     cannot be. Of others it does not know the experts' names: then the stacks are named, and their ranks."""

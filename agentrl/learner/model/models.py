@@ -147,7 +147,7 @@ class Follower:
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """After step number `step` (from 1)."""
+        """Follow the policy after step number `step` (from 1)."""
         if step % self._follows.every:
             return
         for name, tensor in self._tensors.items():
@@ -210,7 +210,8 @@ class Models:
         folder_of: Callable[[str], Path] = Path,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Of several `ranks` each has a shard of every model. Raises ModelError for a folder that cannot be used."""
+        """Load the models. With several `ranks`, each has a shard of every model. Raises ModelError for a folder that
+        cannot be used."""
         train, critic = settings.train, algorithms.slots(settings.algorithms)
         self._settings, self._temperature, self._ranks = settings, settings.temperature, ranks
         ranks.arrange(train.parallel)
@@ -417,7 +418,7 @@ class Models:
 
     @property
     def lent_bytes(self) -> int:
-        """What the stem under way keeps for its passes."""
+        """Bytes that the stem under way keeps for its passes."""
         return sum(roots.size_bytes for roots in self._roots.values())
 
     @property

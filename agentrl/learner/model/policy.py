@@ -241,9 +241,9 @@ class PolicyModel:
         return logprobs_K - mass_K, torch.where(sampled_sets.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
 
     def choices(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Of each row, tokens [T] and choices [T] or [T, C], the log-probs of the choices after each of its tokens, in
-        nats at temperature 1, with gradients and of the choices' shape. Rows share one pass and see nothing of each
-        other; no experts are replayed."""
+        """Compute for each row, tokens [T] and choices [T] or [T, C], the log-probs of the choices after each of its
+        tokens, in nats at temperature 1, with gradients and of the choices' shape. Rows share one pass and see nothing
+        of each other; no experts are replayed."""
         sizes = [len(tokens_T) for tokens_T, _ in rows]
         stops = list(itertools.accumulate(sizes))
         tokens_N = torch.cat([tokens_T for tokens_T, _ in rows]).to(self.device)
@@ -360,8 +360,8 @@ class PolicyModel:
 
 
 def _images_of(folder: Path, ranks: Ranks, adapter: Train | None) -> ImageInputs | None:
-    """What reads the images of a model's passes, if it reads any. Raises ConfigError for what was never tried of such a
-    model."""
+    """Make the reader of the images of a model's passes; None if the model reads none. Raises ConfigError for a setting
+    that was never tried with such a model."""
     if (vision := read_vision(folder)) is None:
         return None
     if ranks.size > 1:

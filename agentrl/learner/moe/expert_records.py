@@ -24,8 +24,8 @@ UNTOLD = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """Of a model: its decoder layers, those of them that are mixtures, and the experts of each, of which a token is
-    computed with `per_token`."""
+    """Sizes of a mixture: its decoder layers, those of them that have experts, and the experts of each such layer, of
+    which a token is computed with `per_token`."""
 
     layers: int
     mixed: tuple[int, ...]
@@ -35,9 +35,9 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:
-    """Of the nodes of a pass. `chosen_NLK` are the experts that each was computed with, int16, by decoder layer (of a
-    dense one any numbers); None if no turn of the pass has them. `rows_N` says in how many rows the loss depends on a
-    node: a row's last token predicts nothing. `differing` counts nodes of which rows tell different experts; those of
+    """Routes of the nodes of a pass. `chosen_NLK` are the experts that each was computed with, int16, by decoder layer
+    (of a dense one any numbers); None if no turn of the pass has them. `rows_N` says in how many rows the loss depends
+    on a node: a row's last token predicts nothing. `differing` counts nodes whose experts differ between rows; those of
     the first row are kept. `pull_ME` is the derivative of the balance loss by the sum of each expert's probabilities,
     see `agentrl.learner.moe.routers`; None if there is no such loss."""
 
@@ -47,12 +47,12 @@ class Routes:
     pull_ME: Tensor | None = None
 
     def at(self, nodes_T: Tensor) -> Routes:
-        """Those of some nodes."""
+        """Select the routes of some nodes."""
         chosen_TLK = None if self.chosen_NLK is None else self.chosen_NLK[nodes_T]
         return replace(self, chosen_NLK=chosen_TLK, rows_N=self.rows_N[nodes_T])
 
     def once(self) -> Routes:
-        """As if each node were in one row at most."""
+        """Count each node in one row at most."""
         return replace(self, rows_N=self.rows_N.clamp(max=1))
 
     def to(self, device: torch.device | str) -> Routes:
@@ -61,8 +61,8 @@ class Routes:
 
 
 def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
-    """What the turns of a path say of its first `size` tokens [T, L, K], int16; None if they say nothing. Turns of
-    another shape than the first one say nothing."""
+    """Read from the turns of a path the experts of its first `size` tokens [T, L, K], int16; None if no turn has
+    experts. Turns of another shape than the first one are left out."""
     chosen_TLK: np.ndarray | None = None
     for turn in turns:
         if turn is None:
@@ -77,9 +77,9 @@ def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
 
 
 def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SLK: Tensor | None = None) -> Routes:
-    """Those of a pass of `size` nodes. Of each row the numbers of its nodes, how many of these its loss depends on, and
-    what `told` says of them. If its first nodes are a stem's, `stem_SLK` are their experts, and rows that tell others
-    were counted there."""
+    """Join the routes of a pass of `size` nodes. Each of `rows` has the numbers of its nodes, how many of these its
+    loss depends on, and its table from `told`. If the first nodes are a stem's, `stem_SLK` are their experts, and rows
+    with others were counted there."""
     rows_N = torch.zeros(size, dtype=torch.int32)
     shapes = [chosen.shape[1:] for chosen in (stem_SLK, *(chosen for _, _, chosen in rows)) if chosen is not None]
     chosen_NLK = torch.full((size, *shapes[0]), UNTOLD, dtype=torch.int16) if shapes else None

@@ -47,9 +47,9 @@ _eager: Any = torch.compiler.disable  # routes are other objects in every pass
 
 @dataclass(slots=True)
 class RouterRecord:
-    """Of a pass, by mixture [E] each: `load` counts the tokens of rows that each expert got, `mass` adds up the
-    probabilities of the router, with gradients. `agreed` counts the replayed experts of tokens of rows that the router
-    would have chosen too, of `replayed` ones."""
+    """The routers' choices in a pass, by mixture [E] each: `load` counts the tokens of rows that each expert got,
+    `mass` adds up the probabilities of the router, with gradients. `agreed` counts the replayed experts of tokens of
+    rows that the router would have chosen too, of `replayed` ones."""
 
     load: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     mass: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -68,7 +68,7 @@ class RouterRecord:
             self.replayed += rows_T.sum() * index_TK.shape[1]
 
     def join(self, group: Any) -> None:
-        """Add up what the ranks of a group heard, each of some of the tokens of a pass."""
+        """Add up the records of the ranks of a group, each of some of the tokens of a pass."""
         mass_ME = added_up(torch.stack(list(self.mass.values())), group, "probabilities of experts")
         load_ME = torch.stack(list(self.load.values()))
         counts = torch.stack([load_ME.new_tensor(float(count)) for count in (self.agreed, self.replayed)])
@@ -78,7 +78,7 @@ class RouterRecord:
         self.agreed, self.replayed = totals[-2:].unbind()
 
     def begin(self, stem: RouterRecord, rows: Tensor) -> None:
-        """The pass begins with a stem, of whose tokens each was heard once: so many rows have them."""
+        """Add the record of the pass's stem, in which each token counts once, for the `rows` rows that have it."""
         for mixture, mass_E in stem.mass.items():
             self.mass[mixture] = self.mass[mixture] + rows * mass_E
             self.load[mixture] = self.load[mixture] + rows * stem.load[mixture]
@@ -109,8 +109,8 @@ def listening(of: Routers | None) -> Generator[RouterRecord | None]:
 
 
 class Routers:
-    """Those of a mixture, whose `shape` is known once they are hooked, and whether they are `probable`: each chooses by
-    a softmax over all experts, as the balance loss needs."""
+    """The routers of a mixture, whose `shape` is known once they are hooked, and whether they are `probable`: each
+    chooses by a softmax over all experts, as the balance loss needs."""
 
     def __init__(self, module: nn.Module) -> None:
         self._routes: Routes | None = None
@@ -179,12 +179,13 @@ class Routers:
             self._heard, self._routes = outer, None
 
     def join(self, group: Any) -> None:
-        """After a pass whose tokens the ranks of a group had among them: what was heard is of all tokens."""
+        """Add up the records after a pass whose tokens the ranks of a group shared: each has that of all tokens
+        then."""
         if group is not None and self._heard is not None and self._heard.load:
             self._heard.join(group)
 
     def begin(self, stem: RouterRecord, rows: Tensor) -> None:
-        """After a pass that began with a stem: see `RouterRecord.begin`."""
+        """Add a stem's record after a pass that began with it: see `RouterRecord.begin`."""
         if self._heard is not None:
             self._heard.begin(stem, rows)
 

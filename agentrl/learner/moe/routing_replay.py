@@ -1,4 +1,4 @@
-"""What a step does with the experts that engines told, and what it reports of its mixtures.
+"""Replay of the experts that engines reported in a step, and the report on its mixtures.
 
 Owns which tokens are replayed, the balance loss of each pass, and the numbers on both. Never knows how a router is made
 to choose (`agentrl.learner.moe.routers`), nor ranks.
@@ -28,8 +28,8 @@ RoutersOf = Callable[[Pack], Routers | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """Of a pass: how many tokens of rows each expert of each mixture got and how much probability [M, E], and the
-    numbers of replayed experts and of those that the router would have chosen too."""
+    """The routers' choices in a pass: how many tokens of rows each expert of each mixture got and how much probability
+    [M, E], and the numbers of replayed experts and of those that the router would have chosen too."""
 
     load_ME: Tensor
     mass_ME: Tensor
@@ -39,12 +39,12 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSummary:
-    """Of a step's mixtures. Tokens are those of rows, but their last ones. `missing` ones had to be replayed, and their
-    experts are not journaled: the learner's router chose. `differing` counts nodes that have other experts in another
-    row: those of one row were replayed. `agreement` is the share of replayed experts that the learner's router would
-    choose too. `balance` is the balance loss without its weight, K at best. `load_max` and `load_mean` are the load of
-    the busiest expert of a layer by the mean of its experts: in the worst layer, and on average over layers. `unused`
-    is the share of experts that got no token (none is ever dropped)."""
+    """Routing of a step's mixtures. Tokens are those of rows, but their last ones. `missing` ones had to be replayed,
+    and their experts are not journaled: the learner's router chose. `differing` counts nodes that have other experts in
+    another row: those of one row were replayed. `agreement` is the share of replayed experts that the learner's router
+    would choose too. `balance` is the balance loss without its weight, K at best. `load_max` and `load_mean` are the
+    load of the busiest expert of a layer by the mean of its experts: in the worst layer, and on average over layers.
+    `unused` is the share of experts that got no token (none is ever dropped)."""
 
     replayed: int
     missing: int
@@ -128,8 +128,8 @@ def pulled(
 
 
 def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
-    """Of some passes and what was heard in them; None if there was no mixture. No token is missing if replay was not
-    `asked` for and none has experts."""
+    """Summarise some passes and their routers' choices; None if there was no mixture. No token is missing if replay was
+    not `asked` for and none has experts."""
     mixed = [(pack, pack.routes, seen) for pack, seen in zip(packs, passes, strict=True) if pack.routes and seen]
     if not mixed:
         return None

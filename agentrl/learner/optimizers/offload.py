@@ -24,8 +24,9 @@ _LEAST = 1 << 16  # bytes; smaller tensors stay: norms and biases
 
 
 class Parking:
-    """Of one learner, which computes nothing between `leave` and `back`. `bytes` is what left the last time. In host
-    memory each tensor keeps its place from one time to the next, pinned if the device is a GPU."""
+    """Moves one learner between its device and host memory; it computes nothing between `leave` and `back`. `bytes` is
+    what left the last time. In host memory each tensor keeps its place from one time to the next, pinned if the device
+    is a GPU."""
 
     def __init__(self, models: Models, *, least: int = _LEAST) -> None:
         self._models, self._least, self.bytes = models, least, 0
@@ -86,7 +87,8 @@ class Parking:
             self._places = {}
 
     def _mine(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Those on the device that are worth it, each once. One that shares its memory frees none, and stays."""
+        """Yield the tensors on the device that are large enough to move, each once. A tensor that shares its memory
+        frees none, and stays."""
         seen = set[int]()
         for tensor in tensors:
             is_worth_moving = tensor.untyped_storage().nbytes() == tensor.nbytes >= self._least

@@ -204,7 +204,7 @@ class ParameterwiseOptimizer(CombinedOptimizer):
                     group["params"], part.state, part.param_groups = wholes, self.state, groups
 
     def _rounds(self, part: Optimizer, wholes: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
-        """Those that are updated together: over ranks, muon's."""
+        """Divide `wholes` into lots that are updated together: one parameter each, or Muon's rounds over ranks."""
         together = getattr(part, "rounds", None)
         if together is not None:
             return together(wholes)
@@ -295,11 +295,11 @@ Block = tuple[slice, ...]
 
 
 class Muon(torch.optim.Muon):
-    """Of parameters that are sharded over all ranks, each of which calls `step`. A matrix is updated if any rank has a
-    gradient of it; to those that have none it is 0."""
+    """Muon for parameters that are sharded over all ranks, each of which calls `step`. A matrix is updated if any rank
+    has a gradient of it; for the ranks that have none it is 0."""
 
     def rounds(self, matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Those that are updated together."""
+        """Divide `matrices` into rounds, largest first: as many as there are ranks are updated together."""
         order = sorted(matrices, key=lambda one: (one.numel() * min(one.shape), one.shape), reverse=True)
         size = distributed.get_world_size()
         return (order[start : start + size] for start in range(0, len(order), size))
@@ -326,7 +326,7 @@ class Muon(torch.optim.Muon):
             shard.add_(update.view(shard.shape), alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
 
     def _momentum(self, one: Tensor, group: dict[str, Any]) -> Tensor:
-        """This rank's shard of what is to be made orthogonal."""
+        """Update this rank's shard of the momentum. Returns its shard of the matrix to be made orthogonal."""
         state = self.state[one]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(one)
@@ -337,7 +337,7 @@ class Muon(torch.optim.Muon):
 
 
 def _with_gradients(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Those of which any rank has a gradient."""
+    """Select the matrices of which any rank has a gradient."""
     has = torch.tensor(
         [matrix.grad is not None for matrix in matrices], dtype=torch.int32, device=local(matrices[0]).device
     )
@@ -347,7 +347,7 @@ def _with_gradients(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _orthogonal(shape: torch.Size, places: Sequence[Block], parts: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
-    """What the parts of a matrix become, one after the other."""
+    """Make a matrix orthogonal that lies in `parts` at `places`. Returns its parts, flat, one after the other."""
     matrix = parts[0].new_empty(shape)
     for place, part in zip(places, parts, strict=True):
         matrix[place] = part.view(matrix[place].shape)
@@ -360,14 +360,14 @@ def _size(place: Block) -> int:
 
 
 def _places(matrix: Tensor) -> tuple[Block, ...]:
-    """What each rank has of it."""
+    """The block of a matrix that each rank has."""
     sharded = cast(DTensor, matrix)
     return _blocks(matrix.shape, sharded.device_mesh.shape, sharded.placements)
 
 
 @cache
 def _blocks(shape: torch.Size, ranks: tuple[int, ...], placements: Any) -> tuple[Block, ...]:
-    """By rank: meshes have their ranks in reading order."""
+    """Blocks by rank: meshes have their ranks in reading order."""
     layouts = (
         _compute_local_shape_and_global_offset(shape, ranks, list(coordinates), placements)
         for coordinates in product(*map(range, ranks))

@@ -1,4 +1,4 @@
-"""What ranks send each other in a pass, found on one machine before anything is loaded.
+"""Traffic between the ranks in a pass, computed on one machine before anything is loaded.
 
 One rank of so many runs the learner's own code: its models are made from the model's configuration alone, of tensors
 that have shapes and no numbers (torch's FakeTensorMode), cut and gathered as a run file says, and make one pass forward
@@ -52,8 +52,8 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One that `size` ranks enter. `shape` is of the whole tensor, of which a rank has, or gets, one part of `size`; of
-    an all-reduce it has all; of an all-to-all it has all, and sends each rank a part."""
+    """A collective that `size` ranks enter. `shape` is of the whole tensor, of which a rank has, or gets, one part of
+    `size`; of an all-reduce it has all; of an all-to-all it has all, and sends each rank a part."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -73,8 +73,8 @@ class Collective:
 
 
 def traffic(settings: LearnerSettings, folder: Path, rows: Sequence[Row]) -> list[Collective]:
-    """Those of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more than a
-    config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
+    """List the collectives of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more
+    than a config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
     plan = settings.train.parallel
     with first_of(plan) as first:
         with hollow():

@@ -103,7 +103,7 @@ class Ledger:
         return name.rstrip(b"\0").decode(errors="replace")
 
     def standings(self) -> list[RankProgress]:
-        """That of each rank."""
+        """The progress of each rank."""
         heads = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
         return [
             RankProgress(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(heads)

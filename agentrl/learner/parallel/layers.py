@@ -86,7 +86,8 @@ def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """Those of decoder layers that a model's own plan names: it does no more with their weights than call them."""
+    """List the linear layers of decoder layers that a model's own plan names: the model only calls them, and does
+    nothing else with their weights."""
     planned = _planned(module, getattr(module, "tp_plan", None) or {})
     return [part for _, part, style in planned if style in _WAYS and type(part) is nn.Linear]
 
@@ -166,7 +167,7 @@ def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
 
 
 def _below(layer: nn.Module) -> nn.Module:
-    """What lies below the adapters of PEFT that are nested around it."""
+    """The module below the adapters of PEFT that are nested around it."""
     while isinstance(base := getattr(layer, "base_layer", None), nn.Module):
         layer = base
     return layer
@@ -184,8 +185,8 @@ def _install_linear(part: nn.Linear, adapter: Any, how: ParameterCut, name: str)
 
 
 def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
-    """What some rows of a weight make of states; or what some columns do, whose ranks in `row` are added up: each adds
-    a part of the bias."""
+    """Multiply states with some rows of a weight; or, if `row` is given, with some columns, whose products the ranks of
+    `row` add up: each adds a part of the bias."""
     part_bias = cast("Tensor | None", part.bias)
     weight, bias = _own(part.weight), None if part_bias is None else _own(part_bias)
     if bias is None or row is None:
@@ -195,7 +196,7 @@ def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
 
 
 def _part(small: nn.Linear, row: DeviceMesh, dim: int, states: Tensor) -> Tensor:
-    """The same of an adapter's matrix, which is whole."""
+    """Multiply states with this rank's part, along `dim`, of an adapter's matrix, which is whole on every rank."""
     share = small.weight.shape[dim] // row.size()
     return functional.linear(states, small.weight.narrow(dim, share * row.get_local_rank(), share))
 
@@ -262,8 +263,8 @@ class Experts:
         return sent_WE.sum(1).tolist(), taken_WE.sum(1).tolist()
 
     def _computed(self, rows_RH: Tensor, count_WE: Tensor) -> Tensor:
-        """What this rank's experts say of rows which are, for each rank that sent some, in the order of the experts.
-        One row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
+        """Compute this rank's experts on rows which are, for each rank that sent some, in the order of the experts. One
+        row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
         part, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
         index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten(), output_size=len(rows_RH))
         index_R1 = functional.pad(index_R, (0, 1))[:, None]

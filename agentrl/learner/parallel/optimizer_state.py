@@ -1,4 +1,4 @@
-"""What optimizers remember of sharded weights, as a folder of torch.distributed.checkpoint: each rank writes a file.
+"""State of the optimizers of sharded weights, a folder of torch.distributed.checkpoint: each rank writes a file.
 
 Owns the files. Never knows what else a checkpoint has, nor how ranks wait for each other.
 
@@ -63,7 +63,7 @@ def divided(
 
 
 def shards(tensors: Mapping[str, Tensor]) -> Shards:
-    """This rank's, not copied."""
+    """This rank's shards, not copied."""
     return {
         name: (tuple(cast(Any, tensor).__create_chunk_list__()[0].offsets), local(tensor))
         for name, tensor in tensors.items()
@@ -110,8 +110,8 @@ def _sync(file: Any) -> None:
 def read(
     folder: Path, names: Collection[str], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """What `names` hold for the parameters of `optimizers`, cut as these are: each rank reads its own shards alone.
-    Raises ModelError if the folder has less, or something else."""
+    """Read `names` for the parameters of `optimizers`, cut as these are: each rank reads its own shards alone. Raises
+    ModelError if the folder has less, or something else."""
     try:
         from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
     except ImportError as error:

@@ -46,7 +46,7 @@ def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> 
 
 
 def _models(pack: Pack) -> tuple[object, ...]:
-    """What decides the models that run in a pass, and the passes of which they do together."""
+    """Key of the models that run in a pass; passes with the same key run together."""
     return pack.algo, pack.policy, pack.stem
 
 

@@ -85,7 +85,7 @@ class Portion:
 
     @property
     def routes(self) -> Routes | None:
-        """Those of its nodes. One that it computes for nobody is in no row."""
+        """Routes of this rank's nodes. A node that it computes for nobody is in no row."""
         if self.pack.routes is None or self.node_n is None:
             return self.pack.routes
         node_routes = self.pack.routes.at(self.node_n)
@@ -102,7 +102,7 @@ class Portion:
         return both
 
     def _gathered(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Those of all nodes [1, H_kv, N, D] from those of this rank's [1, H_kv, n, D]."""
+        """Gather keys and values of all nodes [1, H_kv, N, D] from those of this rank's nodes [1, H_kv, n, D]."""
         assert self.meshes is not None and self.place_N is not None
         both_nHD = torch.cat([key, value], -1)[0].transpose(0, 1)
         both_NHD = _Gather.apply(both_nHD, self.place_N, self.most, self.meshes.context, name)
@@ -110,7 +110,7 @@ class Portion:
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     def read(self, own: Places, plain: Places, found: Callable[[Places, Places], Found]) -> Found:
-        """What `found` says of two sets of places and of each row of logits, from what it says of this rank's rows."""
+        """Read two sets of places, and each row of logits, from the results of `found` on each rank's rows."""
         if self.row_p is None:
             return found(own, plain)
         count = len(self.pack.predictors_P)
@@ -131,7 +131,7 @@ class Portion:
 
 
 def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
-    """That of this rank, of all nodes of a pass or of a span: its stem, or all after that."""
+    """This rank's share of all nodes of a pass, or of a span: its stem, or all after that."""
     if meshes.team is None:
         return Portion.whole(pack, span)
     if meshes.context is None:
@@ -145,7 +145,7 @@ def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
 
 
 def _predictors(pack: Pack, span: Span) -> Tensor:
-    """Those of a span: of a stem no node predicts, and after it are all that do."""
+    """Predictors of a span: of a stem no node predicts, and after it are all that do."""
     return pack.predictors_P[: len(pack.predictors_P) if span[1] == len(pack.token_ids_N) else 0]
 
 

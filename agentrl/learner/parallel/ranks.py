@@ -51,7 +51,8 @@ from agentrl.learner.parallel.pass_shards import Portion, Span, portion
 
 @dataclass(frozen=True, slots=True)
 class RankReply:
-    """What a rank returned, or how it failed: `in_collective` if perhaps since another one did."""
+    """A rank's result or error. `in_collective`: it failed inside a collective, perhaps only because another rank
+    failed."""
 
     value: object = None
     error: str | None = None
@@ -59,7 +60,7 @@ class RankReply:
 
 
 def send(line: Connection[Any, Any], what: object) -> None:
-    """By value: torch would have tensors shared between the processes, by files."""
+    """Send an object by value: torch would have tensors shared between the processes, by files."""
     line.send_bytes(pickle.dumps(what))
 
 
@@ -98,7 +99,7 @@ def settle_work(
     deadline_s: float,
     progress: Callable[[], None],
 ) -> None:
-    """On rank 0: wait until the work of each rank has ended well. `why_ended` tells why a rank has ended, if it has;
+    """Wait on rank 0 until the work of each rank has ended well. `why_ended` says why a rank has ended, if it has;
     `where` it stands, if it has not got on for `deadline_s`. `progress` is called whenever one gets on. Raises
     RankLost; OSError for one that a rank had; RunFailed for another error."""
     for rank in ranks:
@@ -125,7 +126,7 @@ def settle_work(
 
 
 def _count(store: distributed.Store, key: str) -> int:
-    """What has been added up there; a look that adds 0 would let the store's file grow."""
+    """Read the counter `key`; a look that adds 0 would let the store's file grow."""
     return int(store.get(key)) if store.check([key]) else 0
 
 
@@ -164,9 +165,9 @@ class RankOrder(Protocol[W_contra, T_co]):
 
 
 class Ranks(Protocol):
-    """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing,
-    and nobody calls `run`. `team` of them, neighbours, compute each pass together; of each layer a rank has one of
-    `tensor` parts."""
+    """The learner's view of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing, and
+    nobody calls `run`. `team` of them, neighbours, compute each pass together; of each layer a rank has one of `tensor`
+    parts."""
 
     rank: int
     size: int
@@ -182,15 +183,15 @@ class Ranks(Protocol):
         ...
 
     def arrange(self, plan: ParallelPlan) -> None:
-        """From now on, models are cut as a run file says. All ranks call it together."""
+        """Cut models as a run file says, from now on. All ranks call it together."""
         ...
 
     def portion(self, pack: Pack, span: Span | None = None) -> Portion:
-        """What this rank computes of a pass of its team, or of its stem, or of what comes after that."""
+        """This rank's share of a pass of its team, or of its stem, or of all nodes after that."""
         ...
 
     def spread(self, module: nn.Module) -> None:
-        """Of a model on the meta device, make the tensors that this rank's shards are to be read into."""
+        """Make the tensors that this rank's shards of a model on the meta device are to be read into."""
         ...
 
     def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -203,11 +204,11 @@ class Ranks(Protocol):
         ...
 
     def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
-        """On others than rank 0: do `work` on a thread, while orders go on; it is given what to call as it gets on."""
+        """Do `work` on a thread of another rank than 0, while orders go on; it is given what to call as it gets on."""
         ...
 
     def settle(self, key: str, progress: Callable[[], None]) -> None:
-        """On rank 0, on any thread: wait until each other rank has done its work `key`: see `settle_work`."""
+        """Wait on rank 0, on any thread, until each other rank has done its work `key`: see `settle_work`."""
         ...
 
     def close(self) -> None: ...
@@ -543,7 +544,8 @@ class Leader:
                 return
 
     def _lost(self, error: BaseException) -> RankLost | None:
-        """What happened, by the strongest evidence that the next moments bring; None if no rank is to blame."""
+        """Explain a failed collective by the strongest evidence that the next moments bring; None if no rank is to
+        blame."""
         until = time.monotonic() + _EVIDENCE_S
         while True:
             for other in self._others:
