@@ -82,7 +82,7 @@ def changes(method: str, path: str) -> bool:
 
 
 def signature(key: EngineKey, method: str, target: str, body: bytes) -> str:
-    """That of a request for `target` (the path, with its query). Raises ValueError for a key that cannot sign."""
+    """Sign a request for `target` (the path, with its query). Raises ValueError for a key that cannot sign."""
     if key.signing is None:
         raise ValueError("this key may sample and look; it signs no change of an engine")
     text = f"{method.upper()}\n{target}\n{hashlib.sha256(body).hexdigest()}"
@@ -90,7 +90,7 @@ def signature(key: EngineKey, method: str, target: str, body: bytes) -> str:
 
 
 def proof(key: EngineKey, challenge: bytes) -> str:
-    """What only a holder of the key answers to a challenge."""
+    """Answer a challenge as only a holder of the key can."""
     return hmac.new((key.signing or key.value).encode(), b"engine\n" + challenge, hashlib.sha256).hexdigest()
 
 

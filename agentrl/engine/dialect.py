@@ -1,4 +1,4 @@
-"""What differs between the servers that the client speaks to: one protocol, and a dialect each.
+"""Differences between the servers that the client speaks to: one protocol, and a dialect each.
 
 `EngineClient` owns connections, deadlines and the names of failures, whatever it speaks to. A dialect owns paths, the
 shape of requests and answers, and the order of admin calls: vLLM's (the embedded engine speaks it too) is in

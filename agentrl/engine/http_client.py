@@ -309,7 +309,7 @@ def _within(timeout_s: float | None) -> AbstractContextManager[object]:
 
 
 def _at_once(call: Callable[[Any], T], argument: object) -> T | None:
-    """What a call of a socket gives without waiting; None if it would wait."""
+    """Call a socket without waiting; None if it would wait."""
     try:
         return call(argument)
     except BlockingIOError:

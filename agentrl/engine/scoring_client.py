@@ -30,7 +30,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What a client has in one trio loop: connections and places belong to a loop and cannot be shared with another."""
+    """A client's connections and places in one trio loop; they cannot be shared with another loop."""
 
     http: EngineClient
     places: trio.CapacityLimiter
@@ -81,7 +81,7 @@ class ScoringClient:
     async def classify_chat(
         self, messages: Sequence[Message], *, activation: bool = False, deadline_s: float | None = None
     ) -> tuple[float, ...]:
-        """The same of a conversation, rendered by the server's chat template."""
+        """Classify a conversation, rendered by the server's chat template; see `classify`."""
         return await self._classify({"messages": list(messages)}, activation, deadline_s)
 
     async def chat(

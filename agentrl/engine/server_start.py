@@ -1,4 +1,4 @@
-"""What starting other people's engine servers has in common: finding one, its process, the wait for it, its log.
+"""Common parts of starting other people's engine servers: finding one, its process, the wait for it, its log.
 
 Each kind of server has its own command line beside its dialect: `agentrl.engine.vllm.launch`,
 `agentrl.engine.sglang.server_launch`. Never knows a flag.
@@ -60,8 +60,8 @@ def installed(python: Path, distributions: Sequence[str]) -> dict[str, str]:
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """What CUDA calls GPUs that torch counts: where this process sees a few only, it counts those. Raises ConfigError
-    for one that it does not see."""
+    """CUDA's names of GPUs that torch counts: if this process sees only a few, torch counts those from 0. Raises
+    ConfigError for a GPU that it does not see."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is None:
         return [str(gpu) for gpu in gpus]
@@ -146,7 +146,7 @@ async def wait_for(
 
 
 def _last_line(log: Path | None) -> str:
-    """What a server wrote last."""
+    """Describe the last line of a server's log."""
     if log is None or not log.exists():
         return "no log is kept"
     with log.open("rb") as file:
@@ -156,7 +156,7 @@ def _last_line(log: Path | None) -> str:
 
 
 def why_it_ended(log: Path | None, hints: Sequence[tuple[str, str]]) -> str:
-    """The line of a log that says why a server ended, and how to mend that, if one of `hints` (a pattern and the mend)
+    """The line of a log that says why a server ended, and how to fix that, if one of `hints` (a pattern and the fix)
     knows it."""
     if log is None or not log.exists():
         return "no log was kept"

@@ -241,7 +241,7 @@ class Batcher:
         return True
 
     def abort_like(self, start: str) -> None:
-        """End every request whose id begins so, with the tokens it has."""
+        """End every request whose id begins with `start`, with the tokens it has."""
         for id in [*self.running, *(request.id for request in self.waiting)]:
             if id.startswith(start):
                 self.abort(id)
@@ -297,7 +297,7 @@ class Batcher:
         self.announce(version)
 
     def announce(self, version: int) -> None:
-        """From now on the weights are those of `version`."""
+        """Stamp tokens with `version` from now on."""
         self.version = version
         self.slots.forget(busy=False)
         for request in self.running.values():
@@ -324,7 +324,7 @@ class Batcher:
                 self._sample(logits_BV, sampling)
 
     def _key(self, request: BatchRequest) -> int:
-        """What tells keys and values of other weights from the request's."""
+        """Key of the request's weights: keys and values of other weights have another one."""
         return self.version if request.adapter is None else request.adapter.key
 
     def _admit(self) -> None:
@@ -426,8 +426,8 @@ class Batcher:
     def _shown(
         self, parts: Sequence[tuple[BatchRequest, int, int]]
     ) -> tuple[torch.Tensor | None, tuple[tuple[slice, torch.Tensor], ...]]:
-        """Of the rows of a pass, so many of each request from a token on: where they stand, if images are among what
-        came before, and which are tokens of images."""
+        """Positions and image tokens of the rows of a pass; each of `parts` is a request, the number of its first
+        token, and how many tokens. Without images in any request there are none: (None, ())."""
         if all(request.shown is None for request, _, _ in parts):
             return None, ()
         turned, image_rows, row = list[torch.Tensor](), list[tuple[slice, torch.Tensor]](), 0

@@ -36,7 +36,7 @@ _NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # at a text's end: the rest of a chara
 
 
 class FoundCalls(Protocol):
-    """What a parser finds in an answer: the text outside of calls, and the calls, of which those that are well-formed
+    """The result of parsing an answer: the text outside of calls, and the calls, of which those that are well-formed
     have `name` and `arguments`."""
 
     @property
@@ -194,7 +194,7 @@ class Chat:
 
 
 def fresh(text: str, sent: str) -> str:
-    """What of a growing text can be sent: a character whose bytes are not all there waits."""
+    """The part of a growing text that can be sent now: a character whose bytes are not all there waits."""
     return "" if text.endswith(_NOT_WHOLE) else text[len(sent) :]
 
 

@@ -32,7 +32,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What an adapter adds to a product: x @ down_IR @ up_RO."""
+    """The factors of the product that an adapter adds to a layer's: x @ down_IR @ up_RO."""
 
     down_IR: torch.Tensor
     up_RO: torch.Tensor

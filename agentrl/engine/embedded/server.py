@@ -157,7 +157,7 @@ class EngineServer:
         self.app = Starlette(routes=self.routes())
 
     def routes(self) -> list[Route]:
-        """What it answers."""
+        """The routes that the server answers."""
         return [
             Route("/inference/v1/generate", AsgiRoute(self._generate), methods=["POST"]),
             Route("/v1/chat/completions", AsgiRoute(self._chat), methods=["POST"]),
@@ -394,8 +394,8 @@ class EngineServer:
         return JSONResponse({"is_paused": self._paused})
 
     async def _sleep(self, request: HTTPRequest) -> Response:
-        """As vLLM's: level 1 drops keys and values and leaves the weights in host memory, where they are here anyway;
-        level 2 drops the weights too."""
+        """Put the engine to sleep at one of vLLM's levels: level 1 drops keys and values and leaves the weights in host
+        memory, where they are here anyway; level 2 drops the weights too."""
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
             raise BadRequest(f"level = {level!r}: must be 1 or 2")

@@ -44,7 +44,7 @@ _TEXT_ALONE = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_
 
 
 class SGLangServer(EngineServer):
-    """As `EngineServer`, for clients that speak SGLang's dialect."""
+    """An `EngineServer` for clients that speak SGLang's dialect."""
 
     _retractions = 0  # pauses so far that put requests back
 

@@ -143,14 +143,15 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """What it writes; nothing for what it refuses."""
+        """Write a conversation; an empty text if the template refuses it."""
         try:
             return self._write([(style or self.style).of(message) for message in messages], tools, asks)
         except ModelError:
             return ""
 
     def _with_call(self, style: Style | None = None) -> str:
-        """What it writes with a call, which some write only in front of an answer, and others write no answer to."""
+        """Write a conversation with a call: some templates write it only in front of an answer, others write no answer
+        to it."""
         answered = self._tried([*probe_call(), _tool("x")], [PROBE], style)
         return answered if MARK in answered else self._tried(probe_call(), [PROBE], style)
 
@@ -208,8 +209,8 @@ class ChatTemplate:
 
     @cached_property
     def written_call(self) -> str:
-        """What it writes behind the user's message for a call of `zqTOOLqz` with `key="zqMARKqz"`; nothing if it writes
-        no calls."""
+        """The text that the template writes behind the user's message for a call of `zqTOOLqz` with `key="zqMARKqz"`;
+        empty if it writes no calls."""
         written = self._tried(probe_call(), [PROBE], asks=False) if self.writes_calls else ""
         written = written if MARK in written else self._with_call() if self.writes_calls else ""
         before = (self._tried([_user("a")], [PROBE], asks=asks) for asks in (True, False))

@@ -60,8 +60,8 @@ class Conversations:
 
     @cached_property
     def untold(self) -> str | None:
-        """What the chat template does not write of tools, and where it goes instead, in one line; None if it writes all
-        of it."""
+        """Name in one line the parts of tools that the chat template does not write, and where they go instead; None if
+        it writes all of them."""
         template = self.template(tools=True)
         ways = {
             "tools (they go into the system message)": template.writes_tools,

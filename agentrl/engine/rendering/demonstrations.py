@@ -59,7 +59,8 @@ class Demonstrations:
                 notices.note("demonstrations", f"the role {role!r} is not known to the chat template: it is context")
 
     def _thinking_hint(self, message: Message, before: str) -> str:
-        """What to give for a template that opens a block of reasoning where the assistant speaks."""
+        """A hint for a template that opens a block of reasoning where the assistant speaks; empty if it does not
+        apply."""
         opens = before.rstrip().endswith(tuple(opening for opening, _ in self._conversations.text_format.thoughts))
         if not opens or "reasoning_content" in message:
             return ""

@@ -128,7 +128,7 @@ def _is_control(token: str, written: str) -> bool:
 
 
 def _written_by(template: ChatTemplate) -> Iterator[str]:
-    """What a template writes for a call and its answer: some put their tags together from pieces."""
+    """Yield the texts that a template writes for a call and its answer: some put their tags together from pieces."""
     answer = {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call00000"}
     try:
         yield template.written_call

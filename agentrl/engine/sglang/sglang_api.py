@@ -87,7 +87,7 @@ def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tupl
 
 
 class SGLangParser(ChunkParser):
-    """As `ChunkParser`, for the events of SGLang, whether each repeats all tokens or has the new ones alone."""
+    """A `ChunkParser` for the events of SGLang, whether each repeats all tokens or has the new ones alone."""
 
     _stamp: str | None = None  # the version of the tokens received last, and how often the request was put back by then
     _retractions: int | None = None

@@ -39,7 +39,7 @@ METRICS = {
 
 
 class SGLangDialect(EngineDialect):
-    """As `EngineDialect`."""
+    """The `EngineDialect` of SGLang."""
 
     generate_path = "/generate"
     health_path = "/ready"  # /health samples a token, waits for a second, and hangs while the engine is paused

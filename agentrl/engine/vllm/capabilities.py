@@ -237,7 +237,7 @@ async def _answers(client: EngineClient, method: str, path: str) -> bool:
 
 
 async def _rpc(client: EngineClient, method: str) -> dict[str, Any] | None:
-    """What the first worker says, None if it knows no such method, or says it otherwise than our plugin."""
+    """Call a method of the first worker; None if it knows no such method, or answers otherwise than our plugin."""
     try:
         body = await client.call("POST", "/collective_rpc", json={"method": method}, deadline_s=_DEADLINE_S)
         return results(body, missing=list, pickles=bool)[0]

@@ -162,7 +162,7 @@ class VLLMServer:
         return f"unix://{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
 
     def on_free_port(self) -> Self:
-        """The same on a port that nobody has now."""
+        """Return a copy of the server on a port that nobody has now."""
         return replace(self, port=free_port(self.host))
 
     def argv(self, *, bare: bool = False) -> list[str]:

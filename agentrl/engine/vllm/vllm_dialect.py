@@ -14,7 +14,7 @@ from agentrl.records import Json
 
 
 class VLLMDialect(EngineDialect):
-    """As `EngineDialect`."""
+    """The `EngineDialect` of vLLM and of the embedded engine."""
 
     generate_path = "/inference/v1/generate"
     health_path = "/health"

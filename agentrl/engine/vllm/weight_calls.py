@@ -23,7 +23,7 @@ _STAGE_POLL_S = 0.01
 
 
 async def take_weights(engine: EngineCalls, update: WeightUpdate, *, deadline_s: float) -> float:
-    """As `EngineDialect.take_weights`."""
+    """Have an engine load new weights; see `EngineDialect.take_weights`."""
     infos, clear_cache = update.files, update.clear_cache
     init: dict[str, Json] = {} if update.keep_base is None else {"keep_base": update.keep_base}
     answer = await engine.call("POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s)

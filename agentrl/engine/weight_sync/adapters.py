@@ -67,7 +67,7 @@ class AdapterClient(EngineClient):
         self._current = current
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
+        """See `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
         waits to be refit, or was left behind by several versions."""
         is_past_self = request.version is not None
         version = request.version if is_past_self else await self._current()
@@ -86,7 +86,7 @@ class AdapterClient(EngineClient):
     async def score(
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
     ) -> tuple[float, ...]:
-        """As `EngineClient.score`, under the current adapter if no `model` is named."""
+        """See `EngineClient.score`; without a `model`, the current adapter scores."""
         version = await self._current()
         if model is None and version is not None:
             model = adapter_name(version)

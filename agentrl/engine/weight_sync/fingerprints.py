@@ -34,13 +34,13 @@ def columns(width: int) -> list[int]:
 
 
 def of(values: NDArray[Any]) -> str:
-    """Of a vector, or of a matrix's columns [rows, columns]."""
+    """Fingerprint a vector, or a matrix's columns [rows, columns]."""
     contiguous = np.ascontiguousarray(values, dtype=np.float32) + 0.0  # what was computed has lost the sign of a zero
     return hashlib.blake2b(str(contiguous.shape).encode() + contiguous.tobytes(), digest_size=8).hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Of torch tensors by name, vectors and matrices, and of a square matrix's transpose as `NAME transposed`."""
+    """Fingerprint torch vectors and matrices by name; of a square matrix also its transpose, as `NAME transposed`."""
     fingerprints: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
@@ -54,8 +54,8 @@ def of_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def of_file(data: Bytes, dtype: str) -> dict[str, str]:
-    """Of a weight file's vectors and matrices of floats, as an engine of `dtype` has them. Raises WeightSyncError for a
-    malformed file."""
+    """Fingerprint a weight file's vectors and matrices of floats, as an engine of `dtype` has them. Raises
+    WeightSyncError for a malformed file."""
     fingerprints: dict[str, str] = {}
     for place in weight_file.places(data):
         if place.dtype in _READ and len(place.shape) in (1, 2):
@@ -68,7 +68,7 @@ def of_file(data: Bytes, dtype: str) -> dict[str, str]:
 
 
 def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """To the nearest value of `dtype`, to the even one of two."""
+    """Round to the nearest value of `dtype`, to the even one of two."""
     if dtype != "bfloat16":
         return values.astype(dtype)
     bits = values.astype(np.float32).view(np.uint32)

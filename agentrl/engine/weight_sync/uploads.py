@@ -36,7 +36,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def messages(folder: Path, name: str) -> Generator[str]:
-    """What to send, one after the other, so that the engine has the files of `folder` in one of that name."""
+    """Yield, in order, the messages that give an engine the files of `folder` in a folder called `name`."""
     digests: dict[str, str] = {}
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         digest = hashlib.sha256()

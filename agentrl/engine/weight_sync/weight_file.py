@@ -59,7 +59,7 @@ def open_bytes(path: Path) -> Bytes:
 
 
 def mapped(file: BinaryIO) -> Bytes:
-    """As `open_bytes`, of an open file. Raises OSError, or ValueError if it is empty."""
+    """A read-only view of an open file's bytes. Raises OSError, or ValueError if the file is empty."""
     return cast("Bytes", np.memmap(file, dtype=np.uint8, mode="r"))
 
 
@@ -137,8 +137,8 @@ def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
 
 
 def patched(base: Bytes, delta: BinaryIO, name: str) -> Bytes:
-    """What a delta, called `name` in errors, makes of `base`; whoever asks checks its digest. Raises WeightSyncError if
-    it is no delta, or of another size."""
+    """Apply a delta, called `name` in errors, to `base`; whoever asks checks the result's digest. Raises
+    WeightSyncError if it is no delta, or of another size."""
     zstandard = _zstandard()
     try:
         if delta.read(len(_MAGIC)) != _MAGIC:

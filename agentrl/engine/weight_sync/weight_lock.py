@@ -25,7 +25,7 @@ _GPU = "the shared GPU"
 
 
 def name_of(url: str, *, colocated: bool) -> str:
-    """What the lock for an engine is named by."""
+    """Name of the lock for an engine."""
     return _GPU if colocated else url.rstrip("/")
 
 
@@ -40,7 +40,7 @@ class WeightLock:
         return not self._file.closed
 
     def let_go(self) -> None:
-        """Safe to repeat."""
+        """Release the lock. Safe to repeat."""
         self._file.close()
 
     @asynccontextmanager

@@ -56,7 +56,7 @@ class Sources:
             raise WeightSyncError(self._refusal(f"weight file {path!r}", wanted)) from None
 
     def fetch(self, url: str, sha256: str, base: tuple[str, Bytes] | None, deadline_s: float) -> Bytes:
-        """As `objects.fetch`, from a URL below those of this engine. Raises WeightSyncError."""
+        """Fetch weights from a URL below those of this engine; see `object_store.fetch`. Raises WeightSyncError."""
         if ".." in url.split("/") or not any(url.startswith(f"{root}/") for root in self._urls):
             raise WeightSyncError(self._refusal(f"weights at {url!r}", "one"))
         return object_store.fetch(url, sha256, base=base, deadline_s=deadline_s)

@@ -72,7 +72,7 @@ def _all(given: dict[str, list[str]]) -> list[str]:
 
 
 def _refusal(parser: Any, argv: list[str], *, configure: bool = False) -> str | None:
-    """What is wrong with a command line in one line, None if nothing is."""
+    """Describe in one line what is wrong with a command line; None if nothing is."""
 
     def refuse(message: str) -> NoReturn:
         raise _Refused(message)

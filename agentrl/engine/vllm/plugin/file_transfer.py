@@ -72,7 +72,7 @@ class Update:
         return read_weights.sources().read(self.path, self.sha256, base.data)
 
     def bytes_again(self, base: Base) -> weight_file.Bytes:
-        """The same once it has been loaded: a delta's result is then the base of the next one."""
+        """Return the checked bytes once they have been loaded: a delta's result is then the base of the next one."""
         return base.data if self.sha256 == base.sha256 and base.data is not None else self.bytes(base)
 
 
@@ -85,7 +85,8 @@ class Base:
     data: weight_file.Bytes | None = None
 
     def copy(self, update: Update, data: weight_file.Bytes) -> weight_file.Bytes | None:
-        """What `now` will keep of `data`. A mapped file is copied: its owner may remove it."""
+        """Make the bytes that `now` will keep; None if none are to be kept. A mapped file is copied: its owner may
+        remove it."""
         if not self.keep:
             return None
         import numpy as np

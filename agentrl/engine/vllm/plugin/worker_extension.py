@@ -36,8 +36,8 @@ class WorkerExtension:
     finish_weight_update: Any
 
     def agentrl_facts(self) -> dict[str, Any]:
-        """What is in place in this worker, and so in vLLM's other processes: they share its environment, in which vLLM
-        looks for the entry point."""
+        """Report the parts of the plugin that are in place in this worker, and so in vLLM's other processes: they share
+        its environment, in which vLLM looks for the entry point."""
         loaded = importlib.metadata.entry_points(group="vllm.general_plugins", name="agentrl")
         allowed = os.environ.get("VLLM_PLUGINS")  # vLLM loads all, or those that are named here
         has_entry_point = bool(loaded) and (allowed is None or "agentrl" in allowed.split(","))
