@@ -297,7 +297,7 @@ def _plain_call(call: Any) -> dict[str, Json]:
 
 
 def _decoded(text: str, field: str) -> Any:
-    """What a JSON text says. Raises TypeError that names the field."""
+    """Decode a JSON text. Raises TypeError that names the field."""
     try:
         return decode_whole(text)
     except StructuralParseError as error:

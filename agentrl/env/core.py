@@ -282,7 +282,7 @@ class _Wrapped(Env):
             self._inner.charge_tokens(count)
 
     def oracles(self) -> Sequence[Any]:
-        """Those of the environment within: a wrapper that changes its task breaks them."""
+        """Oracles of the environment within: a wrapper that changes its task breaks them."""
         oracles = getattr(self._inner, "oracles", None)
         return oracles() if oracles is not None else ()
 

@@ -186,8 +186,8 @@ _DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, 
 
 
 def decode_row(line: str) -> Any:
-    """What a line of JSON says. Raises ValueError, also for NaN, numbers that are not finite, keys that stand twice in
-    an object, and values in values without end."""
+    """Decode a line of JSON. Raises ValueError, also for NaN, numbers that are not finite, keys that stand twice in an
+    object, and values in values without end."""
     try:
         return _DECODER.decode(line)
     except RecursionError:

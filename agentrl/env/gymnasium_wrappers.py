@@ -43,7 +43,7 @@ class Rendered(Wrapper):
 
     @property
     def spec(self) -> EnvSpec | None:
-        """That of the environment: its `render_mode` brings this wrapper with it."""
+        """Spec of the environment: its `render_mode` brings this wrapper with it."""
         return self.env.spec
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:

@@ -30,8 +30,9 @@ _FORMS: Final = "give (prompt, completion, row), or TRL's (completions, column=â
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a function judges. `talk`: the row's prompt is a list of messages, which TRL answers with one, too.
-    `messages` are those of an episode after its prompt, and `environment` the object that played it, if there is one.
+    """An answer for a function to judge. `talk`: the row's prompt is a list of messages, which TRL answers with one,
+    too. `messages` are those of an episode after its prompt, and `environment` the object that played it, if there is
+    one.
     """
 
     prompt: Sequence[Message]

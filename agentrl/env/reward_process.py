@@ -42,7 +42,7 @@ class Hangs(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """What functions said of an answer. `scores` has None where a function abstains; `late` functions had not judged
+    """The functions' scores of an answer. `scores` has None where a function abstains; `late` functions had not judged
     it in time, and have no score."""
 
     scores: Mapping[str, float | None]
@@ -80,7 +80,7 @@ class RewardProcesses:
         return AnswerScores(scores, [name for name in self.names if name not in scores])
 
     def close(self) -> None:
-        """End those that are idle."""
+        """End the processes that are idle."""
         with self._changed:
             ended, self._idle = self._idle, []
             self._started -= len(ended)

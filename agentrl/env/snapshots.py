@@ -106,7 +106,8 @@ class Recorded(Env):
         return all(overridden) if any(overridden) else self._record_box() is not None
 
     async def snapshot(self) -> bytes:
-        """What was done so far, and the files of the box. Raises SandboxError if they cannot tell where it stands."""
+        """Save the actions so far, and the files of the box. Raises SandboxError if they cannot tell where the episode
+        stands."""
         past, meter, box = self._record, self._record_meter(), self._record_box()
         if past is None or meter is None or box is None:
             raise EnvError(f"{type(self).__name__} has no episode with a box that stands between two steps")

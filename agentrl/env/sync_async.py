@@ -35,7 +35,7 @@ class _Threads:
 
 
 class _Limiter:
-    """What `trio.to_thread` asks of a limiter. To wait for a thread is to wait for the host."""
+    """A limiter for `trio.to_thread`. To wait for a thread is to wait for the host."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(MAX_THREADS)

@@ -63,8 +63,9 @@ class TextGym(ToolEnv):
         super().__init__(tools=[act], **settings)
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """What the model reads: the "ansi" rendering, highlights in brackets, else the observation as JSON. A frame of
-        pixels is named once as what it is, thousands of numbers: override this method for a better text."""
+        """Write an observation for the model: the "ansi" rendering, highlights in brackets, else the observation as
+        JSON. A frame of pixels is named once as what it is, thousands of numbers: override this method for a better
+        text."""
         if self._gym.render_mode == "ansi":
             drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
@@ -96,7 +97,7 @@ class TextGym(ToolEnv):
         raise StructuralParseError("no tool call found; call act")
 
     def act(self, action: Json) -> str:
-        """Play one action: what is seen after it. Raises ToolError for one that is not possible now."""
+        """Play one action and show the observation after it. Raises ToolError for one that is not possible now."""
         space: Any = self._gym.action_space
         if self._names:
             number = self._names.index(cast(str, action))

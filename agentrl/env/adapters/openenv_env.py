@@ -201,7 +201,7 @@ def _fetched_schema(base_url: str) -> Mapping[str, Any]:
 
 
 def _mcp_tools(package: Any, base_url: str, timeout_s: float) -> list[Mapping[str, Any]]:
-    """What a server's `tools/list` answers."""
+    """Read a server's list of tools, by `tools/list`. Raises EnvError if it lists none."""
     with package.GenericEnvClient(base_url, connect_timeout_s=CONNECT_S, message_timeout_s=timeout_s) as client:
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
         answer = client._send_and_receive({"type": "mcp", "data": request})["data"]

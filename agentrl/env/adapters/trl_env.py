@@ -124,8 +124,8 @@ class TrlEnv(ToolEnv):
         self.finish()
 
     async def grade(self) -> Grade | None:
-        """What the reward functions give, else what `get_reward` gives. If one raises, or gives no finite number, the
-        outcome is 0: it judges what the policy did, so the policy could have caused it."""
+        """Grade by the reward functions, else by `get_reward`. If one raises, or gives no finite number, the outcome is
+        0: it judges what the policy did, so the policy could have caused it."""
         if not self.graded:
             return None
         scores = dict[str, float]()
@@ -259,7 +259,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
-    """With the description last, as a template may write the schema in its own order."""
+    """Put the description last, as a template may write the schema in its own order."""
     description = schema.pop("description", None)
     return schema if description is None else {**schema, "description": description}
 

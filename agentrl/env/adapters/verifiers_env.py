@@ -174,7 +174,7 @@ def _with_tools_told(env: Any, messages: Messages) -> Messages:
 
 
 def _hint(taskset: str) -> str:
-    """What to do about a module that is an environment of verifiers' old kind."""
+    """A hint for a module that is an environment of verifiers' old kind; empty for any other."""
     try:
         old = callable(getattr(importlib.import_module(taskset.replace("-", "_")), "load_environment", None))
     except Exception:  # its author's own code ran

@@ -84,12 +84,12 @@ class Reply:
     stop: str = ""
 
     def call_id(self, index: int) -> str:
-        """The model's own, or nine letters and digits: what the strictest chat template takes."""
+        """The id of a call: the model's own, or nine letters and digits, which the strictest chat template takes."""
         return own_id(self.calls[index]) or f"c{self.id}{index:04d}"
 
     @property
     def message(self) -> Message:
-        """As chat completions and our records write it."""
+        """The reply as a message of chat completions and of our records."""
         message = Message(role="assistant", content=self.text)
         if self.calls:
             message["tool_calls"] = [
@@ -148,7 +148,7 @@ class Api(ABC):
 
     @abstractmethod
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
-        """The same as a stream: (event name or "", data)."""
+        """The reply as a stream: (event name or "", data)."""
 
     def remember(self, conversation: Conversation, reply: Reply) -> None:
         """Some APIs let a request go on from an earlier reply by its id; the others need not know."""
@@ -438,14 +438,14 @@ def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
 
 
 def _chat_finish(reply: Reply) -> str:
-    """A cut answer says so, also one with calls: what stood behind them is lost."""
+    """The finish reason: a cut answer says so, also one with calls, since what stood behind them is lost."""
     if reply.is_cut:
         return "length"
     return "tool_calls" if reply.calls else "stop"
 
 
 def _chat_reply(reply: Reply) -> dict[str, Any]:
-    """With the thoughts where servers of open models put them."""
+    """The reply's message, with the thoughts where servers of open models put them."""
     return {**reply.message, "reasoning_content": reply.thoughts} if reply.thoughts else dict(reply.message)
 
 

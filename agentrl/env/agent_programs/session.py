@@ -87,7 +87,7 @@ class _Server:
         return most
 
     def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Typed] | None:
-        """As `listening.Refuses`: a key that nobody has registered."""
+        """Refuse a request whose key nobody has registered; see `Refuses` in `agentrl.http.http_server`."""
         if _split(path)[0] in self.handlers:
             return None
         return _written(Response(404, {"error": {"message": "no such episode", "type": "not_found"}}))
@@ -95,7 +95,7 @@ class _Server:
     async def answer(
         self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes
     ) -> tuple[int, Typed]:
-        """As `listening.Handler`."""
+        """Answer a request by the handler of its key; see `Handler` in `agentrl.http.http_server`."""
         key, rest = _split(path)
         handler, _ = self.handlers.get(key, (None, 0))
         if handler is None:

@@ -25,7 +25,7 @@ from agentrl.registration import make
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `check` found: the broken promise, where it lives (`file:line`), how to fix it."""
+    """A broken promise, where it lives (`file:line`), and how to fix it."""
 
     check: str
     problem: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class EnvReport:
-    """What was checked and what was found. It is true if nothing was found."""
+    """Report on an environment: the checks and their findings. It is true if there are no findings."""
 
     name: str
     checks: tuple[str, ...]
@@ -99,7 +99,8 @@ def check_env(
 
 
 def _flaws(check: Callable[[Subject], Any], subject: Subject) -> tuple[list[Flaw], str]:
-    """What a check found, and why it was skipped if it was. What broke the environment on the way is a flaw too."""
+    """Run a check. Returns its flaws, and why it was skipped, empty if it was not. An exception that broke the
+    environment on the way is a flaw too."""
     flaws: list[Flaw] = []
     try:
         for flaw in check(subject):

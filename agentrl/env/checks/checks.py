@@ -83,7 +83,7 @@ def offers_valid_tools(subject: Subject) -> Iterator[Flaw]:
 
 
 def replays_equally(subject: Subject) -> Iterator[Flaw]:
-    """The same seed gives the same start, the same actions the same answers, on fresh and on used instances."""
+    """Equal seeds give equal starts, and equal actions equal answers, on fresh and on used instances."""
     first = in_trio(subject, lambda: life(subject, subject.seed))
     fresh = in_trio(subject, lambda: life(subject, subject.seed, actions=first.actions))
     used = in_trio(subject, lambda: second_life(subject, first.actions), plays=2)
@@ -425,7 +425,7 @@ def can_measure() -> bool:
 
 
 def measure(folder: Path) -> Held:
-    """What this process holds now; `folder` is where its temporary files go."""
+    """List the resources that this process holds now; `folder` is where its temporary files go."""
     return Held(Counter(_children()), Counter(_descriptors()), Counter(_threads()), Counter(_files(folder)))
 
 

@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def space(self) -> MessagesSpace:
-        """What its observations must be: so many images as it declares, and messages of any other size."""
+        """The space of its observations: as many images as it declares, and messages of any other size."""
         env = self.make()
         try:
             return MessagesSpace(max_images=getattr(env.unwrapped.observation_space, "max_images", 0))
@@ -86,7 +86,7 @@ class Subject:
 
     @property
     def replayable(self) -> bool:
-        """Whether the environment promises it."""
+        """Whether the environment promises replay."""
         env = self.make()
         try:
             return bool(getattr(env.unwrapped, "replayable", False))
@@ -121,7 +121,7 @@ class Player:
         self.played.info = _copied(info)
 
     async def step(self, action: str | None = None) -> bool:
-        """One turn; whether the episode is over."""
+        """Play one turn. Returns whether the episode is over."""
         if action is None:
             actions, index = self._subject.actions, len(self.played.steps)
             schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
@@ -139,7 +139,7 @@ class Player:
             self.played.end = _copied(await named("aend", self._env.aend(StopReason.TURN_LIMIT)))
 
     async def play(self, actions: Sequence[str] = (), *, steps: int = 0, yields: bool = False) -> Played:
-        """A whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
+        """Play a whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
         await self.start()
         for index in range(len(actions) or steps or self._subject.steps):
             if yields:
@@ -263,7 +263,7 @@ def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
 
 
 def _written(own: Sequence[type], name: str) -> Iterator[Callable[..., Any]]:
-    """What an author's classes write of a method, or of the hooks that it calls."""
+    """Yield an author's own functions for a method, and for the hooks that it calls."""
     for each in (name, *_HOOKS.get(name, ())):
         for base in own:
             function = vars(base).get(f"a{each}", vars(base).get(each))
@@ -311,7 +311,7 @@ _WORDS: Final = ("", "a", "one two", "x" * 80, "0", "../up", "naïve ✓", "line
 
 
 def sample_action(schemas: Sequence[Mapping[str, Json]], form: ToolFormat, rng: np.random.Generator) -> str:
-    """Mostly one or two well-formed calls with some text before them; at times only text."""
+    """Draw an action: mostly one or two well-formed calls with some text before them; at times only text."""
     if not schemas or rng.random() < 0.15:
         return Text(seed=rng).sample()
     count = 1 + int(rng.random() < 0.2)

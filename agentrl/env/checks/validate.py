@@ -203,6 +203,6 @@ def _number(verdict: OracleResult, name: str) -> int:
 
 
 def _task_of(env: AsyncEnv) -> str:
-    """What an environment of a set plays, also where its reset failed."""
+    """Name of the task that an environment of a set plays, also where its reset failed; empty if it has none."""
     task: object = getattr(env, "task", None)
     return str(cast("Mapping[str, object]", task).get("task", "")) if isinstance(task, Mapping) else ""

@@ -210,7 +210,7 @@ class _Inlining:
 
 
 def schemas_of_item(schema: Mapping[str, Any], at: int) -> Iterator[Any]:
-    """What a schema says of the item at a place of a list."""
+    """Yield the schema of the item at a place of a list, if there is one."""
     prefix = schema.get("prefixItems")
     if isinstance(prefix, list) and at < len(cast("list[Any]", prefix)):
         yield prefix[at]
@@ -219,7 +219,7 @@ def schemas_of_item(schema: Mapping[str, Any], at: int) -> Iterator[Any]:
 
 
 def schemas_of_member(schema: Mapping[str, Any], key: str) -> Iterator[Any]:
-    """What a schema says of a member of an object. `patternProperties` are left to the validator."""
+    """Yield the schema of a member of an object, if there is one. `patternProperties` are left to the validator."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and key in properties:
         yield cast("Mapping[str, Any]", properties)[key]

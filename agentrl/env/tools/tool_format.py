@@ -1,4 +1,4 @@
-"""What a dialect of tool calls is: it parses a model's text, and writes calls.
+"""Dialects of tool calls: each parses a model's text, and writes calls.
 
 A dialect is total: any text gives a `Parsed`, never an exception, and every call that was begun comes back in order,
 well-formed or `Malformed`. It reads a call where it begins and goes on where it ends, so that a tag within a
@@ -104,7 +104,7 @@ class ToolFormat(ABC):
         return as_user(f"Result of {message.get('name', 'the call')}: {message['content']}" for message in messages)
 
     def pictured_as_user(self, messages: Sequence[Message]) -> Messages:
-        """The same with the images of the messages, where these stood in their texts."""
+        """Tool messages as one message of the user, with their images where these stood in their texts."""
         if not any(message.get("images") for message in messages):
             return self.answer_as_user(messages)
         text, images = "", list[ImagePart]()
