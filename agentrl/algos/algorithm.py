@@ -1,4 +1,4 @@
-"""What an algorithm is: an object with its settings as fields and four methods, which a learner calls in this order.
+"""Contract of an algorithm: an object with settings as fields and four methods, which a learner calls in this order.
 
     prepare      what is known of a group before any forward pass, from its rewards alone
     (forward)    if `ahead`: the learner runs the models of `slots` over all tokens of the step
@@ -47,7 +47,7 @@ ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Siblings:
-    """What the members of a group earned, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
+    """Rewards of the members of a group, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
     float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline.
     `rewards_GT` is the sum over `_K` sources of `streams_KGT` times `weights_K`. `states_GT` (int64) is equal for turns
     that answered the same text, and below 0 where it is not known what a turn answered."""
@@ -85,9 +85,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a pass with gradients says of its tokens: log-probs in nats, entropies, and values if there is a critic. If
-    the algorithm `observes`, `observed_O` are the log-probs of what the environment said, and `observed_weight_O` their
-    shares, which sum to 1 over an update as those of the scored tokens do."""
+    """Outputs of a pass with gradients for its tokens: log-probs in nats, entropies, and values if there is a critic.
+    If the algorithm `observes`, `observed_O` are the log-probs of the environment's tokens, and `observed_weight_O`
+    their shares, which sum to 1 over an update as those of the scored tokens do."""
 
     logprobs_K: Tensor
     entropy_K: Tensor

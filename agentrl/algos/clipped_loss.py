@@ -1,4 +1,4 @@
-"""What algorithms with a clipped ratio share: the surrogate, the importance of stale tokens, KL and entropy terms.
+"""Common parts of clipped-ratio algorithms: the surrogate, the importance of stale tokens, KL and entropy terms.
 
     loss = sum over tokens of  weight (rho (surrogate(r, A) + kl) - entropy)
            - observation_weight mean over observed tokens of  log pi
@@ -194,7 +194,7 @@ class Clipped(Algorithm):
         return self.kl_weight > 0 or self.distil_weight > 0
 
     def advantage(self, tokens: Mapping[str, Tensor]) -> Tensor:
-        """Of each token, from rewards and divergences: [K]."""
+        """Advantage of each token, from rewards and divergences: [K]."""
         from agentrl.algos.divergence import gap
 
         advantage_K = self.reward_weight * tokens["advantage"]
@@ -230,8 +230,8 @@ class Clipped(Algorithm):
         )
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What needs whole sequences, if the settings ask for it: their `importance`, whether they are `kept`, and the
-        `charge` that `advantage` takes off."""
+        """Compute the columns that need whole sequences, if the settings ask for them: the `importance` of sequences,
+        whether they are `kept`, and the `charge` that `advantage` takes off."""
         from agentrl.algos.divergence import charge
         from agentrl.algos.importance import bounded, log_ratios, within
 

@@ -1,4 +1,4 @@
-"""What a token costs in divergence from another model: a reference, or a teacher (on-policy distillation).
+"""The cost of a token in divergence from another model: a reference, or a teacher (on-policy distillation).
 
     gap_t    = log pi(a_t | s_t) - log other(a_t | s_t)       k1: its mean over the policy's tokens is the reverse KL
     token    A_t -= weight gap_t                               Agarwal et al. 2024 (GKD, lambda = 1); Lu et al. 2025
@@ -38,7 +38,7 @@ def _told(other_T: Tensor) -> Tensor:
 
 
 def charge(tokens: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """What each token is charged for the rest of its episode, by the weights of the models diverged from: [T].
+    """Charge each token for the rest of its episode, by the weights of the models diverged from: [T].
 
     Roles of an episode are charged apart, each for its own tokens."""
     gap_T = torch.stack([weight * gap(tokens, name) for name, weight in weights.items()]).sum(0).double()

@@ -1,4 +1,4 @@
-"""What a step says of its tokens: how far behaviour and learner are apart, entropy, clips, signs of advantages.
+"""Metrics of a step's tokens: how far behaviour and learner are apart, entropy, clips, signs of advantages.
 
 Owns the numbers, over all tokens, by age and by turn. Never knows rows, groups or models. `_T` are sampled tokens.
 """
@@ -23,7 +23,7 @@ LEVELS: Final[tuple[Level, ...]] = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """Of some tokens. `gap` is log proximal - log behaviour, `ratio` its exponential.
+    """Measures of some tokens. `gap` is log proximal - log behaviour, `ratio` its exponential.
 
     `ess`: effective sample size over sample size, of the uncut ratios. `chi_square`: mean of (ratio - 1)^2, an estimate
     of chi^2(proximal || behaviour), never negative. `kl_k1`, `kl_k3`: of KL(behaviour || proximal), in nats per token.
@@ -47,8 +47,8 @@ class Measures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """Of `n` ratios proximal / behaviour: of tokens, or of sequences. `mean` estimates 1 where it is a ratio of
-    probabilities, so not for geometric means. A ratio too large for a float is infinite; `ess` is right also then."""
+    """Statistics of `n` ratios proximal / behaviour: of tokens, or of sequences. `mean` estimates 1 where it is a ratio
+    of probabilities, so not for geometric means. A ratio too large for a float is infinite; `ess` is right then too."""
 
     n: int
     mean: float
@@ -80,8 +80,8 @@ def measured(tokens: Mapping[str, Tensor]) -> Measures:
 
 
 def by_number(tokens: Mapping[str, Tensor], name: str) -> dict[str, Measures]:
-    """The same by a column of whole numbers from 0, such as `lag` or `turn`, in ranges that double: `0`, `1`, `2_3`,
-    `4_7` and so on, so that long episodes make few."""
+    """Measure tokens by a column of whole numbers from 0, such as `lag` or `turn`, in ranges that double: `0`, `1`,
+    `2_3`, `4_7` and so on, so that long episodes make few."""
     _, range_T = torch.frexp(tokens[name].double())  # 0 -> 0, 1 -> 1, 2 to 3 -> 2, 4 to 7 -> 3
     measures: dict[str, Measures] = {}
     for power in torch.unique(range_T).tolist():
