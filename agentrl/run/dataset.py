@@ -78,7 +78,7 @@ class _Parts:
         self.definitions: list[str] = []
 
     def add(self, name: str, value: Any) -> None:
-        """What defines `name`, once. Raises UsageError."""
+        """Add the import or definition of `name`, once. Raises UsageError for a value that no source defines."""
         if name in self._seen:
             return
         self._seen.add(name)

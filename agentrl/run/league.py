@@ -116,8 +116,8 @@ class League:
         ]
 
     def count(self, groups: Iterable[Group]) -> dict[str, Json]:
-        """What a step's episodes say of the members, for its metrics: games and wins of the policy, by version, and the
-        share of all games that it won."""
+        """Add a step's games to the members' counts. Returns its metrics: games and wins of the policy, by version, and
+        the share of all games that it won."""
         by_member: dict[str, list[float]] = {}
         for group in groups:
             scored = [] if group.skipped else [member for member in group.trajectories if member.scored]

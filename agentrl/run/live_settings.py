@@ -50,7 +50,8 @@ def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tup
 
 
 def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
-    """What was asked for becomes the run's configuration, from `step` on, which is returned; None without any wish."""
+    """Apply the requested settings to the run's configuration from `step` on, and return it; None if nothing was
+    requested."""
     wanted = WANTED_SETTINGS.of(store.meta)
     if not wanted:
         return None
@@ -64,7 +65,7 @@ def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
 
 
 def forget(store: RunStore, keys: Sequence[str]) -> None:
-    """What was asked for of these settings counts no more: a resume says it otherwise."""
+    """Drop the requests for these settings: a resume sets them otherwise."""
     wanted = WANTED_SETTINGS.of(store.meta)
     remaining = [
         {**wish, "settings": {key: value for key, value in wish["settings"].items() if key not in keys}}

@@ -1,4 +1,4 @@
-"""What a run would find out only after its engines are up: looked at in a few seconds, before anything starts.
+"""Checks of a few seconds before anything starts, for mistakes that a run would only find once its engines are up.
 
 One task of each source is reset as a worker does it, in a process of its own: environments and their boxes are made,
 the chat template renders the first messages, the rows' columns fill the prompt, and reward functions judge a canned

@@ -93,7 +93,7 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
 
 
 def _field_of(config: RunConfig, env: str) -> str:
-    """Of the run file: where the algorithm of an environment stands."""
+    """Return the field of the run file at which the algorithm of an environment stands."""
     tables = enumerate(config.tasks)
     numbers = (number for number, table in tables if table.algo is not None and (table.id or config.env.id) == env)
     return next((f"tasks.{number}.algo" for number in numbers), "algo")
@@ -216,7 +216,7 @@ def reports(store: RunStore) -> Iterator[SourceReport]:
 
 
 def failures(store: RunStore) -> list[ScoreFailures]:
-    """What each source of a run could not score, of those for which a call failed; as of at most 30 s ago."""
+    """Return the failures of each source for which a call failed, as of at most 30 s ago."""
     return totals(row.values for row in store.metrics.values(KIND, undone=True))
 
 

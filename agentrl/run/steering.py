@@ -89,7 +89,7 @@ def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: b
 
 
 def requeued_lines(run: RunDir, found: Requeued, *, dry_run: bool = False) -> list[str]:
-    """What `requeue` did, for people."""
+    """Describe the result of `requeue` in lines for people."""
     again = [
         (len(found.members), "failed episode(s) of open groups"),
         (len(found.late), "failed episode(s) of closed groups, as late members"),

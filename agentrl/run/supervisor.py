@@ -201,7 +201,8 @@ class Supervisor:
         await self.evaluate("after")
 
     def _measuring(self) -> PinnedEvaluations | None:
-        """What measures on engines of its own, from now on; None if evaluation shares those of training."""
+        """Start evaluations on engines of their own, and return them. None if evaluation shares the engines of
+        training."""
         if not self.config.eval.engines:
             return None
         measuring = PinnedEvaluations(self.run, lambda: self.config, self._with_space, self.children.pin)
@@ -291,7 +292,7 @@ class Supervisor:
                 await self._with_space(lambda store: store.deaths.shift_deadlines(passed_s - own_s))
 
     async def _look_at_pause(self) -> None:
-        """Nobody had the time of a pause: move the deadlines along once it ends."""
+        """Move the deadlines along once a pause ends: nobody had its time."""
         paused = await self.writes(lambda store: bool(PAUSED.of(store.meta)))
         if paused and self._paused_at is None:
             self._paused_at = trio.current_time()
@@ -373,7 +374,8 @@ def _enter(phase: Phase) -> Callable[[RunStore], None]:
 
 
 def _finish(reason: str | None) -> Callable[[RunStore], None]:
-    """Without a reason the run fails, and may go on as it was."""
+    """Return the write that finishes the run early, for `reason`. Without one the run fails, and may go on as it
+    was."""
 
     def write(store: RunStore) -> None:
         if reason is not None:
@@ -384,7 +386,8 @@ def _finish(reason: str | None) -> Callable[[RunStore], None]:
 
 
 def _go_on(store: RunStore) -> None:
-    """For what starts before the engines: those of before are gone, and a run that was stopped goes on."""
+    """Prepare the store for what starts before the engines: those of before are gone, and a run that was stopped goes
+    on."""
     ENGINE_URLS.set(store, [])
     if PHASE.of(store.meta) is not None:
         PHASE.set(store, "eval")
@@ -516,7 +519,7 @@ async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
 
 
 async def _stop_when_asked(run: RunDir, looks: Looks[RunStore]) -> None:
-    """Somebody on another machine can send no signal."""
+    """Stop the run on a request in its store, since somebody on another machine can send no signal."""
     ours = run.lock_path.read_text()
     while True:
         with suppress(StoreError):
@@ -537,7 +540,8 @@ def _say(line: str) -> None:
 
 
 async def _say_what_it_cost(looks: Looks[RunStore], before: str | None) -> None:
-    """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
+    """Report the cost whenever the run goes back to a checkpoint: at its own start, or a learner's that was started
+    again."""
     while True:
         with suppress(StoreError):
             cost = await looks(lambda store: WENT_BACK.of(store.meta))

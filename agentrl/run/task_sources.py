@@ -118,7 +118,7 @@ def _rows_of(config: RunConfig, held_out: HeldOut) -> str | None:
 
 
 def _question(row: Mapping[str, Json], prompt: str) -> str:
-    """What a row asks, as text that can be compared."""
+    """Return the columns of a row that the prompt names, or the row if it names none, as text that can be compared."""
     columns = [name.split(".")[0].split("[")[0] for _, name, _, _ in string.Formatter().parse(prompt) if name]
     cells = [row.get(column) for column in columns] if columns else [dict(row)]
     return json.dumps(_without_nulls(cells), sort_keys=True)
@@ -133,7 +133,7 @@ def _without_nulls(value: Json) -> Json:
 
 
 def changed_rows(now: Mapping[str, str], store: RunStore) -> list[str]:
-    """Those of the data sets `now` that are others than when the run last began or went on. Writes `now` down."""
+    """Return the names of the data sets in `now` that differ from when the run last began or went on. Stores `now`."""
     before = ROWS_DIGESTS.of(store.meta)
     if now != before:
         ROWS_DIGESTS.set(store, dict(now))

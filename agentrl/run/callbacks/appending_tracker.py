@@ -38,7 +38,8 @@ class TrackedRun:
 
 @dataclass(slots=True)
 class _Sent:
-    """What the file holds: which run of the tracker is the newest, and what it was sent: `rows` of points."""
+    """Contents of the tracker file: the newest run of the tracker, and the points that it got: `rows` rows of them, up
+    to `place`."""
 
     group: str = field(default_factory=lambda: secrets.token_hex(6))
     part: int = 1
@@ -83,7 +84,7 @@ class AppendingTracker(MetricTracker):
 
     @property
     def rows(self) -> int:
-        """How often `log` has sent a row to the tracker's run."""
+        """Number of rows that `log` has sent to the tracker's run."""
         return 0 if self._sent is None else self._sent.rows
 
     def on_start(self, run: RunStarted, /) -> None:
@@ -162,7 +163,7 @@ class AppendingTracker(MetricTracker):
         return self._sent
 
     def _save(self, sent: _Sent) -> None:
-        """Keep it, whole at any instant. Raises OSError; then the next row is kept with it."""
+        """Write the file, whole at any instant. Raises OSError; then it is written with the next row."""
         self._path.parent.mkdir(exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text(sent.to_json(), encoding="utf-8")

@@ -75,7 +75,7 @@ class Teller:
         self._wake.set()
 
     def abandon(self) -> None:
-        """Nobody waits any more: tell and write nothing after the call under way."""
+        """Tell and write nothing after the call under way: nobody waits any more."""
         self._abandoned = True
 
     def _run_to_end(self) -> None:
@@ -109,7 +109,8 @@ class Teller:
         self._tell("on_end", self._ask(lambda: self._ended(reads)))
 
     def _ask(self, read: Callable[[], _T]) -> _T:
-        """What a read returns, once the database is there. Raises StoreAway if the run is over before."""
+        """Return the result of `read`, repeated until the database is there. Raises StoreAway if the run is over
+        first."""
         while True:
             try:
                 return read()
@@ -178,7 +179,7 @@ class Teller:
         print(f"agentrl: warning: callback {self.label}: {line}", file=sys.stderr)
 
     def stands(self, call: _Call) -> str:
-        """For how long, and where, a call is under way."""
+        """Describe for how long, and where, a call is under way."""
         place, event = place_of_thread(self.thread.ident, __file__), f" ({call.event})" * bool(call.event)
         return (
             f"{call.hook}{event} has not returned for {time.monotonic() - call.began_s:.0f} s"

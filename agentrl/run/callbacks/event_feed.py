@@ -29,8 +29,8 @@ def place_key(name: str) -> str:
 
 @dataclass(slots=True)
 class FeedPosition:
-    """What was told: steps by their attempt and number, versions by their number, episodes up to `episodes` and those
-    in `above`, evaluations by their first episode, with how many groups they had."""
+    """Events that a callback has received: steps by their attempt and number, versions by their number, episodes up to
+    `episodes` and the ones in `above`, evaluations by their first episode, with how many groups they had."""
 
     attempt: int = 0
     step: int = -1
@@ -62,8 +62,8 @@ class EventFeed:
         self._seen = set[tuple[str, int, int]]()  # evaluations that were looked at: purpose, groups, attempt
 
     def read(self, store: RunStore) -> list[Event]:
-        """What is new: each kind in its own order, which a clock that jumps does not change, and all by time. There may
-        be more if it is `MOST` events or more."""
+        """Return the new events by time; events of one kind stay in their own order, which a clock that jumps does not
+        change. There may be more if it returns `MOST` events or more."""
         kinds = {
             "on_episode": self._episodes,
             "on_weights": self._weights,

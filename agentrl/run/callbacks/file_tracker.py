@@ -95,8 +95,8 @@ class FileTracker(Callback):
         return self.path.suffix == ".csv"
 
     def _rows(self) -> list[dict[str, Json]]:
-        """What the file holds; a last line that was cut off is left out. Raises UsageError if it is no file of this
-        class."""
+        """Read the rows of the file; a last line that was cut off is left out. Raises UsageError if it is no file of
+        this class."""
         if not self.path.exists():
             return []
         text = self.path.read_text(encoding="utf-8")

@@ -58,7 +58,7 @@ async def _free_one(url: str, run: RunDir, config: RunConfig) -> str | None:
 
 
 def _weights(run: RunDir, config: RunConfig) -> ServedWeights:
-    """Those of the newest checkpoint, or those that the run began with; the store is only read."""
+    """Return the weights of the newest checkpoint, or the ones that the run began with. The store is only read."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
     with RunStore.open(run.store_path) as store:

@@ -37,8 +37,8 @@ class AskedEngine(Protocol):
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What is known of an engine's figures: its newest answer, "" if it gave none, and when; how often it was `asked`
-    and how often that `failed`, since the supervisor started."""
+    """Figures of an engine: `text` is its newest answer ("" if it gave none), from `time_s`. `asked` counts the
+    requests since the supervisor started, `failed` the ones that failed."""
 
     engine: str
     time_s: float = 0.0
@@ -57,7 +57,7 @@ class EngineMetrics:
     _known: dict[str, EngineFigures] = field(default_factory=dict[str, EngineFigures])
 
     async def run(self) -> None:
-        """For ever. A round takes as long as a deadline at most."""
+        """Request figures until cancelled. A round takes as long as a deadline at most."""
         while True:
             await trio.sleep(EVERY_S)
             async with trio.open_nursery() as nursery:
@@ -86,7 +86,7 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
 
 
 def figures(folder: Path) -> list[EngineFigures]:
-    """What is known of all engines of a run. Files that cannot be read are left out."""
+    """Read the figures of all engines of a run. Files that cannot be read are left out."""
     engines: list[EngineFigures] = []
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError):

@@ -122,7 +122,7 @@ class SupervisedEngine:
 
     @property
     def url(self) -> str:
-        """Where it serves; started again on another node, it serves elsewhere."""
+        """URL at which the engine serves; started again on another node, it serves elsewhere."""
         return f"unix://{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
 
     async def up(self) -> None:
@@ -133,8 +133,9 @@ class SupervisedEngine:
         await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS)
 
     async def join(self) -> None:
-        """As `up`, but an engine that nobody asks yet has time to get the weights, while the learner makes newer ones,
-        and nothing is left unproved: EngineError if it is not well within `engine.mending_deadline_s`."""
+        """Start a new engine as `up` does, but retry until it has the weights and its canary proves them. No request
+        reaches the engine yet, so it has time to get them while the learner makes newer ones. Raises EngineError if
+        this does not succeed within `engine.mending_deadline_s`."""
         await self._start()
         deadline = trio.current_time() + self.config.engine.mending_deadline_s
         while True:
@@ -149,7 +150,7 @@ class SupervisedEngine:
             await trio.sleep(_POLL_S)
 
     async def again(self) -> None:
-        """As `up`, but if the engine does not get its weights here, its `EngineWatch` sends them later."""
+        """Restart the engine as `up` does. If it does not get its weights here, its `EngineWatch` sends them later."""
         with suppress(EngineError):
             await self.up()
 
@@ -204,7 +205,8 @@ class SupervisedEngine:
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
 
     def _places(self, model: Path) -> list[str]:
-        """Where the run's weights are: its scratch and folder, the model that it began with, and its object store."""
+        """Return the places of the run's weights: its scratch and folder, the model that it began with, and its object
+        store."""
         places = [self.scratch, model, *([self.folder] if self.folder else [])]
         with suppress(ModelError):  # it has other files
             places += [

@@ -52,8 +52,9 @@ from agentrl.store.run_values import LEARNER_STARTED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowFigures:
-    """What a window shows. `rate`: tokens trained a second; `gains`: by split beside the present one, the share of more
-    of them that it promises; `cost_s`: seconds of training that a move costs; `left_s`: until the run's end."""
+    """Measurements of a window. `rate`: trained tokens per second; `gains`: for each split beside the present one, the
+    share by which it is predicted to raise that rate; `cost_s`: seconds of training that a move costs; `left_s`:
+    seconds until the run's end."""
 
     present: Split
     rate: float
@@ -64,7 +65,7 @@ class WindowFigures:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where to move, None to stay, and why, for a reader."""
+    """Split to move to, None to stay, and why, for a reader."""
 
     to: Split | None
     why: str
@@ -151,7 +152,7 @@ class Controller:
         self._judge = AutoscaleRule(self.settings)
 
     async def keep_looking(self) -> None:
-        """For ever."""
+        """Look at the run again and again until cancelled."""
         remembers = False
         while True:
             with suppress(StoreError):
@@ -195,7 +196,7 @@ class Controller:
             await self.writes(lambda store: scale_requests.move(store, to, was=present))
 
     async def _see(self, present: Split, rows: Sequence[Metric], learner: Mapping[str, Any]) -> WindowFigures | None:
-        """What a window shows; None if it says too little."""
+        """Measure a window and predict the splits beside the present one. None if the window has too little data."""
         busy, tokens = (sum(float(row.values[name] or 0) for row in rows) for name in ("busy_s", "tokens_scored"))  # pyright: ignore[reportArgumentType]
         spent_s = rows[-1].time_s - rows[0].time_s
         if not tokens or spent_s <= 0:

@@ -44,7 +44,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 
 
 class HeadAnswer(Enum):
-    """What a head says to a greeting."""
+    """Answer of a head to a greeting."""
 
     ANSWERS = auto()
     REFUSES = auto()

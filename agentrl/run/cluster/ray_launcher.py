@@ -63,7 +63,7 @@ _OURS = ("RAY_", "CUDA_", "AGENTRL_")  # variables that a node has of its own
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a seat says of its child."""
+    """State of a seat's child."""
 
     pid: int | None = None
     status: int | None = None
@@ -72,7 +72,7 @@ class Look:
 
 
 class Seat:
-    """On a node: starts the child of one name there, one after the other, and ends with it. The actor's class."""
+    """Actor on a node: it starts the child of one name there, one after the other, and ends with it."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s, self._heard = lease_s, time.monotonic()
@@ -109,7 +109,7 @@ class Seat:
         return self.look()
 
     def look(self) -> Look:
-        """Its state; renews the lease."""
+        """Return the child's state and renew the lease."""
         self._heard = time.monotonic()
         child = self._child
         if child is None:
@@ -241,7 +241,7 @@ class RayLauncher:
 
     @property
     def _here(self) -> dict[str, float]:
-        """What keeps a child on this node, if another one could not write the store."""
+        """Return the resource that ties a child to this node if a child on another node could not write the store."""
         return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
 
     async def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
@@ -261,7 +261,7 @@ class RayLauncher:
         return "add a node (ray start --address=HEAD:6379), or lower rollout.workers and the like"
 
     async def place(self, name: str, port: int) -> tuple[str, int]:
-        """As `Launcher.place`: the address of the node of the seat."""
+        """Return the address of the seat's node and a port there. See `Launcher.place`."""
         seat = await self._seat(name)
         try:
             return cast("tuple[str, int]", await result(seat.place.remote(port), self._cluster.place_deadline_s))
@@ -282,7 +282,7 @@ class RayLauncher:
         return process
 
     async def watch(self) -> None:
-        """As `Launcher.watch`. A child that does not end by a call ends with its lease."""
+        """See `Launcher.watch`. A child that no call can end is ended by its lease."""
         silent_s = self._cluster.place_deadline_s
         try:
             why = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
@@ -413,7 +413,7 @@ class RayLauncher:
 
 
 def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
-    """What Ray reserves for a run of that size, whose learner has so many ranks, by the child's name."""
+    """Return what Ray reserves for each child, by name, in a run of this size whose learner has `ranks` ranks."""
     engines = [f"engine-{number}" for number in range(size.engines)]
     engines += [f"engine-role-{role}-{number}" for role in config.role_models for number in range(size.engines)]
     engines += [f"engine-given-{number}" for number in range(len(config.rollout.given_models()))]
@@ -422,7 +422,7 @@ def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, fl
 
 
 def demand(config: RunConfig, name: str, ranks: int) -> dict[str, float]:
-    """What Ray reserves for the child of that name; `ranks` are the learner's."""
+    """Return what Ray reserves for the child `name`; `ranks` is the number of the learner's ranks."""
     cluster, times = config.cluster, 1
     if name == "learner":
         part, times = cluster.learner, ranks
@@ -475,7 +475,8 @@ async def connected(
 
 
 def _portable(command: ChildCommand) -> ChildCommand:
-    """With its folders spelled out: a node has another working folder. This interpreter becomes the seat's own."""
+    """Spell out the command's folders, since a node has another working folder. This interpreter becomes the seat's
+    own."""
     places = {name: getattr(command, name).resolve() for name in ("log", "error")}
     ours = command.variables()
     path = {"PYTHONPATH": ours["PYTHONPATH"]}

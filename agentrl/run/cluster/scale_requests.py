@@ -17,7 +17,8 @@ Meta = Callable[[str], str | None]
 
 
 def asked(meta: Meta) -> dict[str, Any]:
-    """What was asked for: `engines`, `workers` and `ranks`, if they were, and `asked_s`, when."""
+    """Return the requested `engines`, `workers` and `ranks`, as far as somebody requested them, and `asked_s`, the time
+    of the request."""
     return WANTED_SIZE.of(meta)
 
 

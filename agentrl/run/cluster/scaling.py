@@ -46,7 +46,7 @@ class Size:
 
     @classmethod
     def of(cls, config: RunConfig) -> Size:
-        """As the run file has it."""
+        """Return the size that the run file sets."""
         engine = config.engine
         replicas = engine.replicas if config.cluster.on_ray else len(engine.places)
         return cls(0 if engine.urls else replicas, config.rollout.workers)
@@ -156,7 +156,7 @@ class Scaler:
     _told: dict[str, Any] = field(default_factory=dict[str, Any])
 
     async def run(self) -> None:
-        """For ever."""
+        """Start and end children until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 with suppress(StoreError):
@@ -229,8 +229,8 @@ class Scaler:
 
 
 def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
-    """What `agentrl status --json` says of it: `wanted`, and of a live run what is `present`, `coming` and `going`, and
-    by name the `trouble` of those that do not come."""
+    """Describe the size of a run for `agentrl status --json`: `wanted`, and for a live run the sizes `present`, the
+    children `coming` and `going`, and by name the `trouble` of children that do not start."""
     state: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
     if live:
         urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
@@ -240,7 +240,7 @@ def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    """The same for a person, in one line."""
+    """Format the result of `told` as one line for a person."""
     present = cast("dict[str, int] | None", found.get("present"))
     counts = list[str]()
     for name, count in found["wanted"].items():

@@ -1,4 +1,4 @@
-"""What `agentrl eval` measures: the newest checkpoint of a run, the model of a run file, or a model as it is.
+"""Subjects of `agentrl eval`: the newest checkpoint of a run, the model of a run file, or a model as it is.
 
 A checkpoint is a whole model, the shared adapter merged, and is measured as such, as is that of each role with a model
 of its own. If roles have adapters of their own,

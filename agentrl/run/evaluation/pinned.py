@@ -64,7 +64,7 @@ def keep(run: RunDir, version: WeightVersion, weights: Path) -> None:
 
 
 def pins(run: RunDir) -> list[Pin]:
-    """What waits to be measured, oldest first."""
+    """List the weights that wait to be measured, oldest first."""
     waiting: list[Pin] = []
     for folder in (run.path / "evaluation").glob("[0-9]*-[0-9]*"):
         step, version = map(int, folder.name.split("-"))
@@ -75,8 +75,8 @@ def pins(run: RunDir) -> list[Pin]:
 
 
 def weights_of(run: RunDir, config: RunConfig, pin: Pin | None = None) -> ServedWeights:
-    """What an engine of evaluation serves: the weights of `pin`, or of the oldest that waits; without any, the model
-    that the run began with, which nobody asks."""
+    """Return the weights that an engine of evaluation serves: those of `pin`, or of the oldest pin that waits. Without
+    any, it serves the model that the run began with, and gets no requests."""
     waiting = pins(run)
     pin = pin or (waiting[0] if waiting else None)
     model, nobody = model_dir(config.model), WeightVersion(version=0, step=0)
@@ -103,7 +103,7 @@ class PinnedEvaluations:
         return bool(pins(self.run))
 
     async def keep_measuring(self) -> None:
-        """Measure for ever."""
+        """Measure until cancelled."""
         while True:
             if waiting := pins(self.run):
                 await self._measure(waiting[0])

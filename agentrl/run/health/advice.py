@@ -1,4 +1,4 @@
-"""What a check answers: a cause, the figures that show it, and what to type. Knows no run."""
+"""Advice that a check gives: a cause, the figures that show it, and what to type. Knows no run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Advice:
         return [*lines, *self.commands]
 
     def document(self, path: object) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the advice as a JSON document."""
         settings, commands = list(self.settings), self.typed(path)
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""What ends episodes: limits, calls that nobody can read, tools, environments, machines."""
+"""Checks of what ends episodes: limits, calls that nobody can read, tools, environments, machines."""
 
 from __future__ import annotations
 

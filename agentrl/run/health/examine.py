@@ -91,7 +91,7 @@ class HealthLines:
     _next: float = float("-inf")
 
     def lines(self, step: int, read: Callable[[], RunFacts]) -> Iterator[str]:
-        """What is new since the last call, at optimizer step `step`."""
+        """Yield the advice that is new since the last call, at optimizer step `step`."""
         began = self.now()
         if step == self._step or step < RECENT or began < self._next:
             return

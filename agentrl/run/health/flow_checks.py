@@ -1,4 +1,4 @@
-"""Who waits for whom, what is lost on the way to the loss, and what is not measured."""
+"""Checks of who waits for whom, what is lost on the way to the loss, and what is not measured."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def tokens_too_old(facts: RunFacts) -> Advice | None:
 
 
 def long_episodes_lost(facts: RunFacts) -> Advice | None:
-    """What is left out, for its age or by a deadline, is longer than what is trained: short episodes win."""
+    """Episodes left out for their age, or by a deadline, are longer than trained ones: short episodes win."""
     trained = [episode.tokens for episode in facts.settled if episode.trained]
     for reason, settings in (("stale", _room(facts)), ("deadline", (_deadline(facts),))):
         lost = [episode.tokens for episode in facts.settled if episode.lost == reason]

@@ -236,7 +236,8 @@ def one_text(facts: RunFacts) -> Advice | None:
 
 
 def _gain(facts: RunFacts) -> tuple[float, float]:
-    """What the reward gained since the first steps, and the standard error of it, as far as success tells of one."""
+    """Return how much the reward gained since the first steps, and the standard error of that, as far as success shows
+    it."""
     first = facts.before[:_EARLY]
     rates, sizes = (
         [mean(facts.values(name, rows)) for rows in (first, facts.recent)] for name in ("success_mean", "episodes")

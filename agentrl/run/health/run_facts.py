@@ -1,4 +1,5 @@
-"""What the checks know of a run: plain data on its last steps and episodes, read from its store, which only looks.
+"""Facts about a run for its checks: plain data on its last steps and episodes, read from its store, which is not
+changed.
 
 The texts of at most `_TEXTS` of the last episodes are read, spread over them, and of as many of the first: a look costs
 little more in a long run than in a short one.
@@ -149,7 +150,8 @@ class RunFacts:
         return bool(self.recent) and all(holds(row) for row in self.recent)
 
     def values(self, name: str, rows: Sequence[Mapping[str, Any]] | None = None) -> list[float]:
-        """What the last steps measured, or `rows`; a dot goes into a table. Steps without a number are left out."""
+        """Return a metric's values in the last steps, or in `rows`; a dot in `name` goes into a table. Steps without a
+        number are left out."""
         numbers = [number(row, name) for row in (self.recent if rows is None else rows)]
         return [value for value in numbers if value is not None]
 
@@ -235,7 +237,7 @@ def read_facts(
 
 
 def _time(times: Sequence[float], ago: int) -> float:
-    """When the step was done that came so many before the last; -inf if the run has fewer."""
+    """Return the time of the step that came `ago` steps before the last; -inf if the run has fewer."""
     return times[-1 - ago] if len(times) > ago else -math.inf
 
 
@@ -340,7 +342,8 @@ def _compared(evaluations: Sequence[EvalFacts]) -> set[int]:
 
 
 def _hosts(store: RunStore, since: float, *, after: int) -> dict[str, HostFacts]:
-    """By host: what its workers' counts grew by since then, as `agentrl.run.processes.worker_process` records them."""
+    """Count, by host, what its workers' counts grew by since then, as `agentrl.run.processes.worker_process` records
+    them."""
     first: dict[str, Mapping[str, Any]] = {}
     last: dict[str, Mapping[str, Any]] = {}
     for row in store.metrics.values("fleet", undone=True, after=max(-1, after)):

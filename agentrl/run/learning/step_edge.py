@@ -1,4 +1,4 @@
-"""What a learner does between two steps, while it waits for its next batch: it applies settings that changed, makes way
+"""Work of a learner between two steps, while it waits for its next batch: it applies settings that changed, makes way
 for a learner over another number of ranks, and looks at its push."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepEdge:
         return config
 
     async def make_way(self) -> None:
-        """If another number of ranks is wanted: save, and end. The next learner of this run has that number."""
+        """Save and end if another number of ranks is wanted. The next learner of this run has that number."""
         ranks, wanted = self._learner.ranks.size, await self._settings.requested_ranks()
         if wanted == ranks:
             return

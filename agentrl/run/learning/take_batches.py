@@ -144,7 +144,7 @@ class BatchTaker:
         )
 
     def _reason(self, store: RunStore, step: int, size: int) -> str:
-        """What the learner waits for before `step`, which takes `size` groups."""
+        """Describe what the learner waits for before `step`, which takes `size` groups."""
         if self._at_bound:
             hint = (
                 "lower rollout.step_deadline_s or raise buffer.max_lag; buffer.wait_at_bound=1 would lose some of them"

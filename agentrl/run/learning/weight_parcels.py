@@ -1,4 +1,4 @@
-"""What a push carries: the learner's weights as files or as a copy in memory, with the proof by which engines show that
+"""Contents of a push: the learner's weights as files or as a copy in memory, with the proof by which engines show that
 they have them.
 
 Everything here computes with torch, between two steps, on the thread of the learner. Never knows engines or versions'

@@ -54,7 +54,8 @@ class ChildCommand:
     json: bool = field(default_factory=json_log.wanted)
 
     def variables(self) -> dict[str, str]:
-        """What its environment has besides the launcher's own; the child imports the user's modules too."""
+        """Return the variables of the child's environment besides the launcher's own. With `PYTHONPATH` the child
+        imports the user's modules too."""
         importable = os.pathsep.join(entry for entry in sys.path if entry)
         ours = {"PYTHONPATH": importable, "PYTHONUNBUFFERED": "1", "AGENTRL_ERROR_FILE": str(self.error)}
         return ours | dict(self.env)
@@ -99,7 +100,8 @@ class Launcher(Protocol):
         ...
 
     async def watch(self) -> None:
-        """For ever. Raises ClusterLost once nothing can be started any more; children can still be ended."""
+        """Watch until cancelled. Raises ClusterLost once nothing can be started any more; children can still be
+        ended."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""What a run says of itself: its status, its failed tasks, and its report when it is over."""
+"""Reports of a run on itself: its status, its failed tasks, and its report when it is over."""

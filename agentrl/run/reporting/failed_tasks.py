@@ -36,7 +36,7 @@ def task_id(task: Task) -> str:
 
 
 def row_id(task: Task) -> str:
-    """The same without the seed: a row of a data set is played under another seed in each epoch."""
+    """Return a task's id without the seed: a row of a data set is played under another seed in each epoch."""
     return task_key(Task(index=0, env=task.env, seed=0, kwargs=task.kwargs, options=task.options))[:_ID]
 
 
@@ -121,7 +121,7 @@ def table(rows: Sequence[dict[str, Any]], *, most: int | None = None) -> Table:
 
 
 def mend(rows: Sequence[dict[str, Any]], path: object) -> str:
-    """What to type to leave these tasks out; "" if there are none."""
+    """Return a line with the command that resumes the run without these training tasks; "" if there are none."""
     ids = list(dict.fromkeys(row["id"] for row in rows if row["purpose"] == "train"))
     if not ids:
         return ""
@@ -143,7 +143,7 @@ class FailureLines:
     _looked: float = float("-inf")
 
     def lines(self, store: RunStore) -> Iterator[str]:
-        """What is new since the last call."""
+        """Yield the lines that are new since the last call."""
         counts, now = store.metrics.failures(), self.now()
         if counts.failed == self._counted or now - self._looked < _LOOK_S:
             return
@@ -176,7 +176,7 @@ class ScoreFailureLines:
     _looked: float = float("-inf")
 
     def lines(self, store: RunStore) -> Iterator[str]:
-        """What is new since the last call."""
+        """Yield the lines that are new since the last call."""
         if self.now() - self._looked < _LOOK_S:
             return
         self._looked = self.now()

@@ -53,7 +53,7 @@ class WaitLines:
     _next_s: float = _LONG_S
 
     def lines(self, supervisor: Supervisor) -> Iterator[str]:
-        """What is new since the last call."""
+        """Yield the warning that is due since the last call."""
         store, now = supervisor.store, self.now()
         if supervisor.phase != TRAINING or now - self._looked < _LOOK_S:
             return

@@ -91,7 +91,7 @@ class LoadedRun:
         return cast("dict[str, Any]", json.loads(file.read_text())) if file.exists() else None
 
     def status(self) -> dict[str, Any]:
-        """What the run does now, as `agentrl status --json` has it."""
+        """Return the run's status now, as `agentrl status --json` prints it."""
         return status(RunDir.open(self.path))
 
     def steps(self, *, undone: bool = False) -> Table:

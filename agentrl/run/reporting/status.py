@@ -1,4 +1,4 @@
-"""What a run does now, and how to end it: read from its folder, its lock and its store, by a process beside it.
+"""Status of a run, and how to end it: read from its folder, its lock and its store, by a process beside it.
 
 Never knows a part of the run in memory. It changes nothing: `stop` sends a signal, or asks a run of another machine
 through its store, as `scale` does.
@@ -76,8 +76,8 @@ def holder(run: RunDir) -> Holder:
 def status(
     run: RunDir, now: Callable[[], float] = time.time, *, rows: Sequence[Metric] | None = None
 ) -> dict[str, Any]:
-    """What stands in `agentrl status --json`. `late` is the seconds since the last step if they are far more than a
-    step takes, else None. `rows`: those of the steps, by somebody who has read them."""
+    """Return the document that `agentrl status --json` prints. `late` is the seconds since the last step if they are
+    far more than a step takes, else None. `rows`: metrics of the steps, from a caller who has read them."""
     process, config = holder(run), run.config()
     with RunStore.read(run.store_path) as store:
         rows = store.metrics.values("step") if rows is None else rows
@@ -256,7 +256,7 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
 
 
 def resume_command(run: RunDir) -> str:
-    """What to type to go on with a run that nobody holds; one that has done all its steps needs more."""
+    """Return the command that resumes a run which nobody holds; a run that has done all its steps gets more of them."""
     done = run.summary.exists() and not _stopped_early(run)
     more = f" --set train.steps={2 * run.config().train.steps}" if done else ""
     return f"agentrl train --resume {run.path}{more}"

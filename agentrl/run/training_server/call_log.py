@@ -1,4 +1,4 @@
-"""What a training server accepted and answered: one SQLite file.
+"""Log of the calls that a training server accepted, and of its answers: one SQLite file.
 
 A call is one row, known by its owner (a training or sampling client's id) and its number there: asked for twice, it is
 the same call. Its answer is written once, in one transaction with what it changed. Never knows what a call computes.
@@ -100,8 +100,8 @@ class SamplerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEffects:
-    """What a call changed, besides its answer: the `shape` of its model (rank, attention, mlp); that its model's file
-    is of the state after it (`wrote_state`); new weights, a new sampler."""
+    """Changes that a call made, besides its answer: the `shape` of its model (rank, attention, mlp); that its model's
+    file is of the state after it (`wrote_state`); new weights, a new sampler."""
 
     shape: tuple[int, bool, bool] | None = None
     wrote_state: bool = False
@@ -157,7 +157,7 @@ class CallLog(Closing):
         return "unknown" if row is None else "ended" if row[0] else "open"
 
     def end_session(self, id: str) -> None:
-        """No call of a session comes any more."""
+        """Note that no call of a session comes any more."""
         with self._writing():
             self._do("UPDATE sessions SET ended = 1 WHERE id = ?", id)
 
@@ -261,8 +261,8 @@ class CallLog(Closing):
         return None if row is None else Call(*row)
 
     def first_waiting(self, model: str) -> tuple[int, int] | None:
-        """Of a model whose next call has not come: the number of that, and of the first call that waits for it. None if
-        no call waits."""
+        """Return the number of the next call of a model, which has not come, and of the first call that waits for it.
+        None if no call waits."""
         with self._lock:
             row = self._find(_GAP, model)
         return None if row is None else (int(row[0]), int(row[1]))

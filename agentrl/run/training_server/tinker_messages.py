@@ -65,7 +65,7 @@ class LoraFields(TinkerRequest):
 
 
 class TypeFields(TinkerRequest):
-    """What has a `type`."""
+    """Fields of a table that has a `type`."""
 
     type: str
 

@@ -90,8 +90,9 @@ class Turns:
         return self._held
 
     def cost(self) -> dict[str, float]:
-        """Of the last turn, once the engines are awake: seconds until the lock was free, until the engines slept, the
-        learner had come and had left; the bytes that it took with it; and how long the engines slept, in all."""
+        """Return the cost of the last turn, once the engines are awake: seconds until the lock was free, until the
+        engines slept, the learner had come and had left; the bytes that it took with it; and how long the engines
+        slept, in all."""
         return self._cost | {"asleep_s": trio.current_time() - self._began}
 
     async def without_weights(self, urls: Callable[[], Sequence[str]]) -> None:
