@@ -1,1 +1,1 @@
-"""What a run would do, hold and cost, before anything starts."""
+"""Prediction of what a run would do, hold and cost, before anything starts."""

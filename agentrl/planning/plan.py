@@ -1,4 +1,4 @@
-"""What a run asks of GPUs, before anything starts: bytes, seconds, how to divide the GPUs, and cost.
+"""Plan of a run on GPUs, before anything starts: bytes, seconds, how to divide the GPUs, and cost.
 
 Bytes of the learner are counted on its own code (`agentrl.learner.memory_budget`); those of engines are their share of
 weights and the room that a run gives keys and values. Seconds are a roofline: operations over the vendor's peak times a
@@ -49,7 +49,8 @@ class EnginePlan:
 
     @classmethod
     def of(cls, config: RunConfig, described: Mapping[str, Any], width: int) -> Self:
-        """That of a run whose model's config.json says `described`, of weights of `width` bytes."""
+        """Return the plan of a run's engine, whose model's config.json has the fields `described` and whose weights
+        take `width` bytes each."""
         options = config.engine.vllm
         layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
         size = described.get("head_dim") or described["hidden_size"] // heads
@@ -90,7 +91,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a GPU reaches of its vendor's figures, a second."""
+    """Bytes and operations per second that a GPU reaches: its vendor's figures times an efficiency."""
 
     bytes: float
     operations: float
@@ -122,7 +123,8 @@ _CHANGES: Final[tuple[dict[str, Any], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """As its vendor states it: memory, dense bfloat16, bandwidth of the memory, and of its bus in one direction."""
+    """A GPU by its vendor's figures: memory, dense bfloat16, bandwidth of the memory, and of its bus in one
+    direction."""
 
     memory_gb: float
     tflops: float
@@ -183,9 +185,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSplit:
-    """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one, side by side or by turns.
-    `at_once` episodes fit the engines' cache; `cache_room` bytes of each GPU are left for that. By turns, `host_bytes`
-    wait in host memory, and a step spends `swap_s` on bringing one and the other to the GPU."""
+    """Split of GPUs between engines and the learner; 0 and 0: both on the same one, side by side or by turns. `at_once`
+    episodes fit the engines' cache; `cache_room` bytes of each GPU are left for that. By turns, `host_bytes` wait in
+    host memory, and a step spends `swap_s` on bringing one and the other to the GPU."""
 
     engines: int
     learners: int
@@ -202,7 +204,8 @@ class GpuSplit:
 
     @property
     def step_s(self) -> float:
-        """Of an optimizer step: on GPUs of their own the slower one counts, on one GPU both do."""
+        """Seconds of an optimizer step: on GPUs of their own the slower of learner and engines counts, on one GPU both
+        do."""
         together = self.learner_s + self.engine_s + self.swap_s
         return max(self.learner_s, self.engine_s) if self.engines else together
 
@@ -283,7 +286,7 @@ def rows_of(config: RunConfig, work: Work) -> list[Row]:
 
 
 def _passes(config: RunConfig, work: Work) -> int:
-    """Of each group, if it is larger than one."""
+    """Return the number of passes that a group takes: more than one if the group does not fit a pass."""
     return -(-config.rollout.group_size // sum(row.group_id == 0 for row in rows_of(config, work)))
 
 
@@ -373,7 +376,7 @@ def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
 
 
 def _no_way(config: RunConfig, n: int) -> UsageError:
-    """What to type where `n` GPUs cannot be divided."""
+    """Return the error for `n` GPUs that cannot be divided; it names numbers that can."""
     each = gpus_of(config)
     why = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
     why += [f"engine.gpus gives each engine {each}"] if each > 1 else []
@@ -391,15 +394,16 @@ def _together(config: RunConfig) -> dict[str, int]:
 
 
 def _team(config: RunConfig) -> int:
-    """What divides the number of the learner's GPUs: those that compute a pass, or keep a layer's experts, together."""
+    """Return what divides the number of the learner's GPUs: the GPUs that compute a pass, or keep a layer's experts,
+    together."""
     plan = config.train.parallel
     return math.lcm(plan.tensor * plan.context, plan.expert)
 
 
 def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
-    """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
-    so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are counted.
-    Raises ConfigError if they cannot divide the heads."""
+    """Return the memory of a learner. If ranks compute a pass together, its activations are those of one of them: of a
+    model with so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are
+    counted. Raises ConfigError if they cannot divide the heads."""
     rows, passes = rows_of(config, work), _passes(config, work)
     tensor, context = config.train.parallel.tensor, config.train.parallel.context
     budget = held(config.learner, folder, rows, on_gpu=True, passes=passes, context=context)
@@ -416,8 +420,8 @@ def _held(config: RunConfig, folder: Path, work: Work) -> MemoryBudget:
 
 
 def of_rank(bytes_: MemoryBudget, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
-    """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass. Each of `tensor`
-    ranks has its part of these layers, and each of `expert` ranks its experts."""
+    """Return the bytes on each of `ranks` ranks: its shard, two layers that are whole at a time, and a pass. Each of
+    `tensor` ranks has its part of these layers, and each of `expert` ranks its experts."""
     apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
     gathered = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
     return bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
@@ -428,7 +432,8 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     folder = model_dir(config.model)
 
     def lacking(changed: RunConfig) -> list[str] | None:
-        """What else has to be set for a run to fit: nothing, or less room for keys and values; None if it cannot."""
+        """Return what else has to be set for a run to fit: nothing, or less room for keys and values; None if it
+        cannot."""
         bytes_, ways = _held(changed, folder, work), _ways(changed, n)
         splits = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
         if not splits or any(split.fits for split in splits):

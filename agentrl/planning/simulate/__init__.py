@@ -1,4 +1,4 @@
-"""What a run would do with other slots, another lag bound or another way to close groups, in virtual time.
+"""Simulation of a run with other slots, another lag bound or another way to close groups, in virtual time.
 
     service      how long episodes and steps take: given, or measured in a finished run
     memory       the store's rules on groups, in memory

@@ -1,4 +1,4 @@
-"""From a finished run's store to the distributions of a simulation. Reads only."""
+"""Distributions of a simulation, measured in a finished run's store. Reads only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RETURNS = Returns()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What a run measured. `idle` is its learner's idle share between start-up and end, `skipped` the share of its
+    """Measurements of a run. `idle` is its learner's idle share between start-up and end, `skipped` the share of its
     groups then that left without signal."""
 
     episodes: Measured
@@ -47,10 +47,10 @@ def measure(
     returns: Returns = _RETURNS,
     newest: int = _GROUPS,
 ) -> MeasuredRun:
-    """What a run to step `end` says: its steps after the first `start_up` (default: `start_up_steps`), and the `newest`
+    """Measure a run to step `end`: its steps after the first `start_up` (default: `start_up_steps`), and the `newest`
     groups. Left out are steps before which fewer groups were admitted than `buffer.max_lag` allows, since none follow:
     their learner waits for the last episodes on slots that empty. `returns` tell which groups give no signal. Raises
-    UsageError if it is too short."""
+    UsageError if the run is too short."""
     start_up = start_up_steps(buffer) if start_up is None else start_up
     last = end - max(buffer.max_lag, _WAITS_FOR_LATE)
     rows = [row for row in store.metrics.values("step") if start_up < row.step <= last]
@@ -79,8 +79,8 @@ def measure(
 
 
 def _groups(episodes: Sequence[EpisodeTimes], silent: Collection[int]) -> list[list[Play]]:
-    """By group; `silent` ones give no signal. Groups that started within the longest episode's time before the end are
-    left out: of these only the short episodes may have ended."""
+    """Return the plays of each group; `silent` groups give no signal. Groups that started within the longest episode's
+    time before the end are left out: of these only the short episodes may have ended."""
     if not episodes:
         return []
     last = max(episode.ended_s for episode in episodes) - max(

@@ -65,7 +65,7 @@ class SimulatedGroup:
 
 
 class Taken(NamedTuple):
-    """What a step takes of one group: the members that it trains, and those that leave without a token."""
+    """Members of one group when a step takes it: `trained` ones, and `left_out` ones that leave without a token."""
 
     group: SimulatedGroup
     trained: list[SimulatedMember]
@@ -122,7 +122,7 @@ class MemoryBuffer:
         return group
 
     def claim(self, limit: int, now: float) -> list[SimulatedMember]:
-        """Up to `limit` members to play, oldest group first."""
+        """Claim up to `limit` members to play, oldest group first."""
         claimed: list[SimulatedMember] = []
         while self._waiting and len(claimed) < limit:
             member = self._waiting.popleft()
@@ -151,7 +151,7 @@ class MemoryBuffer:
 
     @property
     def quorate_groups(self) -> int:
-        """At least how many running groups have a quorum."""
+        """Lower bound of the number of running groups that have a quorum."""
         return len(self._quorate)
 
     def quorate(self, group: SimulatedGroup) -> None:
@@ -348,5 +348,5 @@ def _leave(members: Iterable[SimulatedMember], step: int, max_lag: int) -> Taken
 
 
 def ids(members: Sequence[SimulatedMember]) -> list[int]:
-    """Their ids, in order."""
+    """Return the members' ids, in order."""
     return [member.id for member in members]

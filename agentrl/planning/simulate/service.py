@@ -28,7 +28,7 @@ class Play(NamedTuple):
 
 
 class Episodes(Protocol):
-    """Where a group's episodes come from."""
+    """Source of a group's episodes."""
 
     def group(self, size: int, chance: Random) -> list[Play]:
         """The episodes of one group."""
@@ -36,14 +36,14 @@ class Episodes(Protocol):
 
 
 class Steps(Protocol):
-    """What optimizer steps take."""
+    """Durations of optimizer steps."""
 
     def seconds(self, tokens: int, chance: Random) -> float:
-        """Of one step that trains so many tokens."""
+        """Draw the seconds of one step that trains so many tokens."""
         ...
 
     def sped_up(self, times: float) -> Steps:
-        """The same on a learner so many times as fast."""
+        """Return the durations on a learner that is `times` times as fast."""
         ...
 
 

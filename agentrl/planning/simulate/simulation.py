@@ -31,9 +31,9 @@ Spans = list[tuple[int, int]]  # step of the weights that sampled, number of tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedWorld:
-    """What a simulated run takes place in. `slots`: episodes at once; `push_s`: from the end of a step until its
-    weights are served; `between_s`: what the learner does between two steps that is neither step nor waiting;
-    `skip_at_most`: times `groups_per_step`, the groups without signal that leave for a step."""
+    """Conditions of a simulated run. `slots`: episodes at once; `push_s`: from the end of a step until its weights are
+    served; `between_s`: what the learner does between two steps that is neither step nor waiting; `skip_at_most`: times
+    `groups_per_step`, the groups without signal that leave for a step."""
 
     episodes: Episodes
     learner: Steps
@@ -47,8 +47,9 @@ class SimulatedWorld:
 
 
 class Share(NamedTuple):
-    """Of some episodes that end in the loss if nothing makes them too old: how many were trained, and how many of their
-    tokens. `least` is the share of episodes that were too old already when they ended, at the pace of this run."""
+    """Trained shares of a set of episodes, which end in the loss if nothing makes them too old: how many were trained,
+    and how many of their tokens. `least` is the share of episodes that were too old already when they ended, at the
+    pace of this run."""
 
     episodes: float
     tokens: float
@@ -57,7 +58,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What came of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
+    """Result of a simulated run. Shares are in [0, 1], times in seconds, ages in optimizer steps.
 
     Throughput and idle share are of the steps after the start-up. All else is of the groups that were admitted for
     these steps, whatever became of them: tokens and episodes played, and which of them were trained. A group that left
@@ -242,7 +243,8 @@ class Simulation:
         self._free += running - self._buffer.running_episodes
 
     def _sampled(self, member: SimulatedMember) -> Spans:
-        """Which weights sampled the tokens of an episode: each token those served when it began."""
+        """Return the weights that sampled the tokens of an episode: each token the ones that were served when it
+        began."""
         served, began, play = self._served, self._began[member.id], self._play[member.id]
         spans: Spans = []
         for start_s, end_s, n in play.turns:
@@ -288,7 +290,8 @@ class Simulation:
         self._at(ends + self._world.between_s, "step")
 
     def _least(self, step: int) -> int | None:
-        """With how many scored members a group at the lag bound closes for `step`; -1: the learner waits there."""
+        """Return the number of scored members with which a group at the lag bound closes for `step`; -1: the learner
+        waits there."""
         policy, patience = self._policy, self._patience
         if patience is None:
             return None

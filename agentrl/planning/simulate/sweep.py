@@ -120,7 +120,7 @@ class SweepRow:
     found: Found
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the row as a JSON document."""
         world, policy = self.case.world, self.case.policy
         return {
             "slots": world.slots,
@@ -154,7 +154,7 @@ def run_all(cases: Sequence[SweepCase], on_row: Callable[[SweepRow], None] = lam
 
 
 def table(rows: Sequence[SweepRow]) -> Table:
-    """What the cases gave, for a reader."""
+    """Return a table of the cases' results for a reader."""
     rich_table = Table(title_justify="left")
     split = any(row.case.split for row in rows)
     for name in (*(["GPUs"] if split else []), "slots", "max_lag", "groups close"):
@@ -205,8 +205,9 @@ def not_reproduced(rows: Sequence[SweepRow], idle: float) -> str:
 
 
 def advice(rows: Sequence[SweepRow]) -> str:
-    """What to change in the run file, in plain words; rows with other slots are not compared. Of settings that train
-    about as many tokens a second, the one with the smallest max_lag is advised, then the one that drops the fewest."""
+    """Advise in plain words what to change in the run file; rows with other slots are not compared. Of settings that
+    train about as many tokens a second, the one with the smallest max_lag is advised, then the one that drops the
+    fewest."""
     present = next((row for row in rows if row.case.present), None)
     if present is None:
         return ""
@@ -232,7 +233,7 @@ def advice(rows: Sequence[SweepRow]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the user asks to be compared, as he wrote it; empty texts mean the run file's own."""
+    """Settings that the user wants compared, as he wrote them; empty texts mean the run file's own."""
 
     episode: str = ""
     step_s: float | None = None
@@ -274,7 +275,7 @@ def plan(config: RunConfig, wishes: Wishes, measured: MeasuredRun | None) -> lis
 
 
 def limits(config: RunConfig, measured: MeasuredRun | None) -> Iterator[str]:
-    """What of the run file a simulation of `measured` episodes leaves out, or of others, one line each."""
+    """Yield a line for each part of the run file that a simulation of `measured` episodes, or of others, leaves out."""
     if config.buffer.order != "oldest":
         yield f"not simulated: buffer.order = {config.buffer.order!r}; the rows take the oldest groups first"
     if config.buffer.max_tokens is not None:
