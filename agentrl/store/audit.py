@@ -34,7 +34,7 @@ class Violation:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What the audit found. `breaches` counts all violations by kind; `violations` lists at most the first 1000."""
+    """Result of an audit. `breaches` counts all violations by kind; `violations` lists at most the first 1000."""
 
     groups: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])  # purpose -> state -> groups
     episodes: dict[str, int] = field(default_factory=dict[str, int])  # state -> episodes

@@ -40,9 +40,9 @@ _MOST_MEMBERS = 500  # of the forks of one generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFilter:
-    """What episodes have in common; None: anything. `step` is the optimizer step that trained them, `dropped` whether
-    they left the buffer untrained, `least` and `most` bound the outcome reward (both included). `role` acted in a turn.
-    The newest weights that sampled an episode are of the optimizer steps `from_weights` to `to_weights` (both
+    """Conditions on episodes; None lets everything through. `step` is the optimizer step that trained them, `dropped`
+    whether they left the buffer untrained, `least` and `most` bound the outcome reward (both included). `role` acted in
+    a turn. The newest weights that sampled an episode are of the optimizer steps `from_weights` to `to_weights` (both
     included). `ids` names them."""
 
     purpose: str | None = TRAIN
@@ -85,8 +85,8 @@ class TurnSize:
 
 @dataclass(frozen=True, slots=True)
 class TurnTime:
-    """When a turn was sampled, Unix time, and its lengths in tokens. `trial` tells one that was set aside from those
-    of the trial that the episode went on with."""
+    """Time at which a turn was sampled, Unix time, and its lengths in tokens. `trial` tells one that was set aside from
+    those of the trial that the episode went on with."""
 
     episode_id: int
     trial: int
@@ -127,7 +127,7 @@ class EpisodeSearch(StorePart):
         offset: int = 0,
         limit: int = 100,
     ) -> list[EpisodeRow]:
-        """At most `limit` episodes that a filter lets through, in an order; those without a value come last."""
+        """Find at most `limit` episodes that a filter lets through, in an order; those without a value come last."""
         condition, parameters = _found(wanted)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
         # the newest are found without a look at all others, unless an expression hides that ids are in order
@@ -158,8 +158,9 @@ class EpisodeSearch(StorePart):
         budget_s: float = 1.0,
         before: int | None = None,
     ) -> Searched:
-        """At most `limit` episodes with a text in their last trial, and with ids below `before`, after about `budget_s`
-        seconds at most. Letters of ASCII are found in either case; on PostgreSQL not in what the model wrote."""
+        """Find at most `limit` episodes with a text in their last trial, and with ids below `before`, after about
+        `budget_s` seconds at most. Letters of ASCII are found in either case; on PostgreSQL not in what the model
+        wrote."""
         until, matches = time.monotonic() + budget_s, list[int]()
         with self._db.read():
             row = self._db.row("SELECT MAX(id) FROM episodes")

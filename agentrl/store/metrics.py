@@ -75,11 +75,10 @@ _FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
 
 
 class Failures(NamedTuple):
-    """Of `ended` episodes, `failed` failed through no doing of the policy: `raised` of them by an exception of
-    somebody's code in the first play of their task, each by itself, the others in so many `outages` (see `outages`) or
-    in later plays. Of both, `raised_in_a_row` and
-    `in_a_row` came after the last episode that ended well; `well` episodes did, `running` ones may. `detail` is the
-    cause of the latest failed one."""
+    """Counts of failed episodes. Of `ended` episodes, `failed` failed through no doing of the policy: `raised` of them
+    by an exception of somebody's code in the first play of their task, each by itself, the others in so many `outages`
+    (see `outages`) or in later plays. Of both, `raised_in_a_row` and `in_a_row` came after the last episode that ended
+    well; `well` episodes did, `running` ones may. `detail` is the cause of the latest failed one."""
 
     failed: int
     ended: int

@@ -92,7 +92,7 @@ class Shown:
         self._data = dict[str, bytes]()
 
     def messages(self, text: str) -> Messages:
-        """Those of a column. Raises StoreError if the store lacks an image."""
+        """Return the messages of a column. Raises StoreError if the store lacks an image."""
         return self.whole(unpack_messages(text))
 
     def whole(self, messages: Messages) -> Messages:
@@ -316,7 +316,7 @@ LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE 
 
 
 def scores_asked(where: str, parameters: Sequence[int]) -> Query:
-    """For the turns (`t`) that `where` selects: the values that count, for `scores_by_turn`."""
+    """Return the query for `scores_by_turn`: the values that count, of the turns (`t`) that `where` selects."""
     return (
         "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
         f" JOIN sources c ON c.source = r.source WHERE {where} ORDER BY t.idx, r.source",
@@ -325,7 +325,7 @@ def scores_asked(where: str, parameters: Sequence[int]) -> Query:
 
 
 def scores_by_turn(rows: Iterable[Row]) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
-    """By the index of a turn: the values that count by source, and their weighted sum."""
+    """Return, by the index of a turn, the values that count by source, and their weighted sum."""
     scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
     sums: defaultdict[int, float] = defaultdict(float)
     for index, source, value, weight in rows:

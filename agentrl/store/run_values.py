@@ -1,4 +1,4 @@
-"""What the processes of a run agree on: every key of the store's table `meta`, and the type of its value.
+"""Values that the processes of a run share: every key of the store's table `meta`, and the type of its value.
 
 Rows are text; a `Value` reads and writes them. Its readers take the store's `meta`, so that a call may read through any
 handle: `PHASE.of(store.meta)`, or `await PHASE.awaited(store.meta)` in a program with a loop. The keys at the end are
@@ -34,15 +34,15 @@ class Value(Generic[_T]):
         self._read, self._write = read, write
 
     def of(self, meta: Callable[[str], str | None]) -> _T:
-        """The value, by a store's `meta`."""
+        """Return the value, by a store's `meta`."""
         return self._value(meta(self.key))
 
     async def awaited(self, meta: Callable[[str], Awaitable[str | None]]) -> _T:
-        """The same, by the `meta` of a store whose calls are awaited."""
+        """Return the value, by the `meta` of a store whose calls are awaited."""
         return self._value(await meta(self.key))
 
     def within(self, db: Database) -> _T:
-        """The same, inside a transaction."""
+        """Return the value, inside a transaction."""
         row = db.row("SELECT value FROM meta WHERE key = ?", (self.key,))
         return self._value(None if row is None else row[0])
 

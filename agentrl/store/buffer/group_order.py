@@ -144,10 +144,10 @@ OLDEST = Oldest()
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What a step may take: `ready` groups, in the order of admission, of which `silent` ones give no signal; `stale`
-    groups and late members (`late`), if there are any; the groups `under_way`, and those of them `at_bound` that could
-    close, with how many of their members are scored. `skipped`: how many groups left for this
-    step without signal before."""
+    """Groups that a step may take: `ready` groups, in the order of admission, of which `silent` ones give no signal;
+    whether there are `stale` groups and `late` members; the groups `under_way`, and those of them `at_bound` that could
+    close, with how many of their members are scored. `skipped`: how many groups left for this step without signal
+    before."""
 
     ready: Sequence[Ready]
     silent: Sequence[int]
@@ -160,7 +160,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a step takes: `picks`, or nothing yet (None); the groups that it skips leave in either case."""
+    """Choice for a step: `picks`, or nothing yet (None); the groups in `skips` leave in either case."""
 
     picks: Sequence[Pick] | None
     skips: frozenset[int]

@@ -15,7 +15,7 @@ from agentrl.store.databases.transactions import Batch, Transactions
 
 
 class Result(NamedTuple):
-    """What came of a call: a value, or the error that it raised."""
+    """Result of a call: a value, or the error that it raised."""
 
     value: Any = None
     error: Exception | None = None
@@ -36,11 +36,11 @@ class BatchedCall(ABC):
     @classmethod
     @abstractmethod
     def all(cls, calls: Sequence[Any]) -> list[Result]:
-        """Make calls in their order; what came of each. An error that it raises undoes them all."""
+        """Make calls in their order and return their results. An error that it raises undoes them all."""
 
 
 def make_each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
-    """What came of calls. Raises the error of one that is made alone."""
+    """Make the calls and return their results in order. Raises the error of a call that is made alone."""
     results = dict[int, Result]()
     order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], BatchedCall) and call.first))
     for kind, group in groupby(order, key=lambda at: _kind(calls[at])):

@@ -1,4 +1,4 @@
-"""What is done to a store as a whole: made, checked, copied, tidied. Rare, and never in a turn's path."""
+"""Work on a store as a whole: making, checking, copying and tidying it. Rare, and never in a turn's path."""
 
 from __future__ import annotations
 

@@ -399,8 +399,8 @@ def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> M
 
 
 def _earned(where: str, id: int) -> tuple[Query, Query]:
-    """Of the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and scores of turns.
-    A run without sources looks at no turn for the latter."""
+    """Return two queries on the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and
+    scores of turns. A run without sources looks at no turn for the latter."""
     turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
     return (
         (

@@ -91,11 +91,11 @@ class Journal(StorePart):
         return TurnEntry(self._db, episode_id, fence, turn, self._versions.step_of)
 
     def part_entry(self, episode_id: int, fence: int, part: Partial) -> PartEntry:
-        """The same of `journal_partial`."""
+        """Return `journal_partial` as a call that `together` makes at once with others of the journal."""
         return PartEntry(self._db, episode_id, fence, part)
 
     def step_entry(self, episode_id: int, fence: int, turn_index: int, step: Step) -> StepEntry:
-        """The same of `journal_step`."""
+        """Return `journal_step` as a call that `together` makes at once with others of the journal."""
         return StepEntry(self._db, episode_id, fence, turn_index, step)
 
     @retried

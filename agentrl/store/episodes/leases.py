@@ -162,7 +162,7 @@ class Leases(StorePart):
 
     @retried
     def reload(self, claim: Claim) -> Claim:
-        """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
+        """Read a claim again, with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
             check_fence(self._db, claim.episode_id, claim.fence)
             (loaded,) = self._load([claim.episode_id])
@@ -190,9 +190,9 @@ class Leases(StorePart):
         return cursor.rowcount
 
     def _claimable(self, worker: str, limit: int, now: float, ahead: int | None, evaluation: bool | None) -> list[Free]:
-        """At most `limit` of the episodes that a worker may claim. An episode with two deaths or more is claimed by a
-        worker that plays nothing else under suspicion, and after all others: if the worker dies, that episode is to
-        blame."""
+        """Return at most `limit` of the episodes that a worker may claim. An episode with two deaths or more is claimed
+        by a worker that plays nothing else under suspicion, and after all others: if the worker dies, that episode is
+        to blame."""
         holder = self._holder(worker)
         sql, bound = (_CLAIMABLE, math.inf) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
         kinds = (0, 1) if evaluation is None else (int(evaluation), int(evaluation))

@@ -40,8 +40,8 @@ _GROUPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeued:
-    """What is played again: ids of `members` of open groups, of `late` members of closed groups, and of lost `groups`.
-    `left`: how many failures are not, by the reason."""
+    """Failures that are played again: ids of `members` of open groups, of `late` members of closed groups, and of lost
+    `groups`. `left`: how many failures are not, by the reason."""
 
     members: tuple[int, ...] = ()
     late: tuple[int, ...] = ()

@@ -1,4 +1,5 @@
-"""What a server's catalogue says of a store: the columns of its tables, their types, and who numbers new rows."""
+"""Catalogue of a server, as far as a store needs it: the columns of its tables, their types, and who numbers new
+rows."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class DeadlineConnection(psycopg.Connection[Any]):
 
 
 def _bounded(gen: Generator[Any, Any, _T], until: float) -> Generator[Any, Any, _T]:
-    """What `gen` does, until a time. psycopg looks in ten times a second, also if nothing came."""
+    """Run `gen`, and raise TimeoutError once the time `until` has passed. psycopg looks in ten times a second, also if
+    nothing came."""
     ready: Any = None
     while True:
         try:

@@ -89,7 +89,7 @@ def _in_order(join: re.Match[str]) -> str:
 
 
 class PlainInsert(NamedTuple):
-    """What `INSERT INTO table (columns) VALUES (?, …)` says; no columns are all of them."""
+    """Table and columns of `INSERT INTO table (columns) VALUES (?, …)`; no columns are all of them."""
 
     table: str
     columns: tuple[str, ...]
