@@ -71,7 +71,7 @@ class Shelf:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far."""
+    """Counts of boxes so far."""
 
     made: int = 0
     warm: int = 0  # handed out ready

@@ -138,7 +138,8 @@ class NetworkRequest:
 
 @dataclass(slots=True)
 class Network:
-    """What a box may do while the phase lasts. `requests` are the first ones, `asked` and `refused` count all."""
+    """Network access of a box while the phase lasts. `requests` are the first requests; `asked` counts all, `refused`
+    the refused ones."""
 
     policy: NetworkPolicy
     requests: list[NetworkRequest] = field(default_factory=list[NetworkRequest])
@@ -210,7 +211,7 @@ async def forwarded(box: Sandbox, port: int) -> AsyncGenerator[Forward]:
 
 
 async def _up(pieces: trio.MemoryReceiveChannel[bytes], stream: trio.SocketStream) -> None:
-    """What a client in the box sends, until it has no more; an empty piece says so."""
+    """Send what a client in the box sends to `stream`; an empty piece ends it."""
     async for piece in pieces:
         if not piece:
             break

@@ -1,4 +1,5 @@
-"""What an environment asked its box, and the answers: another instance is given the same ones, and no work is repeated.
+"""Record of an environment's calls to its box, and of the answers: another instance gets the same answers, and no work
+is repeated.
 
 Owns the calls that are answered from a record and those that no record can answer. Never knows the environment.
 """
@@ -61,7 +62,7 @@ class Tape:
         return f"copy {self._copies}: "
 
     def end(self) -> None:
-        """From now on the box itself answers. Raises EnvError if calls of the record were not made again."""
+        """Let the box itself answer from now on. Raises EnvError if calls of the record were not made again."""
         self.plays = False
         if unasked := sum(map(len, self._waiting.values())):
             raise EnvError(f"the environment did not ask its box {unasked} of the things that it had asked before")

@@ -134,7 +134,8 @@ class WarmPython:
         self._idle: list[_Interpreter] = []
 
     async def run(self, data: bytes) -> bytes | None:
-        """What the script wrote, or None: make this run another way. Raises HostBusy."""
+        """Run the script on `data` and return its output; None if this run must be made another way. Raises
+        HostBusy."""
         if len(data) > self._most:
             return None
         interpreter = await self._take()
@@ -217,7 +218,8 @@ class _Interpreter:
             return False
 
     async def run(self, data: bytes) -> bytes | None:
-        """What a child wrote; None if it was ended by a signal. Raises SandboxError if the parent ended."""
+        """Run the script on `data` in a child and return its output; None if a signal ended the child. Raises
+        SandboxError if the parent ended."""
         assert self._process is not None
         await self._process.send(len(data).to_bytes(_SIZE, "big") + data)
         head = await self._read(1 + _SIZE)

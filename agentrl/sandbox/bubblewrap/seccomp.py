@@ -171,7 +171,8 @@ def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> No
 
 
 def compile_computing(machine: str, file: IO[bytes]) -> None:
-    """The same for code that only computes."""
+    """Write the filter of code that only computes for `machine` to an open binary file. Needs libseccomp and its Python
+    binding."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
     rules, _ = _filter(machine, pyseccomp.TRAP)  # not KILL, which the kernel writes to its log each time
@@ -193,7 +194,8 @@ def _filter(machine: str, otherwise: int) -> tuple[Any, int]:
 
 
 def docker_profile() -> str:
-    """The same list as a profile for a Docker engine (JSON, format of moby's `profiles/seccomp/default.json`).
+    """Return the list of allowed calls as a profile for a Docker engine (JSON, format of moby's
+    `profiles/seccomp/default.json`).
 
     Engines older than the field `defaultErrnoRet` answer EPERM to calls that are not on the list."""
 

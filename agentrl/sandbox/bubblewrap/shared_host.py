@@ -129,7 +129,7 @@ def _interpreter(usr: Path) -> set[Path]:
 
 
 def _packages() -> list[Path]:
-    """Where agentrl, and the packages that offer environments or tools, are installed."""
+    """Folders in which agentrl, and the packages that offer environments or tools, are installed."""
     names = {"agentrl"}
     for group in _GROUPS:
         names |= {
@@ -368,8 +368,8 @@ class Host:
         self.folder.close()
 
     def _root_of(self, image: str | None, usr: Path | None) -> list[str]:
-        """What makes up `/`: of the host only /usr, libraries and a made-up /etc; of an image all but the volatile.
-        `usr` is the box's own overlay of the host's."""
+        """Return the bwrap arguments that make up `/`: of the host only /usr, libraries and a made-up /etc; of an image
+        all but the volatile. `usr` is the box's own overlay of the host's."""
         root = Path("/") if image is None else Path(image)
         if not (root / _LIMITER).exists():
             raise SandboxUnavailable(f"{root / _LIMITER} is missing: the root file system needs util-linux")

@@ -319,7 +319,8 @@ class DockerEngine:
         return await self.call(lambda: len(self._client.api.top(container)["Processes"] or ()))  # null: none is left
 
     def cpu_time(self, container: str, cpus: float) -> GroupCpuTime:
-        """What a container's processes use from now on; nothing is known of an engine on another machine."""
+        """Measure the CPU time of a container's processes from now on; nothing is known of an engine on another
+        machine."""
         counter = self._counters.get(container)
         if counter is None:
             return GroupCpuTime(None, None, cpus=cpus)
@@ -383,7 +384,7 @@ class DockerEngine:
 
 
 def _host() -> str:
-    """This machine since its last start: what makes process ids of labels comparable."""
+    """Return an id of this machine since its last start, which makes process ids of labels comparable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -73,7 +73,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
             await self._flush()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """What has come, b"" after the other side's `close_notify`. An end without one raises
+        """Return the bytes that have come, b"" after the other side's `close_notify`. An end without one raises
         trio.BrokenResourceError: somebody in between may have cut it."""
         self._decrypt()
         while not (self._read or self._ended):
@@ -165,11 +165,11 @@ class EngineAddress:
         return cls(url=url, setting=setting, certificates=folder, certificates_setting=folder_setting, tls=tls)
 
     def lost(self, why: str) -> str:
-        """That the engine does not answer, in one line, with the command that looks for it."""
+        """Say in one line that the engine does not answer, with the command that looks for it."""
         return f"no docker engine answers at {self.url} ({' '.join(why.split())}); look: {self.command('version')}"
 
     def command(self, *words: str) -> str:
-        """What to type to have docker's own command line speak with this engine."""
+        """Return the command line with which docker's own client speaks with this engine."""
         flags = ["--host", self.url]
         if folder := self.certificates:
             flags += ["--tlsverify", "--tlscacert", f"{folder / CA}"]
@@ -237,7 +237,7 @@ class EngineAddress:
         return self.tls.wrap_socket(plain, server_hostname=parts.hostname) if self.tls else plain
 
     def _hint(self, error: Exception) -> str:
-        """What went wrong with TLS and what to do; empty if it is not about TLS."""
+        """Explain an error of TLS and what to do; empty if the error is not about TLS."""
         if self.tls is None:
             return ""
         folder = f"{self.certificates_setting} = {str(self.certificates)!r}"

@@ -132,8 +132,8 @@ def is_text(data: bytes) -> bool:
 
 
 def shell_word(data: bytes, number: int = 0) -> tuple[str, str]:
-    """What a script must do before, and the word to write, to have `data` as one argument. The engine's API carries
-    text only, so other bytes are spelled out in octal."""
+    """Return what a script must do before, and the word to write, to have `data` as one argument. The engine's API
+    carries text only, so other bytes are spelled out in octal."""
     if is_text(data):
         return "", shlex.quote(data.decode())
     octal = "".join(f"\\0{byte:03o}" for byte in data)

@@ -111,7 +111,8 @@ class _Deployment:
 
 
 def _maker(kind: str, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes a deployment of a kind. Raises SandboxUnavailable without SWE-ReX, a ValueError for wrong options."""
+    """Return the function that makes a deployment of a kind. Raises SandboxUnavailable without SWE-ReX, a ValueError
+    for wrong options."""
     config = _library("deployment.config")
     deployment: Any = getattr(config, f"{kind.capitalize()}DeploymentConfig")(**options)
     return deployment.get_deployment
