@@ -78,7 +78,7 @@ def read_tables(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def distinct(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:
-    """Those that differ, each under the first of its fields: entries that say the same are one algorithm."""
+    """Return the algorithms that differ, each under the first of its fields: equal entries are one algorithm."""
     by_field: dict[str, Algorithm] = {}
     for field, algo in algorithms.items():
         if algo not in by_field.values():

@@ -163,8 +163,8 @@ class _Train(Protocol):
 
 
 def splits(cluster: Cluster, begins: Split) -> list[Split]:
-    """What the controller of a run that `begins` so may choose from, by ranks: each with as many engines as then have a
-    place. GPUs are what moves; CPUs if the learner takes none."""
+    """Return the splits, by ranks, from which the controller of a run that begins with `begins` may choose: each with
+    as many engines as then have a place. GPUs are what moves; CPUs if the learner takes none."""
     assert cluster.controller is not None
     on_gpus = cluster.learner.gpus > 0
     engine, rank = (part.gpus if on_gpus else part.cpus for part in (cluster.engine, cluster.learner))

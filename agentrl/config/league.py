@@ -125,6 +125,6 @@ def to_json(members: Sequence[Member]) -> str:
 
 
 def from_json(text: str | None) -> list[Member]:
-    """What `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
+    """Read what `to_json` wrote, oldest first; the first member alone if nothing is written yet."""
     tables: list[dict[str, Any]] = json.loads(text) if text else []
     return [Member(**fields) for fields in tables] or [FIRST]

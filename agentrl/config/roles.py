@@ -72,7 +72,7 @@ class WithRoles:
         return {table.name: table.model for table in self.roles if table.model is not None}
 
     def model_of(self, role: str | None) -> str:
-        """What a role begins with, or the roles that share a model."""
+        """Return the model that a role begins with; for None, the model of the roles that share one."""
         return self.model if role is None else self.role_models[role]
 
     @property
@@ -81,8 +81,8 @@ class WithRoles:
         return tuple(table.name for table in self.roles if table.adapter or table.model is not None)
 
     def algorithms_of(self, role: str | None) -> Mapping[str, Algorithm]:
-        """Those that may train the model of a role with its own, or that of all others, by the field that names
-        them."""
+        """Return the algorithms that may train the model of a role with its own, or for None the model of all others,
+        by the field that names them."""
         tables = {f"roles.{number}.algo": table for number, table in enumerate(self.roles)}
         tables_of = {field: tables[field] for field in self.algorithms if field in tables}
         mine = [field for field, table in tables_of.items() if table.name == role]
@@ -239,6 +239,6 @@ class LearnerSettings(WithRoles):
         return {"algo": self.algo} if self.named is None else self.named
 
     def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
-        """What trains a role in the tasks of an environment."""
+        """Return the algorithm that trains a role in the tasks of an environment."""
         by_role = self.algo_by_role
         return by_role[role] if role in by_role else self.algo_by_env.get(env, self.algo)

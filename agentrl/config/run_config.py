@@ -112,7 +112,7 @@ class TaskTable(_Section):
         return self
 
     def beside(self, folder: Path) -> Self:
-        """With a file of rows taken from `folder`."""
+        """Return these settings with a file of rows taken from `folder`."""
         if self.rows is None or self.rows.startswith("hf:"):
             return self
         return self.model_copy(update={"rows": str((folder / self.rows).resolve())})
@@ -248,8 +248,8 @@ class Rollout(_Section):
 
     @property
     def hang_deadline_s(self) -> float:
-        """After so long a worker whose loop stands still is ended: before another may claim the episode that blocks
-        it, and hang as well."""
+        """Seconds after which a worker whose loop stands still is ended: before another may claim the episode that
+        blocks it, and hang as well."""
         return self.lease_s / 2
 
     def roles_key(self) -> EngineKey | None:
@@ -265,7 +265,7 @@ class Rollout(_Section):
         return {role: policy for role, policy in self.roles.items() if policy != "trained"}
 
     def given_models(self) -> set[str]:
-        """What of `frozen_roles` the run has to start an engine for."""
+        """Return the models of `frozen_roles` for which the run has to start an engine."""
         return {policy for policy in self.frozen_roles().values() if not policy.startswith(URL_SCHEMES)}
 
 
@@ -387,14 +387,14 @@ class EngineSettings(_Section):
         return [check_url("engine.urls", url).rstrip("/").removesuffix("/v1") for url in urls]
 
     def with_key(self, key: EngineKey) -> Self:
-        """The same, in the process that made this key for the engines that the run starts."""
+        """Return these settings for the process that made this key for the engines that the run starts."""
         other = self.model_copy()
         other._own_key = key
         return other
 
     @property
     def own_key(self) -> EngineKey | None:
-        """That of the engines that the run starts; None outside of its processes."""
+        """Key of the engines that the run starts; None outside of its processes."""
         return self._own_key or EngineKey.of_environment()
 
     def key_of(self, url: str) -> EngineKey | None:
@@ -406,7 +406,7 @@ class EngineSettings(_Section):
 
     @property
     def fixed_threads(self) -> int:
-        """For an engine that does not follow what idles, and for the rest of one that does."""
+        """Threads of an engine that does not follow what idles, and of the rest of one that does."""
         return 1 if self.threads == "auto" else self.threads
 
     @property
@@ -421,7 +421,8 @@ class EngineSettings(_Section):
 
     @property
     def mending_deadline_s(self) -> float:
-        """Until when engines that all went silent at once must serve again: seen to hang, started, and fitted."""
+        """Seconds within which engines that all went silent at once must serve again: seen to hang, started, and
+        fitted."""
         return self.liveness_deadline_s + self.start_deadline_s + self.admin_deadline_s
 
     @model_validator(mode="after")
@@ -580,7 +581,7 @@ class RunConfig(WithRoles, _Section):
         return tuple(dict.fromkeys(table.id or self.env.id for table in self.tasks)) or (self.env.id,)
 
     def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
-        """What trains a role in the tasks of an environment."""
+        """Return the algorithm that trains a role in the tasks of an environment."""
         if role in self.algo_by_role:
             return self.algo_by_role[role]
         algos = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)

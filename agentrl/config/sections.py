@@ -334,13 +334,13 @@ class RewardSource(Section):
 
     @property
     def measure(self) -> str:
-        """What is asked about a turn: the kind, or a shaping's potential."""
+        """Measure of a turn: the kind, or a shaping's potential."""
         if self.kind == "shaping":
             return "tests" if self.command else "callable"
         return self.kind
 
     def beside(self, folder: Path) -> Self:
-        """With a folder of tests taken from `folder`."""
+        """Return these settings with a folder of tests taken from `folder`."""
         return self if self.files is None else self.model_copy(update={"files": str((folder / self.files).resolve())})
 
     def api_key(self) -> str | None:
@@ -441,7 +441,7 @@ class Alarms(Section):
     an alarm, and `stop` saves and ends the run."""
 
     def action(self, name: Watched) -> Action:
-        """What the alarm of that name does."""
+        """Return what the alarm of that name does."""
         return self.actions.get(name, "warn")
 
 
@@ -658,14 +658,14 @@ class Sandboxes(Section):
     """Arguments of the backend `inspect`: `kind`, `config`, `network` and `image`."""
 
     def beside(self, folder: Path) -> Self:
-        """With a folder of certificates taken from `folder`."""
+        """Return these settings with a folder of certificates taken from `folder`."""
         if self.docker.cert_path is None:
             return self
         path = str((folder / Path(self.docker.cert_path).expanduser()).resolve())
         return self.model_copy(update={"docker": self.docker.model_copy(update={"cert_path": path})})
 
     def arguments(self) -> dict[str, dict[str, Any]]:
-        """What the constructor of a backend is given, by its registry id."""
+        """Return the arguments of each backend's constructor, by its registry id."""
         by_backend = {
             "bubblewrap": self.bubblewrap.model_dump(),
             "swe-rex": dict(self.swe_rex),

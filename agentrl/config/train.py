@@ -258,13 +258,13 @@ class Train(Section):
         return self
 
     def over(self, ranks: int) -> Self:
-        """The same over so many ranks. Raises ConfigError if it cannot be."""
+        """Return these settings over so many ranks. Raises ConfigError if that is not possible."""
         parallel = {**self.parallel.model_dump(), "ranks": ranks}
         return type(self).model_validate({**self.model_dump(), "parallel": parallel})
 
     @property
     def gpus(self) -> list[int]:
-        """Those of the learner's ranks; none on a CPU."""
+        """GPUs of the learner's ranks; none on a CPU."""
         if self.device == "cpu":
             return []
         first = int(self.device.removeprefix("cuda").removeprefix(":") or 0)

@@ -90,8 +90,8 @@ def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
-    """As they stand on the command line: a flag for true, the flag that switches it off for false, JSON for a table,
-    one word for each item of a list."""
+    """Return the arguments as words of a command line: a flag for true, the flag that switches it off for false, JSON
+    for a table, one word for each item of a list."""
     command_line: list[str] = []
     for name, value in arguments.items():
         if isinstance(value, bool):
