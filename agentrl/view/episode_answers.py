@@ -166,7 +166,8 @@ def group(opened: OpenedRun, id: int, query: Mapping[str, str]) -> Json:
 
 
 def step(opened: OpenedRun, number: int, _query: Mapping[str, str]) -> Json:
-    """What an optimizer step measured and which episodes it trained. Raises UsageError for one that was not made."""
+    """Return what an optimizer step measured and which episodes it trained. Raises UsageError for a step that was not
+    made."""
     row = next((row for row in opened.steps() if row.step == number), None)
     if row is None:
         raise UsageError(f"step {number}: it has not been made yet, or was undone")
@@ -264,7 +265,8 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, size: TurnSize, cut: int | No
 
 
 def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -> dict[str, list[float | None]]:
-    """By name, a number of each token that is shown: what the engine said of it, and what the step did to it."""
+    """Return, by name, a number of each token that is shown: what the engine said of it, and what the step did to
+    it."""
     n = len(turn.token_ids)
     shown = n if cut is None else min(n, _MOST_TOKENS)
     columns = {name: values for name, values in turn.columns.items() if len(values) == n}
@@ -276,7 +278,7 @@ def _number(value: Any) -> float | None:
 
 
 def _dumped(opened: OpenedRun, step: int, episode: int) -> dict[int, dict[str, list[Any]]]:
-    """What `agentrl retrain RUN --step N --dump RUN/tokens/N.jsonl` has written about an episode, by turn."""
+    """Read what `agentrl retrain RUN --step N --dump RUN/tokens/N.jsonl` has written about an episode, by turn."""
     path, by_turn = opened.run.token_dump(step), dict[int, dict[str, list[Any]]]()
     try:
         with path.open(encoding="utf-8") as file:
@@ -332,8 +334,8 @@ def _text(text: str, cut: int | None) -> Json:
 
 
 def _advantages(opened: OpenedRun, group: Group) -> dict[int, list[float]]:
-    """By member, the advantage of each turn that learns, over the others of its group, before any scale. Members that
-    ended after the group closed are judged by its record. Nothing for a group that is still open."""
+    """Return, by member, the advantage of each turn that learns, over the others of its group, before any scale.
+    Members that ended after the group closed are judged by its record. Nothing for a group that is still open."""
     if group.record is None:
         return {}
     late = {

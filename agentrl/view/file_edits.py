@@ -1,4 +1,4 @@
-"""What the tool calls of a turn change in files, as far as their arguments tell: old and new text, or a patch.
+"""File changes that the tool calls of a turn make, as far as their arguments tell: old and new text, or a patch.
 
 The names of the arguments are those of the editing tools that models know best. A call is read in whichever dialect it
 is written; a broken one, or one that edits nothing, is left out. Knows no tool of any environment, and opens no file.

@@ -1,4 +1,4 @@
-"""What people say of a run: tags and a note, in a small file of its folder."""
+"""Tags and a note on a run, which people write, in a small file of its folder."""
 
 from __future__ import annotations
 

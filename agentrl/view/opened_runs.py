@@ -82,7 +82,7 @@ class OpenedRun:
     close = _forget
 
     def look_anew(self) -> None:
-        """Somebody asked something of the run: what it does now is not what it did."""
+        """Drop the cached status: somebody requested something of the run, and what it does now is not what it did."""
         with self._lock:
             self._status = None
 
@@ -109,7 +109,7 @@ class OpenedRun:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What `agentrl status --json` says."""
+        """Return the status of the run, as `agentrl status --json` prints it."""
         with self._lock:
             if self._status is not None:
                 read_s, cached = self._status
@@ -136,8 +136,8 @@ class OpenedRun:
             return list(self._flat)
 
     def seldom(self, name: str, read: Callable[[RunStore], _T]) -> _T:
-        """What `read` finds in every episode of a large run; for as long as fifty times what that took, it is taken as
-        known under its `name`, so that a page that looks on costs the run little."""
+        """Return the result of `read`, which may read every episode of a large run. The result is reused under its
+        `name` for fifty times as long as `read` took, so that a page that looks on costs the run little."""
         with self._lock:
             until, value = self._seldom.get(name, (0.0, None))
             if name not in self._seldom or self._clock() >= until:

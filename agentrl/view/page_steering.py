@@ -1,4 +1,4 @@
-"""What somebody asks of a run on its page: `agentrl pause`, `resume`, `set` and `requeue`, from JSON. Knows no HTTP.
+"""Requests of a run's page: `agentrl pause`, `resume`, `set` and `requeue`, from JSON. Knows no HTTP.
 
 A run under way is steered, no other: settings that a run takes up at its next start may name programs, and belong to
 whoever starts it.

@@ -161,7 +161,7 @@ def fingerprint(opened: OpenedRun) -> list[Any]:
 
 
 def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
-    """What happened at which step, beside the steps themselves."""
+    """Return the events of a run beside its steps, each with the step at which it happened."""
     with opened.store() as store:
         served, saved, settings = (
             store.versions.served_versions(),
@@ -191,7 +191,7 @@ def _marks(opened: OpenedRun, rows: Sequence[Metric]) -> Json:
 
 
 def _lags(rows: Sequence[Metric]) -> Json:
-    """Of the last steps: tokens trained and tokens too old, by their age in steps (`4_7`: of four to seven)."""
+    """Count the tokens trained and the tokens too old in the last steps, by age in steps (`4_7`: four to seven)."""
     trained, stale = Counter[str](), Counter[str]()
     for row in rows:
         by_lag = cast("Mapping[str, Mapping[str, float]]", row.values.get("by_lag") or {})
@@ -211,7 +211,7 @@ def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _thinned(values: Sequence[float | None]) -> list[float | None]:
-    """At most `_SPARK` means of neighbours."""
+    """Return at most `_SPARK` means of neighbours."""
     if len(values) <= _SPARK:
         return list(values)
     edges = [len(values) * k // _SPARK for k in range(_SPARK + 1)]

@@ -46,7 +46,7 @@ FAMILIES: Final = {
 
 
 class RunsCollector:
-    """What Prometheus's client asks for samples. A run that cannot be read is left out of an answer."""
+    """Collector of samples for Prometheus's client. A run that cannot be read is left out of an answer."""
 
     def __init__(self, runs: OpenedRuns, client: Any, now: Callable[[], float] = time.time) -> None:
         self._runs, self._client, self._now = runs, client, now

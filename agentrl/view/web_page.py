@@ -89,7 +89,7 @@ class Visitors(NamedTuple):
 
     @property
     def writes(self) -> frozenset[str]:
-        """What they may write: the last word of a path, see `_WRITES`."""
+        """Last words of the paths to which visitors may write, see `_WRITES`."""
         return frozenset(_WRITES if self.steer else {"notes"})
 
 
@@ -251,14 +251,14 @@ def _from_here(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _asked(scope: Scope) -> tuple[str, bytes]:
-    """What a request asks for: two with the same get the same answer."""
+    """Return the key of a request: requests with the same key get the same answer."""
     return scope["path"], scope["query_string"]
 
 
 async def _answered(
     runs: OpenedRuns, shared: _Shared, answer: Callable[[OpenedRuns, Request], Any], request: Request
 ) -> Response:
-    """What a call answers, made in a thread; its errors as an answer of one line."""
+    """Return the answer of a call, made in a thread; its errors become an answer of one line."""
     key = _asked(request.scope)
     try:
         response = _sent(await shared(key, lambda: answer(runs, request)))
@@ -392,7 +392,7 @@ async def _changes(opened: OpenedRun, shared: _Shared, closing: Event) -> AsyncI
 
 
 def _encoded(document: Any) -> bytes:
-    """As JSON in ASCII, since a text of a policy may hold what UTF-8 cannot."""
+    """Encode a document as JSON in ASCII, since a text of a policy may hold what UTF-8 cannot."""
     return json.dumps(document, allow_nan=False).encode("ascii")
 
 
