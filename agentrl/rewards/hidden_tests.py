@@ -126,7 +126,7 @@ class BoxTests:
 
 
 def value_of(result: ExecResult, score: str) -> float:
-    """What a test run says, from 0 to 1: `exit`: 1 for exit code 0; `number`: the last line of stdout, a number or a
+    """Score of a test run, from 0 to 1: `exit`: 1 for exit code 0; `number`: the last line of stdout, a number or a
     JSON object with one as `score`, cut to 0 to 1; `share`: the tests that passed of those that ran, by the last
     summary of pytest or unittest. Anything else is 0.
 

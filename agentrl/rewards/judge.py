@@ -114,7 +114,7 @@ class Judge:
         return await asked_shorter(ask, transcript, lowest)
 
     async def __call__(self, trajectory: Trajectory) -> float:
-        """As a rewarder: the score, from 0 to 1, of all that was said."""
+        """Score the whole conversation as a rewarder, from 0 to 1."""
         return (await self.score(messages_of(trajectory))).score
 
     async def _ask(self, messages: Sequence[Message], most: int | None, deadline: float) -> Judgement:

@@ -47,7 +47,7 @@ class RewardModel:
         return self._read(await self._client.classify(given, activation=self._activation))
 
     async def __call__(self, trajectory: Trajectory) -> float:
-        """As a rewarder: the score of all that was said."""
+        """Score the whole conversation as a rewarder."""
         return await self.score(messages_of(trajectory))
 
     def _read(self, outputs: Sequence[float]) -> float:

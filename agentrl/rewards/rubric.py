@@ -42,7 +42,7 @@ class Scores:
 
     @property
     def info(self) -> dict[str, Json]:
-        """For `Grade(info=…)`: the parts beside the step that they judge, as `rewards`."""
+        """Value for `Grade(info=…)`: the parts beside the step that they judge, as `rewards`."""
         return {"rewards": dict(self.parts)}
 
 
@@ -95,7 +95,7 @@ class Rubric(Generic[T]):
         return Scores(math.fsum(self._parts[name].weight * value for name, value in parts.items()), parts)
 
     async def __call__(self, given: T) -> float:
-        """As a rewarder: the total."""
+        """Return the total score as a rewarder."""
         return (await self.score(given)).total
 
     async def _ask_all(self, names: list[str], given: T) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What an episode holds, as a key, and the values that were given for it lately. Knows no source."""
+"""Cache of recent values, by the content of the episodes that got them. Knows no source."""
 
 from __future__ import annotations
 

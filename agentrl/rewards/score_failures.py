@@ -1,4 +1,4 @@
-"""What a reward source could not score: its calls and turns, and the texts that never got a score.
+"""Failures of a reward source: its calls and turns without a score, and the texts that never got one.
 
 A judge that fails on particular texts decides which episodes are trained, so failures are counted by text too. Knows no
 store: whoever serves a source records `row` under `KIND`, and `totals` reads such rows back.
@@ -35,9 +35,9 @@ class UnscoredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFailures:
-    """Of a source's `calls`, `calls_failed` gave no score; of the `turns` that it was asked for, `turns_failed` got
-    none. `reason` is that of the last failure. `texts_failed` different texts never got a score; `texts` has the most
-    frequent ones."""
+    """Failures of a reward source. `calls_failed` of its `calls` gave no score; `turns_failed` of the `turns` that it
+    had to score got none. `reason` is that of the last failure. `texts_failed` different texts never got a score;
+    `texts` has the most frequent ones."""
 
     source: str
     calls: int = 0
@@ -86,7 +86,7 @@ class FailureCount:
             self._texts.pop(_digest(text), None)
 
     def failed(self, text: str, calls: int, reason: str) -> None:
-        """So many calls were made for a turn, and none gave a score."""
+        """Count a turn for which `calls` calls were made, and none gave a score."""
         self._add(calls, calls, reason, turns_failed=1)
         digest = _digest(text)
         previous = self._texts.get(digest)

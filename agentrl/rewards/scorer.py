@@ -53,8 +53,8 @@ def rewarder_of(
     teacher_of: Callable[[RewardSource], TurnRewarder] | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> TurnRewarder:
-    """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer;
-    tests get the turn's artifacts. `teacher_of` makes a teacher. `transport` takes the place of the network.
+    """Make the rewarder of a source. A model reads up to the turn's action; a callable also gets the environment's
+    answer; tests get the turn's artifacts. `teacher_of` makes a teacher. `transport` takes the place of the network.
 
     Raises UsageError for a reference that cannot be imported and for tests that cannot be read."""
     if settings.kind == "teacher":

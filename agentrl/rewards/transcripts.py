@@ -107,10 +107,9 @@ log = logging.getLogger(__name__)
 async def asked_shorter(
     ask: Callable[[Sequence[Message], int | None], Awaitable[T]], messages: Sequence[Message], lowest: T
 ) -> T:
-    """What `ask` gets for the messages, all of them (None) or at most so many characters: half as many after each
-    EngineRefusal. If the server refuses all, or answers with no score (ScoreError), and does score another text, then
-    `lowest`: a server that has no score for any text is no fault of this one. Raises its error then, and what else
-    `ask` raises."""
+    """Return the answer of `ask` for the messages, all of them (None) or at most so many characters: half as many after
+    each EngineRefusal. If the server refuses all, or answers without a score (ScoreError) although it scores another
+    text, return `lowest`. Raises the ScoreError of a server that scores no text at all, and what else `ask` raises."""
     chars = sum(len(message["content"]) for message in messages)
     why: EngineError | None = None
     for most in (None, *(chars // part for part in _PARTS)):

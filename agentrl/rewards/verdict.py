@@ -1,4 +1,4 @@
-"""What a source of rewards may say of a turn besides a number."""
+"""Verdict of a reward source on a turn: its value, and columns of its tokens."""
 
 from __future__ import annotations
 
