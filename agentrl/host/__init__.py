@@ -1,2 +1,2 @@
-"""What a process needs of the machine it runs on: clocks, ports, disk space, a janitor, output that never blocks. Knows
+"""Services of the machine that a process runs on: clocks, ports, disk space, a janitor, output that never blocks. Knows
 no run."""

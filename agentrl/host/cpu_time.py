@@ -28,7 +28,7 @@ _NICE, _POLICY = 16, 38  # places in /proc/PID/stat after the name of the progra
 
 
 class CpuTime:
-    """What a process and its descendants have used since the first look."""
+    """CPU time of a process and its descendants since the first look."""
 
     def __init__(self, root: int, *, cpus: float = 1.0) -> None:
         """`root` is a process id on this machine; `cpus` is how many processors its tree may keep busy."""
@@ -94,7 +94,7 @@ class CpuTime:
 
 
 class GroupCpuTime(CpuTime):
-    """What the processes of a control group have used since this was made, as far as this machine has the group."""
+    """CPU time of a control group's processes since this was made, as far as this machine has the group."""
 
     def __init__(self, processes: Path | None, usage: Path | None, *, cpus: float = 1.0) -> None:
         """`processes` is the group's list of processes (`cgroup.procs`), `usage` its count of CPU time: `cpu.stat`, or

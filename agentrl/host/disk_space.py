@@ -38,7 +38,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def no_space_on(folder: Path) -> str:
-    """What to say of a disk without space, on which `folder` lies; nothing if there is some, or it cannot be told."""
+    """Return a message if the disk of `folder` has no space left; empty if it has some, or if that cannot be read."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -47,7 +47,7 @@ def no_space_on(folder: Path) -> str:
 
 
 async def watch_disk(folder: Path, say: Callable[[str], None], *, every_s: float = 2.0) -> None:
-    """For ever: say once when the disk of a run's folder is full, and once when it is not any more."""
+    """Say once when the disk of a run's folder is full, and once when it is not any more, until cancelled."""
     import trio
 
     was = ""
@@ -68,8 +68,9 @@ async def wait_for_space(
     every_s: float = 1.0,
     tell: Callable[[DiskFull], object] = lambda _: None,
 ) -> _T:
-    """What an awaited call returns, made every `every_s` seconds until the disk has space for it. `tell` gets the error
-    once, if it is waited for. Raises what the call raises; DiskFull after `deadline_s`, at once if that is 0."""
+    """Return the result of an awaited call, made every `every_s` seconds until the disk has space for it. `tell` gets
+    the error once, if the call has to wait. Raises what the call raises; DiskFull after `deadline_s`, at once if that
+    is 0."""
     import trio
 
     until: float | None = None  # the clock is read only when there is no space

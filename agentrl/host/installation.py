@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def install_command(*extras: str) -> str:
-    """What to type to install `extras` of this agentrl, such as `train` or `docker`."""
+    """Return the command that installs `extras` of this agentrl, such as `train` or `docker`."""
     return f"pip install '{_source()}[{','.join(extras)}]'"
 
 
@@ -36,9 +36,9 @@ def _source() -> str:
 
 
 def other_project(package: Path = _PACKAGE) -> str:
-    """Where files of the other project named agentrl lie among ours; "" if there are none. On a file system without
-    upper case its package is the same folder; elsewhere its metadata takes the place of ours, and no environment of
-    ours is registered."""
+    """Return the place where files of the other project named agentrl lie among ours; "" if there are none. On a file
+    system without upper case its package is the same folder; elsewhere its metadata takes the place of ours, and no
+    environment of ours is registered."""
     inside = package / "agents" / "deep_q_network.py"
     if inside.is_file():
         return str(inside)

@@ -41,7 +41,7 @@ def wanted() -> bool:
 
 @dataclass(slots=True)
 class _Subject:
-    """What lines are about; `begun` is a line that is printed in parts."""
+    """Subject of log lines; `begun` is a line that is printed in parts."""
 
     ids: Mapping[str, Any]
     begun: str = ""
@@ -102,14 +102,14 @@ def wrapped(argv: Sequence[str], process: str) -> list[str]:
 
 
 def divert(process: str) -> None:
-    """From now on this process, and what inherits its streams, writes JSON. Call it before threads are started."""
+    """Have this process, and what inherits its streams, write JSON from now on. Call it before threads are started."""
     sys.stdout.flush()
     sys.stderr.flush()
     _log_to(_diverted(process), process)
 
 
 def adopt() -> None:
-    """In a program that `wrapped` runs: log as JSON, with ids. Elsewhere nothing."""
+    """Log as JSON, with ids, in a program that `wrapped` runs. Elsewhere do nothing."""
     target = os.environ.pop(_TO, None)
     if target is not None:
         fd, _, process = target.partition(":")

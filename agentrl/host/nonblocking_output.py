@@ -57,7 +57,7 @@ class Unread(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
-        """What waits is written, if it is read within two seconds."""
+        """Write what waits, if it is read within two seconds."""
         with self._changed:
             self._ended = True
             self._changed.notify()

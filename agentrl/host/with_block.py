@@ -1,4 +1,4 @@
-"""What has a `close` is a context that ends with it."""
+"""Base class that makes a class with `close` a context manager."""
 
 from __future__ import annotations
 
