@@ -27,7 +27,7 @@ _TRIED: Final = 4  # forks that fail one after the other before no more are made
 
 
 class Pivot(NamedTuple):
-    """Where to fork: the turn that is played anew, 1 or later."""
+    """Place to fork: the turn that is played anew, 1 or later."""
 
     episode_id: int
     turn: int
@@ -85,7 +85,8 @@ class Pivots:
 
     @classmethod
     def of(cls, config: RunConfig, groups: Groups, reads: Readers) -> Pivots | None:
-        """Those of a run file, None without `[rollout.pivot]`. Raises UsageError for a rule that cannot be imported."""
+        """Return the pivots of a run file, None without `[rollout.pivot]`. Raises UsageError for a rule that cannot be
+        imported."""
         pivot = config.rollout.pivot
         if pivot is None:
             return None

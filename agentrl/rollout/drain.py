@@ -1,5 +1,5 @@
-"""What holds a worker's turns up: it leaves on purpose, and its episodes go on elsewhere from the journal; or its run
-is paused, and they go on here. Knows no episode."""
+"""Gate that holds a worker's turns up: it leaves on purpose, and its episodes go on elsewhere from the journal; or its
+run is paused, and they go on here. Knows no episode."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ async def rendered(
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
-    """The same roles in the same order without anything that a policy can write: texts become ".", an assistant makes
-    one call at most, which one message answers."""
+    """Copy the messages, with the same roles in the same order, without anything that a policy can write: texts become
+    ".", an assistant makes one call at most, which one message answers."""
     plain_messages: list[Message] = []
     for message in messages:
         if message["role"] == "tool" and plain_messages and plain_messages[-1]["role"] == "tool":

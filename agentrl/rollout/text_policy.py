@@ -103,7 +103,7 @@ class TextPolicy:
         )
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _add(self, said: Message | Tools) -> int:
         self._said.append(said)
@@ -137,6 +137,6 @@ async def play_text(
 
 
 def cause_of(error: InfrastructureError) -> Exception:
-    """What to tell the user of an episode that failed: a mistake of theirs that the environment found (a sandbox that
-    is not there, say), else the failure."""
+    """Return the error to report to the user for an episode that failed: the user's own mistake if the environment
+    raised one (for a sandbox that is not there, say), else the failure."""
     return error.__cause__ if isinstance(error.__cause__, UsageError) else error
