@@ -26,8 +26,9 @@ _PAGE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Of the scored training episodes of a task, the first `best_of` (None: all) compete; those with an outcome of at
-    least `min_outcome` stay, the best `per_task` of them, of two as good the earlier. With `best_of` alone, one."""
+    """Choice among the scored training episodes of each task. The first `best_of` (None: all) compete; those with an
+    outcome of at least `min_outcome` stay, the best `per_task` of them, of two as good the earlier. With `best_of`
+    alone, one."""
 
     best_of: int | None = None
     min_outcome: float | None = None

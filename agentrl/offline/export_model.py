@@ -207,7 +207,7 @@ def _adapter(source: Path, draft: Path, model: str) -> str:
 
 
 def _dtype_of(settings: dict[str, Any]) -> str | None:
-    """As a configuration says it, in itself or in that of its text model."""
+    """Return the dtype that a configuration names, in itself or in that of its text model; None if it names none."""
     return settings.get("dtype") or settings.get("torch_dtype") or (settings.get("text_config") or {}).get("dtype")
 
 

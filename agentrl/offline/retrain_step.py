@@ -81,7 +81,7 @@ class TokenDump:
         self._passes += 1
 
     def _parts(self, algo: Algorithm, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
-        """Of each token [K]: its part of the loss, and the derivative of the loss by its log-prob."""
+        """Return each token's [K] part of the loss, and the derivative of the loss by its log-prob."""
         weight_K = tokens["weight"].detach().clone().requires_grad_()
         logprobs_K = outputs.logprobs_K.detach().clone().requires_grad_()
         values_K = None if outputs.values_K is None else outputs.values_K.detach()

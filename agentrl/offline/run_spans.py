@@ -1,4 +1,4 @@
-"""What happened when in a run: episodes with their turns, optimizer steps, syncs of weights, as spans of time.
+"""Spans of time in a run: episodes with their turns, optimizer steps, syncs of weights.
 
 Owns how the run's store is read for it, some hundred episodes at a time. Knows no format of a file and no exporter:
 `agentrl.offline.chrome_trace` and `agentrl.offline.otel_export` are given the spans.
@@ -23,9 +23,9 @@ _PAGE: Final = 200  # episodes that are read at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpan:
-    """From `began_s` to `ended_s` (Unix times). `inside` is what happened within it, in order. An `environment` is the
-    time from a turn's last token to the next turn, tools included; a `wait` is the learner's for groups; a `sync` is
-    that of a weight version, from its making until engines serve it."""
+    """Span from `began_s` to `ended_s` (Unix times). `inside` is what happened within it, in order. An `environment` is
+    the time from a turn's last token to the next turn, tools included; a `wait` is the learner's for groups; a `sync`
+    is that of a weight version, from its making until engines serve it."""
 
     kind: SpanKind
     name: str
