@@ -1,6 +1,5 @@
-"""What the shell offers behind TAB: folders of runs, ids of environments, numbers of episodes. A name that is odd is
-offered as it is: the shell quotes nothing for us, so names with characters that it would read are left out.
-"""
+"""Suggestions of the shell behind TAB: folders of runs, ids of environments, numbers of episodes. A name that is odd is
+offered as it is: the shell quotes nothing for us, so names with characters that it would read are left out."""
 
 from __future__ import annotations
 

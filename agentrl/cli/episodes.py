@@ -93,7 +93,7 @@ def _writes_thoughts(run: RunDir) -> bool:
 
 
 def _go_on(path: Path, run: RunDir, store: RunStore) -> str:
-    """What to type for the run to go on. A run that has trained all of its steps needs one more."""
+    """Return the command that resumes the run. A run that has trained all of its steps needs one more."""
     from agentrl.errors import StoreError
 
     try:

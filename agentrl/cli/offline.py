@@ -157,7 +157,7 @@ def _table(again: Retrained) -> Table:
 
 
 def lines(again: Retrained) -> Iterator[str]:
-    """What is to say below the table."""
+    """Yield the lines to print below the table."""
     of, wrong = f"step {again.step}", again.difference
     if wrong is not None:
         names = ", ".join(wrong.tensors[:3]) + (", …" if len(wrong.tensors) > 3 else "")
