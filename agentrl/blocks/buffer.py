@@ -25,7 +25,7 @@ _ENDLESS = 1 << 40  # steps of a loop that says no number
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on: groups with the record that their members are judged against, and the ages of weight
+    """Groups that a step trains on, with the record that their members are judged against, and the ages of weight
     versions. Optimizer step `step` takes it."""
 
     groups: tuple[Group, ...]
@@ -176,8 +176,8 @@ class Buffer(Closing):
         self.store.lineage.checkpoint(step, version, folder)
 
     def resume(self) -> Path | None:
-        """After a crash: go back to the last checkpoint. What was taken after it is there to be taken again. Returns
-        its folder, for `learner.load`; None if there is none, and the learner begins anew."""
+        """Go back to the last checkpoint after a crash. What was taken after it is there to be taken again. Returns its
+        folder, for `learner.load`; None if there is none, and the learner begins anew."""
         last = self.store.lineage.latest_checkpoint()
         self._step = 0 if last is None else last.step
         self.store.lineage.rollback(self._step)

@@ -39,9 +39,9 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a fleet sampled: T tokens, the stop token included. `logprobs` [T] are in nats, under the distribution that
-    the sampling settings define; `versions` [T] are the weight versions that sampled them. `text` is without the token
-    that ends the turn. `prompt_ids` are the tokens before."""
+    """Tokens that a fleet sampled: T of them, the stop token included. `logprobs` [T] are in nats, under the
+    distribution that the sampling settings define; `versions` [T] are the weight versions that sampled them. `text` is
+    without the token that ends the turn. `prompt_ids` are the tokens before."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

@@ -76,7 +76,7 @@ class Rollouts:
             self._fleet.nursery.start_soon(self._run)
 
     async def groups(self) -> AsyncGenerator[tuple[Trajectory, ...]]:
-        """The same, group by group, as the last member of each ends. For a rollout without a buffer."""
+        """Yield the trajectories group by group, as the last member of each ends. For a rollout without a buffer."""
         open_groups: dict[int, list[Trajectory]] = {}
         async for trajectory in self:
             members = open_groups.setdefault(trajectory.group_id, [])
