@@ -98,8 +98,8 @@ def slot_dir(config: RunConfig, name: str) -> Path:
 
 
 def renderer_of(config: RunConfig) -> Renderer:
-    """What turns the run's messages into tokens, the same in every process that plays or measures. Raises ModelError,
-    also for an argument that the model's chat template does not read."""
+    """Return the renderer that turns the run's messages into tokens, the same in every process that plays or measures.
+    Raises ModelError, also for an argument that the model's chat template does not read."""
     renderer = Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
     if config.engine.kind != "embedded" and not renderer.no_images:
         renderer.no_images = (
@@ -148,8 +148,8 @@ def model_dir(name: str) -> Path:
 
 
 def local_model_dir(name: str) -> Path | None:
-    """As `model_dir`, but None for a model of the hub that is not in the cache of this machine: nothing is downloaded.
-    Raises ModelError."""
+    """Return the folder of a model as `model_dir` does, but None for a model of the hub that is not in the cache of
+    this machine: nothing is downloaded. Raises ModelError."""
     parts = _ID.fullmatch(name)
     if parts is None or Path(name).is_dir() or name in registry.ids("models"):
         return model_dir(name)
