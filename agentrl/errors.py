@@ -343,7 +343,8 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_thread(thread: int | None, below: str) -> str:
-    """The same of the code that a thread runs now, as far as the file `below` called it; "" if it runs none."""
+    """Return `file:line`, as `place_of` does, of the code that a thread runs now, as far as the file `below` called it;
+    "" if it runs none."""
     frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
     frames = list(traceback.extract_stack(frame)) if frame is not None else list[traceback.FrameSummary]()
     called = next((depth for depth in range(len(frames), 0, -1) if frames[depth - 1].filename == below), len(frames))

@@ -154,7 +154,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPolicy:
-    """What a closed box may reach in a phase, through a proxy (`agentrl.sandbox.network_policy`): `allow` has
+    """Hosts that a closed box may reach in a phase, through a proxy (`agentrl.sandbox.network_policy`): `allow` has
     `host:port`. The phase `setup` ends before the policy's first command. A name whose address is not public is
     refused, unless `private`. Raises ConfigError."""
 

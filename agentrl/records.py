@@ -500,23 +500,24 @@ class EngineKey:
 
     @classmethod
     def of(cls, value: str) -> EngineKey:
-        """That of an engine that has one key for everything."""
+        """Make the key of an engine that has one secret for everything."""
         return cls(value=value, signing=hmac.new(value.encode(), b"agentrl weights", "sha256").hexdigest())
 
     @classmethod
     def fresh(cls) -> EngineKey:
-        """New secrets."""
+        """Make a key of new secrets."""
         return cls(value=secrets.token_urlsafe(24), signing=secrets.token_urlsafe(24))
 
     @classmethod
     def of_environment(cls) -> EngineKey | None:
-        """What this process was given; None if it was given none. One secret alone is for everything, one beside an
-        empty one is not for changes."""
+        """Read the key from this process's environment; None if it has none. One secret alone is for everything, one
+        beside an empty one is not for changes."""
         value, signing = os.environ.get(cls.VALUE), os.environ.get(cls.SIGNING)
         if not value:
             return None
         return cls.of(value) if signing is None else cls(value=value, signing=signing or None)
 
     def variables(self, *, signs: bool) -> dict[str, str]:
-        """What a process needs in its environment; with `signs`, to change engines, or to check who does."""
+        """Return the environment variables that a process needs; with `signs`, to change engines, or to check who
+        does."""
         return {self.VALUE: self.value, self.SIGNING: (self.signing or "") if signs else ""}
