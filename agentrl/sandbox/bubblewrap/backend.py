@@ -77,6 +77,8 @@ class Bubblewrap:
         host = Host(self._readonly, self._want_groups)
         try:
             problem = await self._probe(host)
+            # A probe and no list of kernel versions: what is allowed depends on sysctls, on security modules and on the
+            # container around this process.
             if problem and host.drops_user:  # an unprivileged user may be forbidden what root is allowed
                 host.drops_user = False
                 problem = await self._probe(host)
@@ -110,6 +112,26 @@ class Bubblewrap:
                 await trio.to_thread.run_sync(host.close)
 
 
+# Why every command gets a bwrap of its own, and no shell stays in the box.
+#
+# A box could be one process that stays and starts one command after the other, as a terminal does. It would save the
+# setup of the namespaces each time. But that process would run beside the commands and as their user. The code of a
+# model could stop it, kill it or write into its pipes, so nobody could trust what it reports: whether a command has
+# ended, with which status, and what is left of it. A child that forked twice and opened a session of its own would live
+# on, and use up the time, the processes and the memory of the commands after it.
+#
+# So a box is only a place: files, limits and, where possible, a control group. A command is one bwrap that enters it,
+# with a pid namespace of its own. When process 1 of this namespace ends, by itself or by SIGKILL from here, the kernel
+# ends all others in it, however often they forked. `exec` returns after that. Law 4 rests on it, and law 3: what a
+# command does cannot change what is reported of it.
+#
+# The price is a start of bwrap for each command, and that commands of a box share their files and nothing else. A
+# server that one command starts is not in the process list of the next one and, as long as the network is closed, not
+# at its loopback address. A process that has to stay is started by `start` and is reached by its pipes; it still ends
+# with the box.
+#
+# `tests/sandbox/test_bubblewrap.py` runs the attacks of `agentrl.testing.sandbox`. With a process that stays, the
+# double forks that outlive the end of a command would succeed.
 class BubblewrapBox(WorkBox):
     """One box. Invariant: every process of a command is gone when its `exec` returns."""
 
@@ -218,6 +240,7 @@ class BubblewrapBox(WorkBox):
         finds it too large already may run, and delete, but not add."""
         limit = self.spec.limits.disk_bytes
         used = await trio.to_thread.run_sync(self._place.usage)
+        # Without the maximum, a box that is too full could not even run the `rm` that would empty it.
         allowed = max(limit, used) if used < math.inf else limit
         while True:
             if await trio.to_thread.run_sync(self._place.usage) > allowed:
@@ -230,6 +253,8 @@ class BubblewrapBox(WorkBox):
         code = run.exit_code
         if code is None and not (run.killed or oom):
             message = stderr.decode(errors="replace").strip() or "bwrap ended without a word"
+            # Law 3: a command that was alone and could not be set up has met a broken host. Beside other commands of
+            # the box it may have met what those use up, such as the bound of processes.
             if not self._running and "Can't chdir" not in message:
                 raise SandboxError(f"bubblewrap could not set up the box: {message}")
             code = REFUSED  # the box's own doing: its other processes took all there was, or the folder vanished

@@ -130,6 +130,25 @@ def shipped(machine: str, kind: str = "seccomp") -> bytes:
     return path.read_bytes()
 
 
+# Why the filter lists what is allowed, and why a forbidden call gets an error.
+#
+# A list of forbidden calls would be shorter. But kernels get new calls, and a list that was written today forbids none
+# of them. io_uring_setup, for example, came with Linux 5.1: after it a program hands its reads, writes and connections
+# to the kernel through memory, and a filter of system calls never sees them. So a call that nobody has listed does not
+# exist here.
+#
+# ENOSYS is the answer of a kernel that is too old for a call, and programs are ready for it. The C library starts a
+# thread by clone3, and by clone if the kernel does not know clone3. The box needs this second way: the flags of clone3
+# lie in memory, which a filter cannot read, and those of clone lie in a register. So `clone` is allowed as long as it
+# makes no new name space. With EPERM the C library would give up, and no program of the box could start a thread. EPERM
+# is for calls that programs expect to be refused, such as mount and ptrace: they report it or go on without.
+#
+# To kill the process would be the safest answer to an attack. It would also end a harmless program that only tries
+# whether a call exists, and the policy would get the blame for it (law 3). Code that only computes has no such excuse:
+# there any other call ends it (`compile_computing`).
+#
+# The price is a list that somebody has to keep up. A program that needs a newer call uses an older one or fails until
+# the call is listed. `tests/sandbox/test_seccomp.py` has the verdict for each of these calls (`test_verdicts`).
 def compile_filter(machine: str, file: IO[bytes], *, counted: bool = True) -> None:
     """Write the filter for `machine` to an open binary file; `counted` if a control group counts the box's memory.
     Needs libseccomp and its Python binding."""

@@ -285,6 +285,28 @@ class Host:
             raise SandboxError(f"cannot make the control group of a box: {error}") from error
         return place
 
+    # Why the files of a box lie in memory.
+    #
+    # The code of a model writes without an end: one large file, a hundred thousand empty ones, or files with holes that
+    # only look large. A box that fills a disk which others use fails the episodes of others, and these have done
+    # nothing wrong (law 3). So the files of a box need a bound that holds at each write.
+    #
+    # An rlimit bounds the size of each file and not their number. To measure the folder while a command runs is too
+    # late for a fast writer, and each measurement walks the whole tree. Quotas of a disk would do, but whether they
+    # exist depends on the file system and its mount options.
+    #
+    # A tmpfs has a bound of bytes and one of files, and every Linux has it. Beyond the bound the command gets "No space
+    # left on device", as on a full disk, and nobody else notices. The work folder, /tmp and /dev/shm are folders of the
+    # same tmpfs, so that one number bounds them together. When the box ends, the kernel frees it at once; nobody
+    # deletes its files one by one. Root mounts it on the host; others mount it in a user namespace (`Enclosure`).
+    #
+    # The price is memory: `Limits.disk_bytes` of every box may be in use at the same time. The kernel counts these
+    # pages in the box's control group. So `place` adds them to the group's bound, or a box that fills its disk would
+    # die for want of memory instead. Where no tmpfs can be mounted, only the measurement is left
+    # (`BubblewrapBox._watch_disk`).
+    #
+    # Without the bounds, "filling the disk from /tmp and /dev/shm" and "a hundred thousand empty files" succeed: two of
+    # the attacks that `tests/sandbox/test_bubblewrap.py` runs.
     def _folders(self, name: str, limits: Limits) -> BoxPlace:
         """A file system of bounded size: mounted as root, else in a namespace; else a plain folder to be measured."""
         options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
@@ -292,6 +314,8 @@ class Host:
         target.mkdir(mode=0o711)
         owner = os.geteuid(), os.getegid()
         if self.drops_user:
+            # A user id for each box, since the kernel counts processes and watches on files by user: with a common id,
+            # one box could use up what another one may have. The start is random, so that two backends rarely meet.
             uid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
             owner = uid, uid
         place = BoxPlace(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
