@@ -25,6 +25,25 @@ def checked_wall_s(timeout_s: float | None, limits: Limits) -> float:
     return timeout_s
 
 
+# Why a deadline counts what the machine gave, and neither seconds of a clock nor seconds of CPU time.
+#
+# A deadline by the clock is the simple way. On a machine with too much to do it ends a command because other programs
+# took the processors, and the policy is scored for it (law 3). The reward would then depend on how many boxes run side
+# by side. A limit of CPU time is fair in this respect, but it never ends a program that sleeps or waits for a lock.
+#
+# So the clock counts, less the seconds in which some thread of the command was ready to run and got no processor
+# (`agentrl.host.cpu_time` says how they are measured). These seconds are known only afterwards. A scope with a deadline
+# would cancel first and learn the reason later; so a task looks, and cancels when what is left is used up. It looks
+# after one second at first and after ten at most, and when the rest of the time is over. Each look reads /proc for
+# every thread of the command: more of them would slow down the machine whose slowness they measure.
+#
+# The seconds are given to the deadlines around the command too (`credit_host`). Otherwise the step of the episode would
+# time out while its command may still run. Patience ends as well (law 4): after `HOST_DEADLINE_S` starved seconds the
+# clock alone counts, and a command that then times out raises HostBusy, for which nobody is scored.
+#
+# The price: a command may take longer by the clock than its limit says. And threads that start and end between two
+# looks are not seen, so a command of many short ones may get back less than it lost. `tests/host/test_cpu_time.py`
+# fails if the clock alone counts, and also if a program that sleeps gets time back.
 class FairDeadline:
     """A deadline that waits for this machine. `passed` says that it ended its block."""
 
@@ -66,6 +85,8 @@ class FairDeadline:
             while True:
                 began = trio.current_time()
                 await trio.sleep(max(0.0, min(pause_s, self._left_s)))
+                # In a thread: to read /proc of many processes on a busy machine would hold up every other task of the
+                # loop.
                 starved_s = 0.0 if self._used.starved_out else await trio.to_thread.run_sync(self._used.look)
                 if starved_s:
                     credit_host(starved_s)

@@ -286,6 +286,8 @@ class _Tunnel:
         elif (channel := self._inputs.get(name)) is not None:
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await channel.send(piece if kind == _DATA else b"")
+        # The box sends no more than the window ahead of these: what a box keeps of a process's output is bounded, and
+        # what is beyond it is thrown away, which would tear a connection.
         await self.say(0, _ACK, struct.pack(">I", _FRAME.size + len(piece)))
         return True
 
@@ -318,6 +320,30 @@ class _Refused(Exception):
     """A request that is not served, and why."""
 
 
+# Why this side, and not the box, decides which host a name is.
+#
+# A firewall would be the simple way: a network for the box, and a list of addresses. But names move from address to
+# address, and one address of a large provider serves many sites, so such a list breaks and allows too much at once. It
+# needs root as well. A proxy that compares names alone allows too much, too. The setup of a box runs code of strangers,
+# such as the install script of a package, and this code has three ways to lie with a name that the policy allows:
+#
+#   it points inside      The owner of a name may give it any address: 127.0.0.1, a machine of the local network, the
+#                         server with the credentials of a cloud. So every address of the name must be public, also one
+#                         within an IPv6 address (mapped, NAT64, 6to4, Teredo).
+#   it changes            Public when it is looked at, private when the connection is made ("DNS rebinding"). So it is
+#                         resolved once, here, and the connection goes to the address that was looked at.
+#   another host is asked The tunnel leads to an allowed host of a provider, and what goes through it asks for another
+#                         site there. So its first bytes must be TLS that names the same host, and TLS that encrypts
+#                         this name is refused.
+#
+# An entry of the policy that is an address, or `private`, allows what is not public: then somebody has chosen it.
+#
+# The TLS is not opened: every box would have to trust a certificate of ours for it. So nobody sees which site a request
+# within the tunnel names. Other prices: only HTTP and TLS pass, and a connection carries one plain request. What is
+# refused is answered with its reason, counted and logged (law 8).
+#
+# `tests/sandbox/test_network.py` fails without each of these: `test_what_the_policy_does_not_name_is_refused`,
+# `test_an_address_is_the_one_that_was_looked_at`, `test_a_tunnel_is_tls_for_the_host_that_was_asked_for`.
 class _Connection:
     """A client of the proxy: one request."""
 

@@ -155,10 +155,31 @@ class _Packer:
 
     def _write(self, kind: bytes, name: bytes, status: os.stat_result, size: int = 0) -> None:
         mode = stat.S_IMODE(status.st_mode) & 0o777
+        # A command may set any time; one that does not fit into the entry must not make the box impossible to pack.
         time_ns = max(-_LATEST_NS, min(status.st_mtime_ns, _LATEST_NS))
         self._stream.write(_ENTRY.pack(kind, mode, len(name), size, time_ns) + name)
 
 
+# Why the format is our own, and why an entry has a name and no path.
+#
+# A box that goes on elsewhere brings files that a model's code made, and the bytes come through a store. tarfile reads
+# the usual format. But an entry of a tar is a path, and to make a file at a path is to trust every folder in it. An
+# earlier entry may have made one of them a link that leads out of the box, and a reader that checks the whole path
+# first has to be right about every link in it. A tar may also name what nobody should make, such as devices and setuid
+# programs.
+#
+# Here the tree is written as it is walked: enter a folder, write its files, leave it. An entry has one name, without a
+# slash. It is made below the descriptor of the folder that was entered last, and a link in its way is an error and
+# never a way out (O_NOFOLLOW, O_EXCL). No path is ever put together. A second name of a file is the number of a file of
+# this stream, so it cannot mean a file of the host. Kinds that nobody should make do not exist in the format. A size is
+# taken off the budget before anything is written, and one chunk at a time is in memory.
+#
+# The price is bytes that no other program reads, and a descriptor for each level of a deep tree, bounded by
+# `MAX_DEPTH`. Owners do not come along: all files belong to the new box.
+#
+# An episode that lost its worker keeps its sampled turns and goes on in a new box with these bytes, so law 1 rests on
+# them. `tests/sandbox/test_packing.py` tries the lies: `test_hostile_bytes_stay_inside_and_say_what_is_wrong` and
+# `test_links_that_lead_out_are_never_followed`.
 class _Unpacker:
     """Makes what the entries of `read` say, in `roots`."""
 
@@ -254,6 +275,7 @@ class _Unpacker:
             self._still()
             chunk = self._exactly(min(_CHUNK, remaining))
             remaining -= len(chunk)
+            # A hole is not written: else a file that took no room in one box would not fit into the next one.
             if chunk == _ZEROS[: len(chunk)]:
                 os.lseek(fd, len(chunk), os.SEEK_CUR)
                 continue

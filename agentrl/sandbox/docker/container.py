@@ -118,6 +118,8 @@ class Container:
         box = cls(engine, spec, siblings)
         try:
             with trio.CancelScope(shield=True):  # a container that was started must be known
+                # The connection to process 1 is the container's lifeline: process 1 is a `cat` that reads from it, and
+                # it ends, and the container with it, when this process has ended and the connection is closed (law 4).
                 box.name, box._keeper = await engine.start_container(spec, box._uid)
             code, _, words = await box._own(CHECK)
             output = " ".join(words.decode(errors="replace").split())[:200]
@@ -275,6 +277,8 @@ class Container:
                             if not (await self._engine.state(command.execution))[0]:
                                 break
                         await trio.sleep(pause)
+                        # Most commands end by their streams. The question is for those whose child holds the output
+                        # open, so it may become rare.
                         pause = min(1.5 * pause, 2.0)
                 except SandboxError as error:
                     failure.append(error)
@@ -287,6 +291,29 @@ class Container:
         if failure:
             raise failure[0]
 
+    # Why the end of a command is put together from several signs.
+    #
+    # The kernel reports the end of a child once and for all. Here there are three signs, and none is enough alone:
+    #
+    #   streams ended       Nobody holds the output open any more. A child of the command may hold it as long as it
+    #                       likes, and a connection that breaks looks alike from here.
+    #   engine: it ended    The first process has ended, and its status is known. Its children may run on, and the
+    #                       engine may learn of the end some time after the streams have ended.
+    #   process count       No more than the container's own are left. It does not say of which command the others are,
+    #                       so it decides nothing while another command runs.
+    #
+    # The engine's API has no call that ends one command. The kill is therefore a command itself (`_sweep`), by the
+    # box's user. It may even come too early: the engine answers before it has started a command, so a command can begin
+    # after its own kill. While the streams stay open, the sweep is repeated every `_AGAIN_S`.
+    #
+    # What is unclear after `_END_S` ends in one of two ways (law 4), and law 3 decides which. If nothing of the command
+    # is left and the end of its output is missing, the network is to blame: SandboxLost, and the episode is not scored.
+    # If something still runs, it has survived its kill: the container is removed, and the command has the exit code
+    # 137, which the policy reads as its own.
+    #
+    # The price is a few requests to the engine for each command. `tests/sandbox/test_container.py` has an engine for
+    # each case: one that learns of the end late or never, one that starts a command after its kill, one behind a bad
+    # network.
     async def _finish(self, command: ContainerCommand, *, timed_out: bool, ours: bool) -> None:
         """See that nothing of it is left, and learn how it ended."""
         if self._closed:
