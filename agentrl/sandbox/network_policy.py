@@ -340,7 +340,7 @@ class _Refused(Exception):
 #
 # The TLS is not opened: every box would have to trust a certificate of ours for it. So nobody sees which site a request
 # within the tunnel names. Other prices: only HTTP and TLS pass, and a connection carries one plain request. What is
-# refused is answered with its reason, counted and logged (law 8).
+# refused is counted, and logged with its reason (law 8).
 #
 # `tests/sandbox/test_network.py` fails without each of these: `test_what_the_policy_does_not_name_is_refused`,
 # `test_an_address_is_the_one_that_was_looked_at`, `test_a_tunnel_is_tls_for_the_host_that_was_asked_for`.

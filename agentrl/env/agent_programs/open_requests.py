@@ -71,6 +71,29 @@ class LostAnswer:
     is_ours: bool
 
 
+# Why a retry is known by what it asks, and only until somebody has read the answer.
+#
+# A client of a model's API gives up after its own deadline and asks again. Most do not say that it is the same
+# question: a header that counts retries is a habit of two vendors' clients (`session.py`), and few send a key that
+# names the question. So the content has to decide.
+#
+# The simplest way is to sample for each request. A question then costs two turns. The first one was read by nobody:
+# what the program does next cannot depend on it, and yet it would be trained with the reward of the episode. The
+# opposite is a cache, which gives one conversation one answer for ever. It breaks programs that ask the same question
+# several times on purpose, to choose among samples: they would get one sample many times.
+#
+# What tells the two apart is whether an answer was read. As long as a client waits, the same conversation from another
+# client is a question of its own. Once the client has left without the answer, the next request takes its place if it
+# has the same conversation, and gets its answer, even one that is sampled already. Once the answer was read, the
+# conversation is a new question again. And we may see the new request before we see that the old connection has closed:
+# then it is queued as a question of its own, and takes the place when the old client leaves (`_pass_on`).
+#
+# The price: if a program asks twice side by side and gives one of them up, the other one may get the answer that was
+# meant for the first. Nobody would have read that answer, so no sample is lost.
+#
+# Law 3 rests on this: a turn that nobody read is masked, and a program that ends because we were slow is not scored.
+# `tests/env/programs/test_open_requests.py` has each order of events, `test_lost_answers.py` beside it has real
+# clients.
 class OpenRequests:
     """The requests of one program in the order in which they came. `shares_box` says that the policy's own code may
     send some of them."""
@@ -114,6 +137,7 @@ class OpenRequests:
             pending.is_read = True
             self._answers += 1
             self._longest_s, self._read_s = max(self._longest_s, self._waited_s(pending, now)), now
+            # An answer to the same question was read after all, so its loss explains nothing that the program did.
             self._lost = [lost for lost in self._lost if lost.conversation != pending.conversation]
             return
         if pending.clients or pending.is_read:
@@ -197,6 +221,7 @@ class OpenRequests:
 
     def _waited_s(self, pending: Pending, now: float) -> float:
         """The seconds that a request has waited for us so far."""
+        # In a box the policy's code can fill the queue, so time in the queue does not count there.
         since_s = pending.began_s if self._shares_box else pending.asked_s
         return 0.0 if since_s is None else now - since_s
 

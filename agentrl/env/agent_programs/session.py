@@ -139,6 +139,8 @@ async def unregister(key: str) -> None:
 
 
 async def _start() -> _Server:
+    # One port for all episodes of a loop, and a key in the path: a port for each would use them up, and a port keeps
+    # out nobody, since every user of the machine reaches the loopback address.
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     server = _Server(port=listeners[0].socket.getsockname()[1], scope=trio.CancelScope())
 
@@ -245,6 +247,25 @@ class Ended:
     error: Exception | None = None
 
 
+# Why a program's request waits for `step`, and does not go to an engine.
+#
+# A program speaks HTTP to a model, so a proxy would be the short way: pass each request on to an engine, and collect
+# the answers. The program would then drive the episode. But limits, deadlines, the journal and the choice of an engine
+# lie with the one who drives an episode, and each would have to exist a second time behind the proxy. An engine that
+# gets the messages would also render and encode the conversation anew for each request, so that the prompt has tokens
+# which nobody sampled (law 1).
+#
+# So the roles are turned around. The program runs beside the episode, in a task or a process. Its request goes into a
+# queue; `next` hands it to the environment, for which it is an observation; the policy's action is the answer that the
+# waiting connection gets. To everybody else this is an environment with `reset` and `step`.
+#
+# The prices: requests that a program makes side by side are answered one after the other. A stream is written when the
+# answer is whole. And the program outlives the call that starts it, so it is a system task of the loop and in nobody's
+# nursery. `stop` has to end it, and if this process is killed, the mark of its owner and its box do (law 4).
+#
+# `tests/env/programs/test_program_env.py` plays programs request by request and side by side, and kills their owner
+# after each call that makes something
+# (`test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_instant`).
 class Running:
     """A program at work, in a `box` if it has one. `start`, then `next` and `answer` in turn until it is `Ended`;
     `stop` ends it at any time. Its requests have `body_bytes` at most."""

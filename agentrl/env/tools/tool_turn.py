@@ -35,6 +35,28 @@ _TOOLS_SHARE: Final = 0.75  # of the seconds that a step leaves to the policy; t
 Call = ToolCall | Malformed
 
 
+# Why calls run side by side only if their tools allow it, and only with their neighbours.
+#
+# A model writes several calls in one turn and counts on their order. To start all of them at once is the quickest way.
+# But one may rely on the one before it: write a file, then run it. Such a pair would succeed or fail by which call is
+# quicker, so the reward would depend on the machine (law 3), and an episode that is replayed from its actions would get
+# other observations. To run all of them one after the other is right, and takes the sum of their times where the
+# longest would do.
+#
+# Only the author of a tool knows whether its calls touch each other. So `parallel` is a mark of the tool, and off
+# unless the author sets it. Neighbours that all have the mark are a stage; a call without it is a stage of its own.
+# Stages run in order: everything before a call has ended, and nothing behind it has begun. The results are in the order
+# of the calls, whichever ended first. A broken call runs nothing, so it divides no stage.
+#
+# A mistake of the policy is the result of its call and ends nothing else. A failure that the policy could not have
+# caused ends the other calls at once: the step is lost with it, and their results would be read by nobody. It is raised
+# by itself and not in a group, since callers choose by its class.
+#
+# The price: seconds of calls that run side by side are added up in the episode's budget of tool time, as if they had
+# run in a row. So nobody gains time by a guess about which calls the model will make.
+#
+# `tests/env/test_tool_env.py`: `test_parallel_neighbours_run_together_and_others_alone` fails without the stages,
+# `test_what_the_policy_could_not_cause_is_raised_bare` if a failure waits for the other calls or comes in a group.
 @dataclass(slots=True, kw_only=True)
 class ToolTurn:
     """Runs the calls of one turn."""
@@ -123,6 +145,7 @@ class ToolTurn:
     async def _call_in_time(self, tool: Tool, call: ToolCall) -> ToolResult:
         tool_s = cast("float | None", getattr(tool, "timeout_s", None))
         call_s = min(self.timeout_s if tool_s is None else tool_s, self.meter.tool_seconds_left())
+        # Read anew for each call: those before it, and time that the host gave back, have changed it.
         turn_s = policy_seconds_left() - self._judging_s
         shared = f": the calls of a turn share {self._turn_s:g} s" if turn_s < call_s else ""
         if turn_s <= 0:

@@ -118,8 +118,8 @@ class Container:
         box = cls(engine, spec, siblings)
         try:
             with trio.CancelScope(shield=True):  # a container that was started must be known
-                # The connection to process 1 is the container's lifeline: process 1 is a `cat` that reads from it, and
-                # it ends, and the container with it, when this process has ended and the connection is closed (law 4).
+                # The connection is the container's lifeline: its main program is a `cat` that reads from it. When this
+                # process ends, the connection closes, the `cat` ends, and the container with it (law 4).
                 box.name, box._keeper = await engine.start_container(spec, box._uid)
             code, _, words = await box._own(CHECK)
             output = " ".join(words.decode(errors="replace").split())[:200]
