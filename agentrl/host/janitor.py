@@ -88,6 +88,28 @@ def _of(label: str) -> tuple[int, str] | None:
     return (int(pid), started) if pid.isdecimal() and namespace == _pid_namespace() else None
 
 
+# Why a second process cleans up, and how it learns that it is time.
+#
+# `finally`, `atexit` and handlers of signals run in the process that ends. SIGKILL and the kernel's killer for want of
+# memory run none of them, and law 4 holds for these deaths too. A fork of this process could clean up, but it would
+# bring along the memory, the threads' locks and the open descriptors of its parent. The system's own manager of
+# services could do it, but a run has to work in a plain terminal and in a container without one. So it is `sh`, which
+# every machine has.
+#
+# It learns of the end by a pipe. This process alone has the writing end, and the kernel closes it whatever ended the
+# process. Nothing has to be asked again and again, and no process id can be mistaken for that of a later process. The
+# janitor is in a session of its own, so that Ctrl-C and a signal to the process group, which end its owner, miss it.
+#
+# It knows what belongs to the owner by an inherited variable. Process groups do not suffice: a program leaves its group
+# by `setsid`. Neither do parents: a program that forks twice has another one. The environment goes along with both. A
+# process in the middle of an exec shows none for a moment, so after a death two rounds must see no process.
+#
+# The prices: one `sh` for each owner; a look at the environment of every process at the end; and code that makes up an
+# environment for a child must pass the mark on. Hostile code could drop the mark, so a box has a stronger bond as well:
+# its processes end with process 1 of their namespace.
+#
+# The janitor is made before whatever it has to remove, so no instant lies between. `test_law_4_holds_at_every_instant`
+# in `tests/sandbox/test_bubblewrap.py` kills the owner after each folder and process that it makes.
 class Janitor:
     """Removes after this process: `folder`, mounts in it, control groups of the folder's name; ends every process that
     has `mark` in its environment. Make the janitor before anything that it has to remove."""
@@ -124,6 +146,8 @@ class Janitor:
         if self._process.returncode is not None:
             return
         try:
+            # The word says that this is no death: no process is in the middle of its start, so one round that sees
+            # nothing is enough.
             self._process.communicate(b"closed\n", timeout=self._patience_s + _CLEAN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -259,6 +283,7 @@ def watch_lifeline(on_end: Callable[[], None]) -> None:
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        # Whatever `on_end` waits for may hang, and nobody is left who could kill this process (law 4).
         timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
         timer.daemon = True
         timer.start()

@@ -185,6 +185,32 @@ class Counters:
     passes: int = 0
 
 
+# Why weights change between two passes of running requests, and what becomes of their keys and values.
+#
+# The learner makes new weights with each step, and a long turn may take longer than a step. To wait until every request
+# has ended is the simple way: rows of the batch become empty one after the other, and the longest turn decides when the
+# engine works again (law 6). To end the requests and sample them anew throws tokens away (law 1), and it prefers short
+# turns, which are done before the next weights come.
+#
+# So `take` swaps the weights between two passes, and running requests go on. A pass is computed by one version from its
+# first layer to its last, and the version is written beside the tokens as a span. A swap within a pass would mix layers
+# of two versions, and no span could say which weights made the token.
+#
+# The keys and values of the tokens so far were computed by older weights. Two ways are open, and the caller chooses
+# (`engine.recompute_kv`):
+#
+#   recomputed   `forget` before `take`. A token then has the log-probability of a whole pass under the weights of its
+#                version. The price: each running request computes its context again at each update.
+#   kept         Nothing is computed twice. A token's log-probability is still that of the distribution from which it
+#                was drawn, but no single version gives it: old keys meet new weights.
+#
+# AReaL (Fu et al. 2025, arXiv:2505.24298) recomputes, PipelineRL (Piché et al. 2025, arXiv:2509.19128) keeps. In both
+# ways a new request shares no prefix of an older version (`CacheSlots`), or its first token would already be a mixture
+# that its span does not show.
+#
+# `tests/engine/test_batching.py` compares both ways with passes of transformers
+# (`test_kept_kv_mixes_old_keys_with_new_weights`), and `test_law_1_a_prefix_cached_under_older_weights_is_never_served`
+# fails without the comparison of versions.
 class Batcher:
     """Runs requests on a model. Not thread-safe: one owner calls `submit`, `abort`, `step` and `load`."""
 
@@ -348,6 +374,8 @@ class Batcher:
                 if budget <= 0:
                     continue
                 computed = slots.adopt(request.slot, self._key(request))
+                # A group's members arrive together. The first of them computes the prompt in this pass, and the others
+                # copy it in the next one: a pass of patience costs less than the same prompt once for each member.
                 leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
                 if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
                     continue

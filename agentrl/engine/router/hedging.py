@@ -26,6 +26,29 @@ _REMEMBERED = 256
 _SHARE = 0.1  # of the running requests, that may be second ones: if all engines are slow, more load helps nobody
 
 
+# Why the wait is a multiple of the median, and why few turns have a second engine.
+#
+# Dean and Barroso ("The Tail at Scale", 2013) ask a second server once a request has taken longer than 95 of 100 do.
+# That is right for many servers with a rare bad moment. A run has few engines, and what it meets is one that is slow
+# for a while. If one of four is slow, a quarter of all waits are its own, and the 95th percentile is the wait at the
+# slow engine: the second one would be asked too late. The median is the wait at a healthy engine until half of them are
+# slow.
+#
+# A setting in seconds would be simpler still. But the time to a first token depends on model, machine, prompt and load,
+# and changes while a run goes on. So the last `_REMEMBERED` first tokens are the measure, and nobody is hedged before
+# there are `_KNOWN` of them.
+#
+# A second request is work for the fleet. If all engines are slow, every turn would have one, and all would become
+# slower by it. So no more than a tenth of the running requests may be second ones, and one may in any case. No attempt
+# at a turn has a third.
+#
+# The price is the work of the engine that loses. And a wait that ends because the other engine was quicker is not among
+# the remembered ones, since nobody knows how long it would have been. An engine that loses every race does not raise
+# the median, which is what we want.
+#
+# Law 6 profits: a group waits for its slowest turn, and one slow engine would hold up every group that has a turn
+# there. `tests/engine/test_hedge.py` has both bounds: `test_when_every_engine_is_slow_few_turns_are_doubled` and
+# `test_until_the_usual_wait_is_known_nobody_else_is_asked`.
 class Hedges:
     """When to ask a second engine: `after` times the median time to a first token have passed. None: never."""
 
@@ -93,6 +116,8 @@ async def race(
             if (other := second()) is not None:
                 streams.append(other)
                 nursery.start_soon(listen, other)
+        # Both may have brought an item before the nursery ended. The first to arrive wins, so that the choice never
+        # depends on what was sampled.
         winners = [stream for stream, _ in arrived[:1]]
     finally:
         with trio.CancelScope(shield=True):  # a request that nobody reads any more must end at its engine
