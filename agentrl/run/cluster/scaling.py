@@ -138,6 +138,30 @@ class Elastic(Protocol):
         ...
 
 
+# Why a size is a wish that is compared again and again, and no command that is carried out.
+#
+# `agentrl scale` could send the supervisor a command: start two engines, end one worker. But the supervisor may die
+# between the start of a child and the note that the command is done. Its successor would carry it out a second time, or
+# never. Two people could command at once, and one command may meet another that is half done. Each case would need an
+# answer of its own.
+#
+# So the row holds the wanted number and nothing about the way there. At each look the scaler compares it with the
+# children that are present, and starts or ends what differs. It needs no memory of earlier requests: a supervisor that
+# was just started does the same as one that was there when somebody asked. A child that is no longer wanted while it
+# starts is called off by the same comparison. Numbers are taken away from the last, so worker 0, which serves rewards,
+# stays.
+#
+# Each child has a task of its own, since a start may take minutes and may fail: an engine without a place must hold up
+# neither the other children nor the looks (law 6). What happens after a failure depends on its kind:
+#
+#   NoRoom          The request is made again for as long as it is wanted. A cluster that can grow does so because
+#                   somebody waits for a place.
+#   other failures  A few starts, then the child is given up, and the run goes on without it. A request that is newer
+#                   than the failed one tries it again; the same request does not, or it would fail for ever.
+#
+# The price is up to a second until a look sees the row. A smaller size loses no sampled token (law 1): a child ends
+# only once others have its work (`Elastic.leave`). `tests/run/test_scaling.py` has a case for each line above, with
+# children that are none.
 @dataclass(slots=True)
 class Scaler:
     """Brings about what is wanted, every child in a task of its own. `tell` writes a row of the store.
@@ -159,6 +183,7 @@ class Scaler:
         """Start and end children until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
+                # A store that does not answer is no reason to start or end anything: the next look asks again.
                 with suppress(StoreError):
                     self._look(*await self.looks(self._wanted), nursery)
                     await self._tell()

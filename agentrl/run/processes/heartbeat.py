@@ -45,6 +45,25 @@ _COUNT = struct.Struct("q")
 _RETIRED = -1
 
 
+# Why a mark is a number in a mapped file, and no message.
+#
+# The learner marks on its training thread, between two passes; a worker marks in its event loop. A message through a
+# pipe or a socket may block: when its owner is stopped, the pipe fills up, and then the owner's trouble stops the work
+# that it watches.
+#
+# A write into a mapped page waits for nobody and needs no system call, so a mark may stand in any loop. A mark that
+# nobody has seen is no loss, as only a change of the number counts. So no lock is needed: a number that is read in the
+# middle of a write has changed too. A process without an owner marks in memory of its own, and its code is the same.
+#
+# The owner makes the file before it starts the process (`prepare`), empty for each start, so that marks of an earlier
+# process never count. The variable with its name is taken out of the environment when it is read: a child that inherits
+# it would mark for a parent that hangs.
+#
+# The prices: the owner has to look, here once a second, and a file is of one host. On another host a process looks for
+# the owner (`Marked`). And a mark is no proof of death: that a process has ended, the owner learns by waiting for it.
+#
+# Law 4 rests on it: a process that hangs is ended like one that died. `tests/run/test_heartbeat.py` has workers and a
+# learner that stand still, that are stopped, and that only take long.
 class Heartbeat:
     """The marks of this process. Without an owner that reads them, they have no effect."""
 

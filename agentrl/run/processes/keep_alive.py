@@ -148,6 +148,27 @@ class _Kept(heartbeat.Here):
         return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
 
 
+# Why a file, and not the exit status, says that a run has ended on purpose.
+#
+# A parent that starts its child again must know when not to. To start it after every status but 0 is the simple way. A
+# run whose model is missing would then fail again and again until the budget is spent, with the same line each time.
+# The status cannot tell more: Python ends with 1 for an exception that nobody caught, which the next try may not meet,
+# and an error that agentrl has explained may end with 1 as well.
+#
+# So a supervisor that ends with an explained error writes the line into a file first (`ERROR_FILE`), and what counts is
+# both together:
+#
+#   a status, and the line          On purpose. The parent ends with the same status.
+#   a status but 1, and no line     On purpose as well: success, or Ctrl-C.
+#   status 1, and no line           A crash. It is started again.
+#   killed or hung, and no line     It is started again.
+#   killed or hung, and the line    It was stopped, or had failed, and could not even end: in a call to a cluster that
+#                                   is gone, say. The parent prints the line, and the run has ended.
+#   the status of a lost cluster    It is started again, with the line or without: the next one waits for a cluster.
+#
+# To start again is safe because a supervisor owns nothing of the run that the store does not have (law 2), and because
+# the janitor has ended the children of the dead one (law 4). The price of the rule: whoever ends a supervisor on
+# purpose has to write the line first. `tests/run/test_keep_alive.py` has a case for each line above.
 async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) -> int:
     async with trio.open_nursery() as nursery:
         await nursery.start(_pass_on, kept)
