@@ -90,6 +90,8 @@ def check_env(
                 Finding(check.__name__, flaw.problem, place_of(factory, flaw), flaw.hint)
                 for flaw in dict.fromkeys(flaws)
             ]
+            # An environment that cannot start would fail every other check for the same reason, and hide it among their
+            # findings.
             if findings and check is CHECKS[0]:
                 break
     report = EnvReport(name, tuple(ran), tuple(dict.fromkeys(findings)), tuple(skipped))

@@ -182,6 +182,8 @@ def survives_cancellation(subject: Subject) -> Iterator[Flaw]:
             with trio.CancelScope(shield=True):
                 await named("aclose", env.aclose())
 
+    # A step is cancelled at its checkpoints, and which of them is in the middle of something only the environment
+    # knows.
     for checkpoints in (0, 1, 2, 4, 8):
         in_trio(subject, lambda n=checkpoints: cancelled_after(n))
     yield from ()
@@ -266,6 +268,24 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         loop.stop()
 
 
+# Why a leak is a difference between two counts, and why some lives come before the first count.
+#
+# A run plays an environment many times in one process. A descriptor that each episode leaves open ends that process at
+# the bound of its descriptors, with an error in whichever episode comes then. To look for `close` in the source says
+# little: what stays may be a thread of a library or a file of a tool. So the environment is played, and what this
+# process holds is listed before and after.
+#
+# One count after one life would report too much. The first life imports modules, opens caches, starts a pool of
+# threads; all this stays, on purpose, and does not grow. So the lives before the first count do not count. The same
+# seeds are then played again: what is there in addition comes back with each episode.
+#
+# Names are counted and not only collected: a second pipe has the same name as the first. What ends by itself has
+# `LEAK_PATIENCE_S` to do so, and idle threads of trio are not the environment's.
+#
+# The prices: what an environment opens once in a hundred episodes is not seen. Neither is a process whose parent has
+# ended, since it is no child of this process any more. On a system without /proc the check is skipped, and the report
+# says so. Law 4 rests on it: what an environment leaves behind has no owner but the worker. `tests/env/test_checker.py`
+# has an environment for each kind (`LeavesAProcess`, `LeavesADescriptor`, `LeavesAThread`, `LeavesAFile`).
 def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
     """After closing no process, descriptor, thread or temporary file of the environment is left."""
     if not can_measure():

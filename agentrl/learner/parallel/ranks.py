@@ -338,6 +338,29 @@ class _Other:
     failed: RankReply | None = None
 
 
+# Why rank 0 gives orders, and why no rank is replaced in the middle of a step.
+#
+# The usual way is one program that all ranks run: each reads its data, makes its decisions and meets the others in
+# collectives. That works as long as all decide alike. A learner here takes groups from a store that changes while it
+# reads, waits for some of them, judges, skips and saves. If each rank did so by itself, two ranks could see two states
+# of the store. One would take a group that the other leaves out, and they would wait for each other in different
+# collectives. A group could also enter the loss on one rank only (law 2).
+#
+# So one process decides, and it is the learner as it would be without ranks. Each order is plain data with everything
+# that a rank needs for it. All ranks get theirs and carry them out at the same time; between two orders they know
+# nothing and decide nothing. The price is that rank 0 packs and sends what the others compute on, and that they are
+# idle while it thinks.
+#
+# A rank that died could be replaced, and the step could go on. But nobody can tell how far the others have come: one
+# may have added up a gradient or changed a weight that another one has not. So every error inside of an order ends all
+# ranks, and whoever owns rank 0 starts it again from its checkpoint, the last point at which all ranks were known to
+# agree (law 2). The price is the work since then.
+#
+# A wait in a collective looks alike for every cause. `_lost` therefore collects evidence for a moment before it raises:
+# an exit status, an error that a rank has sent, then the ledger, which shows who has entered which collective. The
+# error names the rank (law 4). `tests/learner/test_ranks.py` compares two ranks with one,
+# `tests/learner/test_ranks_lost.py` stops and kills one of them, and `tests/attacks/test_ranks.py` tries to give orders
+# as another user.
 class Leader:
     """Rank 0's end: starts the others, and ends them. At most one in a process."""
 
@@ -537,6 +560,8 @@ class Leader:
             if not self._busy or self._advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
                 continue
             standings = self.ledger.standings()
+            # Time alone proves nothing: rank 0 may compute for long between two collectives, with all ranks at the same
+            # one.
             if standings[0].inside or len({standing.count for standing in standings}) > 1:
                 lost = self._lost(TimeoutError())
                 if self._ends is not None:
