@@ -167,6 +167,7 @@ class OwnedFolder:
             home.mkdir(mode=0o711, exist_ok=True)
             if home.stat().st_uid != os.getuid() or home.is_symlink():
                 raise SandboxError(f"{str(home)!r} belongs to someone else; remove it")
+            # Others may pass but not list: the user ids of boxes have to reach their own folders below.
             home.chmod(0o711)
             reap(home)
             self.path = home / label()

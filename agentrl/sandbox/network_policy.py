@@ -278,6 +278,7 @@ class _Tunnel:
 
     async def _frame(self, name: int, kind: int, piece: bytes) -> bool:
         if kind == _OPEN:
+            # The number comes from the box: a hostile one may open connections without end, or the same one twice.
             if len(self._inputs) >= _CONNECTIONS or name in self._inputs:
                 await self.say(name, _END)
             else:

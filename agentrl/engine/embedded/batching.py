@@ -188,9 +188,9 @@ class Counters:
 # Why weights change between two passes of running requests, and what becomes of their keys and values.
 #
 # The learner makes new weights with each step, and a long turn may take longer than a step. To wait until every request
-# has ended is the simple way: rows of the batch become empty one after the other, and the longest turn decides when the
-# engine works again (law 6). To end the requests and sample them anew throws tokens away (law 1), and it prefers short
-# turns, which are done before the next weights come.
+# has ended is the simple way: rows of the batch become empty one after the other, and the longest turn decides when new
+# weights come and when the batch is full again (law 6). To end the requests and sample them anew throws tokens away
+# (law 1), and it prefers short turns, which are done before the next weights come.
 #
 # So `take` swaps the weights between two passes, and running requests go on. A pass is computed by one version from its
 # first layer to its last, and the version is written beside the tokens as a span. A swap within a pass would mix layers

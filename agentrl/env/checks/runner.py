@@ -217,6 +217,8 @@ def in_trio(subject: Subject, function: Callable[[], Awaitable[T]], *, plays: in
         except BaseException as error:
             came.put((None, single(error)))
 
+    # No task of a loop can be left behind: code that blocks holds its loop for ever. A daemon thread ends with the
+    # process.
     thread = threading.Thread(target=body, name="check_env", daemon=True)
     thread.start()
     try:

@@ -577,6 +577,8 @@ class Leader:
                 with suppress(RuntimeError, OSError, EOFError):
                     while other.failed is None and other.line.poll():
                         self._read(other)
+            # A rank that died makes others fail in their collective. Its own end is the cause, and their failures
+            # are no reasons here.
             reasons = [self._why_ended(rank, other) for rank, other in enumerate(self._others, 1)]
             standings = self.ledger.standings()
             most = max(standing.count for standing in standings)

@@ -55,15 +55,15 @@ _RETIRED = -1
 # nobody has seen is no loss, as only a change of the number counts. So no lock is needed: a number that is read in the
 # middle of a write has changed too. A process without an owner marks in memory of its own, and its code is the same.
 #
-# The owner makes the file before it starts the process (`prepare`), empty for each start, so that marks of an earlier
-# process never count. The variable with its name is taken out of the environment when it is read: a child that inherits
-# it would mark for a parent that hangs.
+# The owner makes the file before it starts the process, with the number 0 for each start (`prepare`), so that marks of
+# an earlier process never count. The variable with its name is taken out of the environment when it is read: a child
+# that inherits it would mark for a parent that hangs.
 #
 # The prices: the owner has to look, here once a second, and a file is of one host. On another host a process looks for
 # the owner (`Marked`). And a mark is no proof of death: that a process has ended, the owner learns by waiting for it.
 #
-# Law 4 rests on it: a process that hangs is ended like one that died. `tests/run/test_heartbeat.py` has workers and a
-# learner that stand still, that are stopped, and that only take long.
+# Law 4 rests on it: a process that hangs is ended like one that died. `tests/run/test_heartbeat.py` has processes that
+# stand still, that are stopped, and that only take long.
 class Heartbeat:
     """The marks of this process. Without an owner that reads them, they have no effect."""
 
@@ -195,7 +195,9 @@ class Pulse:
                 count, heard = new_count, now
             if not self.process.stopped():
                 ran = now
+            # Before its first mark a process loads its libraries and models, which has the time of a start.
             silent_s = self.silent_s if count else max(self.start_s, self.silent_s)
+            # First, as it is the better reason: a stopped process does not mark either, and cannot write its stacks.
             if now - ran >= self.stopped_s:
                 hangs(f"was stopped for {self.stopped_s:g} s ({self.names[1]})")
                 return

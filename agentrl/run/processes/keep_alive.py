@@ -159,7 +159,7 @@ class _Kept(heartbeat.Here):
 # both together:
 #
 #   a status, and the line          On purpose. The parent ends with the same status.
-#   a status but 1, and no line     On purpose as well: success, or Ctrl-C.
+#   not status 1, and no line       On purpose as well: success, or Ctrl-C.
 #   status 1, and no line           A crash. It is started again.
 #   killed or hung, and no line     It is started again.
 #   killed or hung, and the line    It was stopped, or had failed, and could not even end: in a call to a cluster that
