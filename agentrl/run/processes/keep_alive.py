@@ -167,8 +167,9 @@ class _Kept(heartbeat.Here):
 #   the status of a lost cluster    It is started again, with the line or without: the next one waits for a cluster.
 #
 # To start again is safe because a supervisor owns nothing of the run that the store does not have (law 2), and because
-# the janitor has ended the children of the dead one (law 4). The price of the rule: whoever ends a supervisor on
-# purpose has to write the line first. `tests/run/test_keep_alive.py` has a case for each line above.
+# the janitor of the dead one holds the run's lock until its children are gone (law 4). The price of the rule: whoever
+# ends a supervisor on purpose has to write the line first. `tests/run/test_keep_alive.py` has a case for each line
+# above.
 async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) -> int:
     async with trio.open_nursery() as nursery:
         await nursery.start(_pass_on, kept)
