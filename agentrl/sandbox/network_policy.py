@@ -440,7 +440,7 @@ class _Connection:
     async def _both(
         self, stream: trio.SocketStream, request: NetworkRequest, first: bytes, remaining: int | None
     ) -> None:
-        """Carry bytes both ways until one side ends; `left` bounds the bytes of the client's body."""
+        """Carry bytes both ways until one side ends; `remaining` bounds the bytes of the client's body."""
 
         async def down() -> None:
             while data := await stream.receive_some(_MOST_FRAME):

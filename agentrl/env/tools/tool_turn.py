@@ -1,4 +1,4 @@
-"""One turn's calls of tools: run in order, within the turn's time, each result as the model reads it.
+"""Calls of tools in one turn: within its time, marked neighbours side by side, each result as the model reads it.
 
 A mistake of the policy becomes a result. Only a failure that it could not have caused is raised (law 3). Knows neither
 rewards nor the end of an episode.

@@ -3,7 +3,7 @@
 Every rank has a worker (`agentrl.learner.rank_worker`). Rank 0 calls `run` with an order for each rank: all carry out
 theirs at the same time and meet in its collectives; rank 0 gets what each returned. Between two orders the others wait,
 without any deadline. Within one, each collective has a deadline: if a rank is dead, stopped or late, rank 0 raises
-`RankLost` which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with
+`RankLost` which names it, and the ranks end. Nothing is left to fix: whoever owns rank 0 starts it again, with
 new ranks.
 
 An order and a reply are pickled over a socket, whose end is also the lifeline of the other rank: it ends when rank 0
