@@ -20,6 +20,28 @@ from agentrl.rollout.live_env import LiveEnv
 Answer = Callable[[Turn], Awaitable[Step]]
 
 
+# Why an environment is restored before it is replayed, and why it has to answer as it did before.
+#
+# The turns of an unfinished episode are in the journal, and none of them is sampled again (law 1). Its environment died
+# with its worker. A fresh one has to stand where the last turn left it: otherwise the next turn acts on a state that
+# the policy has never seen, and is scored for it (law 3).
+#
+# To start every such episode anew would be simpler. It costs all its turns, and it prefers short episodes, because a
+# long one meets a death more often. To replay its actions alone is not enough either. A replay takes the time of all
+# steps again and repeats their effects outside of the environment, and an environment that reads a clock or draws
+# numbers cannot promise the same answers (`replayable`). So the newest snapshot comes first, and only the turns after
+# it are repeated.
+#
+# In both ways the environment has to prove where it stands: each repeated action must get the messages and the end that
+# the journal has (law 2). A reward is not compared, since the recorded one counts. A snapshot that cannot be restored
+# spoils nothing: the environment may stand anywhere by then, so it is closed, and a fresh one is replayed.
+#
+# If neither way works, the episode starts anew as another trial. The turns so far stay in the store with the reason and
+# are never trained. A fork cannot start anew, because its siblings share its first turns: it fails and leaves the loss.
+# The price is a write of the snapshot after every `rollout.snapshot_every_turns` turns.
+#
+# `tests/rollout/test_snapshots.py` ends a worker before each turn; `tests/rollout/test_killed_in_a_box.py` kills one
+# whose environment has a real box.
 async def open_at(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> bool:
     """Open the environment. Returns True if it stands where the journal does; False if it was only reset, and the
     episode begins with its first messages. `answer` has it answer a turn again. Raises EnvError for a fork whose first
@@ -28,6 +50,7 @@ async def open_at(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> bool
     no_snapshot = await _by_snapshot(env, journal, answer)
     if no_snapshot == "":
         return True
+    # Steps that were repeated after the snapshot are repeated once more, and their time counts then.
     if no_snapshot is not None:  # where this environment stands now, nobody knows
         await env.close()
         await env.open()
@@ -59,15 +82,19 @@ async def _by_snapshot(env: LiveEnv, journal: EpisodeJournal, answer: Answer) ->
         await env.calls("restore", partial(snapshot_env.restore, snapshot.data))
         step = journal.turns[snapshot.turn].step
         assert step is not None, "a snapshot is taken of a turn that is answered"
+        # `restore` returns no answer, so the recorded one is the latest. The policy's time goes on from the snapshot's.
         env.latest, env.calls.seconds = step, snapshot.seconds
         later = [turn for turn in journal.turns[snapshot.turn + 1 :] if turn.step is not None]
         return await _repeat(env, later, answer)
     except (TimeUp, PolicyFault, InfrastructureError) as error:
+        # An InfrastructureError does not end the episode yet, since a replay is still to come. `_by_replay` lets it
+        # pass: nothing is left to try then, and the episode fails without a score (law 3).
         return one_line(error)
 
 
 async def _by_replay(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> str:
     """Repeat all turns after a reset. Returns "", or the reason why that did not work."""
+    # With turns, an environment without the promise gets the clearer reason of `_repeat`.
     if (not journal.turns or env.env.replayable) and env.latest.observation != journal.start:
         return "reset gave another first observation"
     try:

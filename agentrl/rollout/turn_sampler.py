@@ -26,6 +26,28 @@ def request_id(claim: Claim, index: int) -> str:
     return f"{claim.episode_id}-{claim.fence}-{index}"
 
 
+# Why the tokens of a turn are written while they come.
+#
+# A turn of some thousand tokens may take minutes, and its worker may be killed, drained or paused in the middle. To
+# write the turn once it is whole would be simpler. Then a death costs all its tokens, and a turn that is sampled again
+# is another turn. A long turn meets a death more often than a short one, so the run would prefer short turns.
+#
+# So about `rollout.checkpoint_tokens` tokens of a turn at most are in memory alone (`generate_turn.py` decides when it
+# writes), and each is written with its log-probability and its version (law 1). Whoever goes on sends the prompt with
+# these tokens behind it, and samples only the rest. The seconds that they took count against the same deadline, so an
+# interrupted turn has no more time than another one (law 3).
+#
+# A write is posted and not awaited: it is made by a plain call amid the engine's stream, and tokens go on to come while
+# the disk syncs. Its error is raised at a later chunk. So after a pause the tokens are read from the store and not from
+# memory: a write that failed because the disk was full has left fewer there, and the next part has to begin where the
+# written parts end.
+#
+# The price is a small write for every 64 tokens (the default) of each running turn, in transactions that all turns
+# share (`journal_writer.py`), and the prompt is computed again when a turn goes on. Tokens that an engine has sampled
+# and not yet sent are lost in any case.
+#
+# `tests/rollout/test_partial_turns.py` ends a worker at any chunk, `tests/run/test_broken_turn.py` kills a real one,
+# and `tests/rollout/test_pausing.py` pauses it.
 class TurnSampler:
     """Samples turns. With `unbroken` each comes from one engine alone, and BrokenOff is raised if it cannot."""
 
@@ -65,6 +87,7 @@ class TurnSampler:
                 learns=self._players.learns(prompt.role),
                 experts=generation.experts,
                 columns=generation.columns,
+                # The turn began with its first part, perhaps in another process.
                 started_s=begun.started_s,
                 ended_s=time.time(),
             )
@@ -82,6 +105,7 @@ class TurnSampler:
     async def _request(self, prompt: Prompt, max_tokens: int) -> GenerateRequest:
         context, journal, players = self._context, self._journal, self._players
         learns, sampling = players.learns(prompt.role), players.sampling
+        # The engine may not know yet that the request before the pause is over, so the next one needs another id.
         attempt = f"-{self._pauses}" if self._pauses else ""
         return GenerateRequest(
             request_id=request_id(journal.claim, len(journal.turns)) + attempt,

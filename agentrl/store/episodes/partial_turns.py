@@ -22,6 +22,25 @@ from agentrl.store.databases.driver import Row
 from agentrl.tokens.columns import Columns, joined
 
 
+# Why the tokens of the turn under way have a table of their own.
+#
+# An unfinished turn could be a row of `turns` that grows. Then each reader of turns would have to know that the last
+# one may be unfinished: the learner that makes rows of them, the sources that score them, a replay that repeats them,
+# the audit. Now a row of `turns` is an action that the environment may see, and is written whole. A turn under way
+# changes every few tokens, and its parts are deleted in the transaction that journals it.
+#
+# Parts are only appended, so a part that is lost would leave a gap: whoever goes on would put later tokens behind
+# earlier ones that they never followed (law 1). So each part says how many tokens came before it (`at`), and the store
+# refuses one that does not begin where the written parts end. The writer sends the tokens of a failed write again.
+#
+# A version may become known after its token: a span with a negative start corrects tokens of an earlier part. So the
+# parts are joined over one list of versions, an entry for each token, and spans are made of that list at the end.
+#
+# The prompt is written once, with the first part, and a turn that goes on is sampled behind these very tokens. To
+# render it again could give another prompt if the template or the tools have changed meanwhile.
+#
+# The price is a second place that a claim has to read. `tests/store/test_partials.py` writes parts, refuses those that
+# do not follow, and counts the bytes; `tests/rollout/test_partial_turns.py` goes on from them.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """Tokens of the unfinished turn `index`, in the form of `Turn`: `token_ids` [T] after `prompt_ids`, with log-probs
@@ -48,9 +67,11 @@ def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
     prompt = part.prompt_ids if part.at == 0 else ()
     n = len(part.token_ids)
     try:
+        # Log-probs are float64, so a token of an interrupted turn keeps the very number that its engine sent (law 1).
         data = struct.pack(f"<I{len(prompt) + n}I{n}d", len(prompt), *prompt, *part.token_ids, *part.logprobs)
     except struct.error as error:
         raise StoreError(f"turn {part.index}: its tokens so far cannot be written: {error}") from error
+    # Unlike a turn, a part is not compressed: it lives until its turn is journaled.
     data += pack_columns(part.columns, n, f"turn {part.index}")
     spans, times = pack_spans(part.spans), (part.started_s, part.spent_s)
     return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
