@@ -35,6 +35,26 @@ def outcome_to_go(outcomes_G: Tensor, turns_G: Tensor, steps: int, discount: flo
     return outcomes_G[:, None] * discount ** left_GT.clamp(min=0).to(outcomes_G.dtype)
 
 
+# Why a turn is credited as one action, with the rewards that came after it.
+#
+# An episode has one outcome, and perhaps a reward after some of its turns. The simplest way gives their sum to every
+# token. That is right in the mean, but a turn is then credited with rewards that were paid before it was sampled. It
+# did not cause them, so they are noise, and there is more of it the more turns an episode has. So process rewards count
+# from a turn on; the outcome comes at the end and counts for all.
+#
+# A finer grain than the turn is not there: the environment answers whole turns, and all tokens of a turn were sampled
+# before it answered any of them. Another reward for each of them would have to be invented.
+#
+# The comparison is made turn by turn, since the rewards to come become fewer along an episode: the last turn of a long
+# episode would look bad beside the first turn of a short one. A sibling that has stopped by then still judges, with
+# nothing to come. Without it the last turns of long episodes would have few judges or none.
+#
+# A member that the infrastructure failed takes no part (law 3): a reward of 0 for it would count as bad work, and would
+# change the baseline of the others.
+#
+# The price is noise of another kind: a turn is credited with all that comes after it, whether it helped or not. A
+# critic can tell more (`agentrl/algos/ppo.py`). `tests/algos/test_credit.py` compares the estimate with the exact
+# gradient, over all groups of a small problem in which the policy decides when to stop.
 def turn_advantages(
     outcomes_G: Tensor,
     rewards_GT: Tensor,
@@ -66,6 +86,7 @@ def turn_advantages(
     since later turns are not discounted themselves (Thomas 2014)."""
     index_T = torch.arange(rewards_GT.shape[1], device=rewards_GT.device)
     alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
+    # What stands past an episode's end may be anything, NaN included, so it is replaced and not multiplied by 0.
     to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0), discount) * process_weight
     outcome_GT = outcome_to_go(outcomes_G, turns_G, max(rewards_GT.shape[1], 1), discount)
     returns_GT = outcome_GT + to_go_GT if rewards_GT.shape[1] else outcome_GT
@@ -113,6 +134,7 @@ def stream_advantages(
     judges_G = scored_G if judges_G is None else judges_G
     index_T = torch.arange(streams_KGT.shape[2], device=streams_KGT.device)
     alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
+    # The outcome is a stream of one turn, on the same scale as the others.
     total_GT = _scaled(outcomes_G[:, None], torch.ones_like(turns_G), scored_G, judges_G, baseline, scale)
     total_GT = total_GT.expand(-1, streams_KGT.shape[2])
     for rewards_GT, weight in zip(streams_KGT, (weights_K * process_weight).tolist(), strict=True):
@@ -129,6 +151,7 @@ def _scaled(
     inverse_G = values_GT.new_full((len(values_GT),), of_all)  # there may be no turn at all
     for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
         members_G = judges_G.clone()
+        # `leave_one_out`: the deviation of a judge's siblings. `std`: that of the judges with a late member among them.
         members_G[member] = scale == "std"
         inverse_of_member = _inverse_spread(values_GT, turns_G, members_G)
         inverse_G[member] = inverse_of_member if judges_G[member] else min(of_all, inverse_of_member * SLACK)

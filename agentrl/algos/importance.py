@@ -32,6 +32,28 @@ class Origin(IntEnum):
     UNDONE = 2
 
 
+# Why a stale token has two ratios, and not one.
+#
+# Three policies meet in a token: the one that sampled it (behaviour), the one that the step begins with (proximal), and
+# the one that the updates of the step have made of it (current). PPO has one ratio, current to behaviour, and clips it.
+# Its clip keeps an update near the place where it begins. Measured from a policy that is some steps older, the clip is
+# used up before the update begins: tokens that the steps since then have moved past it have no gradient, and the older
+# the data, the more of it says nothing.
+#
+# So the two distances are apart (decoupled PPO, Hilton et al. 2022). Proximal to behaviour is a weight, which corrects
+# for who sampled and is constant during the step; current to proximal is the ratio that is clipped. For tokens of more
+# than two steps the clip may hold from behaviour as well (`clip_from` in `clipped_loss.py` says why).
+#
+# The denominator is the log-probability that came with the token, and never one that the learner computes for old
+# weights: the engine's kernels, dtype and kept set are part of the policy that sampled (law 1). So a fresh token has a
+# ratio near 1 and not 1, and the gauges show how near.
+#
+# A ratio has no upper bound, and one token can rule a step. The cap bounds the variance and costs a bias; `Gauges`
+# reports the share of tokens that it cut, so that a run which leans on it is seen (law 5).
+#
+# A step of one update needs no forward pass for it, since its own pass has the proximal log-probabilities. A step of
+# several updates, or of an algorithm that looks ahead, needs one more. `tests/algos/test_corrections.py` has the
+# weights by definition, and `tests/algos/test_stale.py` the exact bias and noise of each kind of weight.
 def importance_weights(
     proximal_T: Tensor, behaviour_T: Tensor, cap: float, *, floor: float = 0.0, mode: Mode = "truncate"
 ) -> Tensor:
@@ -58,6 +80,7 @@ def log_ratios(gap_T: Tensor, episode_T: Tensor, role_T: Tensor, level: Level) -
 
     `sequence`: the product of its tokens' ratios. Weighing an episode by it is unbiased; its variance grows with the
     length. `geometric`: their geometric mean, exp(mean gap), which has the same scale at any length, and a bias."""
+    # The sum may be over thousands of tokens and becomes an exponent: float64 keeps its rounding out of the ratio.
     gap_T = gap_T.detach().double()
     if level == "token":
         return gap_T
@@ -137,6 +160,7 @@ def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str
 def gauges(proximal_T: Tensor, behaviour_T: Tensor, lag_T: Tensor, origin_T: Tensor, cap: float | Tensor) -> Gauges:
     """Measure a step. All are [T] with T >= 1 (`cap` may be), `lag_T` in optimizer steps, `origin_T` of `Origin`; see
     `Gauges`."""
+    # Before any cap: a cut weight would hide how far the policies are apart.
     gap_T = (proximal_T - behaviour_T).detach().double()
     ratio_T = gap_T.exp()
     return Gauges(

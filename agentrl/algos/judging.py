@@ -44,6 +44,25 @@ class JudgedRecord(Protocol):
         ...
 
 
+# Why nobody waits for the last member of a group, and why the late ones are trained all the same.
+#
+# The episodes of a group take different times. If the group closed with its last member, the learner would wait for the
+# slowest episode of each group (law 6). To close it earlier and drop the members that still run is simple, and it is
+# wrong: how long an episode takes is a choice of the policy as well, so the loss would see the short episodes alone. So
+# a group may close with a quorum, and a later step trains the members that end afterwards.
+#
+# Then the question is what a late member is compared with. If it joined the record, members that were trained before
+# would have been compared with another baseline than their group has now. If it were compared with the whole record of
+# a group that a quorum of k closed, it would have k judges where an early member has k - 1, and its speed would choose
+# its baseline. The k - 1 others that ended first are the same whenever it ends itself, so they judge it, early or late,
+# and the leave-one-out estimate stays unbiased.
+#
+# The price is that a member of the record beyond the first k judges nobody, and that the learner has to prepare such a
+# group twice, because the first k members have another panel than the rest (`agentrl/learner/data/siblings.py`).
+#
+# Store and learner have to agree on this rule to the last member, since a group in which the store sees no signal is
+# skipped. `tests/algos/test_judging.py` has the rule by hand, `tests/algos/test_oracle.py` the exact gradient of late
+# members, and `tests/learner/test_skipped.py` compares the store's advantages with the learner's.
 def panel(recorded: Sequence[int], member: int, quorum: int | None = None) -> tuple[int, ...]:
     """The members whose returns form the baseline of `member`, itself among them if it is one of them (leave-one-out
     then leaves it out).
@@ -59,6 +78,7 @@ def panel(recorded: Sequence[int], member: int, quorum: int | None = None) -> tu
     if quorum is None or len(recorded) < quorum:
         return tuple(recorded)
     first = tuple(recorded[:quorum])
+    # All others are judged by one member less, so that everyone has k - 1 judges.
     return first if member in first else first[:-1]
 
 
@@ -108,6 +128,7 @@ def advantages(
 
 def strength(record: Mapping[int, JudgedRecord], returns: Returns) -> float:
     """The mean of |advantage| over the turns of a group's members. 0: its returns are equal from each turn on."""
+    # The largest one decides: the mean of a group in which few turns have an advantage may be small and is no rounding.
     sizes = [abs(advantage) for turns in advantages(record, returns).values() for advantage in turns]
     return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
 

@@ -16,6 +16,27 @@ from collections.abc import Iterable, Iterator, Sequence
 _BITS = 32  # of a word
 
 
+# Why each sampled token carries the set that it was drawn from.
+#
+# With top_p, top_k or min_p an engine draws from a few tokens, and its log-probability is the one over these tokens
+# (law 1). A learner that computes over the whole vocabulary compares two different distributions: its probability of a
+# token is smaller although the weights are the same, and its gradient is that of a policy which did not sample.
+#
+# To cut again in the learner looks simple, since it knows the settings. But its logits are not the engine's: kernels
+# round differently, and a stale token was sampled by other weights. Then the border of the set falls elsewhere, and the
+# sampled token itself may lie outside, with a log-probability of minus infinity. Only the engine knows which tokens it
+# left. So the set is sent with the token and written with it, also in the parts of an interrupted turn. All models that
+# compute the token use it: the policy of now and of the step's start, and frozen ones such as the reference.
+#
+# A list of ids is short for a policy that is sure of itself. An undecided one may leave most of the vocabulary: a list
+# of it takes 32 bits for each id, and a bitmap takes one.
+#
+# The price is bytes in the journal, and an approximation: the current policy would leave another set than the one that
+# sampled, so no correction of a stale token is exact while something is cut. An engine that does not report its sets
+# fails the episode with that reason, and nothing of it is trained (law 8).
+#
+# `tests/learner/test_kept.py` compares the gradient with the exact one, with the sets and without them;
+# `tests/rollout/test_kept.py` follows the sets through the journal and an interruption.
 def encode(sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """The column of tokens with these sets, none of them empty. Raises ValueError for one that is no set of ids."""
     numbers: list[int] = []
@@ -30,11 +51,13 @@ def _encoded(ids: Sequence[int]) -> list[int]:
     if len(set(ids)) != len(ids):
         raise ValueError("a kept set names a token twice")
     size = highest // _BITS + 1
+    # A list has an entry for each id, a bitmap a word for each 32 ids up to the highest: the shorter one is sent.
     if len(ids) <= size:
         return [len(ids), *ids]
     words = [0] * size
     for id in ids:
         words[id // _BITS] |= 1 << id % _BITS
+    # The column is int32, so a word whose highest bit is set is written as the negative number with the same bits.
     return [-size, *(word - (word >> 31 << 32) for word in words)]
 
 
