@@ -111,6 +111,28 @@ def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajec
     raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
 
 
+# Why turns are scored beside their episode, and why a source that fails ends nothing.
+#
+# A judge may take longer than the turn that it scores. To ask it in the task of the episode would be simple: the worker
+# would then hold the episode and its environment until the last score is there, and would sample nothing in its place.
+# So a turn is scored by tasks of its source, as soon as the environment has answered it. Whoever plays the episode
+# waits for none of them, and the store holds an episode that has ended until its scores are complete.
+#
+# Then there is the source that fails. A reward of 0 would be a verdict: the work would look bad because a server was
+# away (law 3). To fail the episode at once would give up all its tokens for an outage of a minute, and to try for ever
+# would leave its group open (law 4). So each call has a deadline and some retries. After these the turn is left alone
+# for `deadline_s`, so that its place goes to turns that can be scored.
+#
+# What happens if the score never comes is not decided here. The store has the deadline, which counts from the end of
+# the episode, and the rule for late scores (`late`). It outlives the process that scores, and the last score of an
+# episode has to end it in the same transaction.
+#
+# The price: with the default rule an episode whose source is away for longer than that leaves loss and baseline, and
+# its tokens were sampled for nothing. A source that blocks leaves its thread behind at the deadline. Threads are
+# counted for each source, so that a source whose calls all hang takes none from the environments.
+#
+# `tests/rewards/test_sources.py` has sources that hang, fail and recover; `tests/store/test_rewards.py` has the rules
+# for late scores, and a run that is restarted while episodes wait.
 @dataclass(slots=True)
 class Scorer:
     """One source of a run. `serve` scores what waits, for ever; `score` one turn.
@@ -147,6 +169,7 @@ class Scorer:
                 self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
                 skip = self._under_way | self._failed.keys()
                 source, settled = self.settings.source, self._settled
+                # Turns that are under way or have failed are left out, or they would fill the limit again and again.
                 waiting = await self.store.awaiting(source, free, skip=skip, settled=settled) if free else []
                 for turn in waiting:
                     self._under_way.add(turn)
@@ -165,6 +188,7 @@ class Scorer:
             log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
         finally:
             self._under_way.discard(turn)
+            # A place is free, and the next turn need not wait for the store's signal.
             self._idle.cancel()
 
     async def score(self, turn: str, *, version: int | None = None) -> float:

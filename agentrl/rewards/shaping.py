@@ -41,7 +41,9 @@ class Shaping:
     async def __call__(self, seen: Trajectory) -> float:
         turns, role = seen.turns, seen.turns[-1].role
         turns_of_role = [index for index, turn in enumerate(turns) if turn.role == role]
+        # The potential counts from the start, where it is 0 by definition, so the first turn of a role begins at 0.
         before = await self._phi(seen, turns_of_role[-2] + 1) if len(turns_of_role) > 1 else 0.0
+        # At the end it is 0 as well: a potential that was left over would be a reward and could change the best policy.
         after = await self._phi(seen, len(turns)) if seen.stop_reason is None else 0.0
         return self.gamma * after - before
 

@@ -95,6 +95,29 @@ class Canary:
         return cls(**document)
 
 
+# Why an engine's answers are followed over many steps, and not only compared with the learner's.
+#
+# The comparison finds a layer that is missing or in another's place. It does not find an engine that has stopped taking
+# weights: a step at a learning rate of 1e-6 moves a log-probability of the probe by 0.0005 nats at most, and bfloat16
+# rounds it by 0.008 (`tests/engine/test_canary.py`). A tolerance so narrow that it sees one step would stop healthy
+# runs; `TOLERANCE` says what was measured where all was well. Fingerprints see any step, but not every engine can make
+# them, and they leave out experts, adapters and split layers.
+#
+# So the question is another one: since an earlier answer, has the engine moved as the learner has? The learner's way is
+# the difference of its log-probabilities of the probe, then and now, and the engine's way is projected on it. An engine
+# that follows has gone 1 of it, a stuck one has gone 0. Of the noise only the part along that one direction counts, and
+# the way grows with every step while the noise does not.
+#
+# Nothing is judged before the way is `_BEYOND` times as long as the noise of a token. Half of the way is then six
+# deviations from both ends, so that neither a healthy engine nor a stuck one is mistaken for the other. Until then the
+# earlier answer stays: if each step began anew from its own answer, no way would ever be long enough.
+#
+# The price is time. A stuck engine is found some steps later, and tokens that it sampled meanwhile carry the version of
+# weights that did not sample them (law 1). And the learner's numbers must be of weights in the engine's dtype, since an
+# engine in bfloat16 rightly stays where it is while steps are smaller than its grid (`rounded`).
+#
+# `tests/engine/test_canary.py` has an engine that takes no step any more. It has to be found while no token is off by a
+# third of the tolerance, and an engine that follows must never be.
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
     """An engine's answer to a canary."""
@@ -108,6 +131,7 @@ class CanaryResult:
         if canary.token_ids != self.canary.token_ids or not (canary.rounded and self.canary.rounded):
             return None
         before = zip(self.logprobs, self.canary.logprobs, strict=True)
+        # Both answers are off by as much as the earlier one was, each in its own way: hence the 2.
         noise = math.sqrt(2 * sum((a - b) ** 2 for a, b in before) / len(logprobs))
         noise = max(noise, _FLOOR[canary.dtype])
         way = [new - old for new, old in zip(canary.logprobs, self.canary.logprobs, strict=True)]
@@ -166,6 +190,7 @@ async def check(
         if served != canary.version:
             raise WeightSyncError(f"canary: {engine.url} serves version {served}, not {canary.version}")
         says = f"canary: {engine.url} says it serves version {canary.version}, but"
+        # First, since it is exact and names the layers; the probe alone says only that something is wrong.
         if wrong := await _wrong(engine, canary, deadline_s):
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
         scores = await _scored(engine, canary, deadline_s)
@@ -197,6 +222,7 @@ def _near(found: Sequence[float], expected: Sequence[float], most: float, dtype:
     apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
     if dtype != "bfloat16" or most >= QUANTIZED:
         return max(apart) <= most and not any(map(math.isnan, apart))
+    # In bfloat16 a deep model rounds a few tokens far off: the quadratic mean has the tolerance, one token has more.
     return math.hypot(*apart) <= most * math.sqrt(len(apart)) and max(apart) <= _ALONE * most
 
 
@@ -209,6 +235,7 @@ def _follow(says: str, canary: Canary, found: tuple[float, ...], seen: dict[str,
             f"{says} it computes with the weights of version {last.canary.version}: since then the learner's log-probs "
             f"of the probe have moved far beyond the noise, and the engine's went {share:.0%} of the way"
         )
+    # An answer that was not judged does not replace the earlier one, so that the learner's way from there adds up.
     if last is None or share is not None:
         seen[url] = CanaryResult(canary, found)
 

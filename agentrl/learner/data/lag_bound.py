@@ -18,6 +18,25 @@ from agentrl.learner.data.rows import Row
 from agentrl.tokens import staleness
 
 
+# Why the lag bound drops tokens, and not episodes.
+#
+# An episode may go on over many weight updates, so its tokens have many ages. The simple rule takes the age of the
+# oldest one and drops the episode. It would prefer short episodes: a long one has old tokens because it is long, and
+# with a bound of a few steps the long ones would never be trained. The mean age is no better, because it lets tokens
+# pass that are older than the bound, and then law 5 does not hold.
+#
+# So each token is judged by the weights that made it. The store drops a group as stale only if none of its members has
+# a token young enough (`agentrl/store/buffer/buffer.py`); which tokens those are is decided here.
+#
+# An episode of which nothing is left still judges its siblings. Its return was earned by the policy, and a baseline
+# without it would be one of the short episodes again. Its tokens are counted by their lag, so a run that loses many
+# shows it.
+#
+# The price is a part of an episode that is trained without its beginning. The beginning stays as context, so its
+# log-probabilities are right; but an importance weight over a whole sequence is a product of the tokens that are left.
+#
+# `tests/learner/test_samples.py` has a turn of three versions with the bound between them, and the sibling that is too
+# old to be trained and still judges.
 def drop_tokens_beyond_lag(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
     """Return the row with only tokens of lag <= `max_lag` scored; None if none is left. Counts the others in `stale` by
     their lag."""

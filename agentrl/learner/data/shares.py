@@ -20,6 +20,25 @@ from agentrl.learner.data.batch import GroupRows
 from agentrl.learner.data.rows import Row
 
 
+# Why a token has its share of the loss before the step is divided into passes.
+#
+# The usual code averages the loss over the tokens of a pass and then over the passes. The share of a token then depends
+# on its neighbours: in a pass with few scored tokens each counts more than in a full one. So the budget of a pass
+# (`train.tokens_per_batch`) and the order of rows change the gradient, by too little to be noticed and by enough that
+# two machines do not train the same.
+#
+# Here the rows of the whole step are counted first and each token gets a number. A pass adds up loss times share and
+# divides by nothing, so the sum is the same however passes are laid. With several updates in a step each share is
+# multiplied by their number, so that an update is as large as a step of one update would be, in the mean.
+#
+# Which tokens are counted matters more than the formula. One that is too old, or of a turn that the environment masks,
+# is not scored any more and has no share. One that the algorithm weighs with 0 has a share, and so has a row that
+# cannot move the weights and is left out of the passes afterwards: no other token weighs more because of them.
+#
+# The price is that no pass can begin before all rows of the step are there.
+#
+# An episode enters the loss once (law 2), and this says with what weight. `tests/learner/test_mixed.py` divides a step
+# in several ways and compares the gradients to 1e-12; `tests/learner/test_samples.py` has shares by hand.
 def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     """The rows of each group of each update of a step, with their tokens' shares of the loss. The losses of the updates
     average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens.
@@ -51,6 +70,7 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
         episode_S = torch.cat(
             [torch.full((length,), episodes[index]) for index, length in zip(places, lengths, strict=True)]
         )
+        # Over all updates at once: within one update alone, a share would depend on which groups were shuffled into it.
         shares = token_weights(episode_S, normalise, divisor)
         # Policies have gradients of their own: another policy's episodes must not thin out this one's.
         policy_count = sum(count for (other, *_), count in episode_counts.items() if other == policy)
@@ -58,6 +78,7 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
         for index, weight in zip(places, shares.split(lengths), strict=True):
             weights[index] = weight
     remaining = iter(weights)
+    # Without any observed token nothing is multiplied by this number.
     observed_share = len(parts) / max(sum(len(row.observed_O) for row in rows), 1)
 
     def weighed(row: Row, weight: float) -> Row:
