@@ -19,6 +19,27 @@ from agentrl.rollout.live_env import LiveEnv
 from agentrl.rollout.prompts import Prompts
 
 
+# Why notes are a turn of the policy, and why less context is always a new beginning.
+#
+# A conversation that outgrows its context could be cut where its prompt is rendered: the oldest messages just leave.
+# Then the engine would sample a turn after a shorter context than the row of the episode has, and the learner would
+# compute its log-probabilities after tokens that the engine did not read for it (law 1). So the turn after a compaction
+# begins a conversation of its own, without a parent. The learner makes a second row of it, and both rows have the
+# outcome of the one episode.
+#
+# The notes decide what the later turns know, so they are an action of the policy like any other: sampled by it,
+# journaled, and trained with what came of them. Written by another model, or left out of the loss, the choice of what
+# to note could not be learned. But the environment must not see them, since it would take them for an action. So this
+# class answers them itself, and they do not count against `rollout.max_turns`.
+#
+# Where a conversation was compacted is written with the answer. An episode that goes on elsewhere does the same again,
+# also if somebody has changed the settings meanwhile: otherwise its replay would not get the answers of the journal.
+#
+# The price is a turn of sampling for the notes, a new start whose prompt shares less with the turns before and has to
+# be computed again, and, for a compaction that makes nothing shorter, the work to find that out.
+#
+# `tests/rollout/test_compaction.py` kills the episode after each write around its notes;
+# `tests/rollout/test_compaction_oracle.py` compares the expected gradient with the exact one.
 class Compactor:
     """Answers turns: by the environment, and with a shorter conversation behind its answer where one is due."""
 
@@ -38,6 +59,7 @@ class Compactor:
             self._env.charge(turn)  # notes are sampled tokens too
             return compaction.noted(self._journal.start, before, turn.text)
         step = await self._env.step(turn)
+        # A replay: whether and how the conversation was made shorter stands in the journal, with the recorded answer.
         if turn.step is not None:
             return compaction.as_before(step, turn.step)
         if self._settings is None or step.terminated or step.truncated or step.history is not None:
@@ -63,6 +85,7 @@ class Compactor:
         where = f"rollout.compaction.how = {settings.how!r}"
         messages = compaction.conversation(journal.start, journal.turns, step)
         history = await self._env.calls(where, partial(compaction.shortened, settings, messages, where))
+        # A conversation that is no shorter would make a second row and gain no room, so it goes on as it is.
         if len(await prompts.start(history)) >= tokens:
             return replace(step, compaction=compaction.NO_SHORTER)
         return replace(step, history=history, compaction=compaction.SHORTENED)

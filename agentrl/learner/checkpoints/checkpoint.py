@@ -103,6 +103,27 @@ def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None]
     return draft
 
 
+# Why a checkpoint appears by one rename, and why so much is synced before it.
+#
+# The simple way writes the files into the folder of the step. A kill in between leaves a folder that looks like a
+# checkpoint and holds half of one. To rename each file by itself does not help: a file is whole then and the set is
+# not, and weights of this step may lie beside the optimizer of the one before. So the set is made under a name that no
+# reader takes for a checkpoint, and it gets its own name when it is complete.
+#
+# That is enough for a kill and not for a power loss, after which a disk may have the new name and lack the bytes. So
+# each file is synced, then the folder of the draft, then the rename. Only then may the store record the step, and its
+# episodes count as trained (law 2). `state.json` lists the same episodes, for a store that has lost its rows. Older
+# checkpoints are removed last, so that one of them is whole at any instant.
+#
+# Two learners may write at once, if one was stopped for so long that another has begun. Each draft has a name of its
+# own, and `may_appear` asks right before the rename who leads. In the moment between the two calls the file system
+# decides: a rename does not replace a folder that has files.
+#
+# The price is space for one checkpoint more than are kept, and the time of the digests and syncs. A run does not wait
+# for these in most cases, since the write is beside its steps (`agentrl/run/learning/checkpoint_writer.py`).
+#
+# `tests/learner/test_kills.py` dies at each file operation in turn and goes on from what is there, bit for bit;
+# `tests/learner/test_checkpoint.py` has the learner that was followed by another one.
 def save(
     draft: Path,
     state: CheckpointState,
@@ -145,6 +166,7 @@ def save(
         settle()
         _check_shared(draft / SHARDS, range(1, ranks))
         folders.write_state(draft, asdict(state))
+        # The digests are of all other files, so they come last. What is synced next includes them, and the folders.
         digests.write(draft, progress)
         for file in draft.rglob("*"):
             _sync(file)
@@ -309,6 +331,7 @@ def _check_shared(folder: Path, ranks: range) -> None:
 
 def _discard(folder: Path) -> None:
     """Remove a checkpoint; it loses its name before its first file is deleted."""
+    # The name is that of a draft, so a kill in the middle leaves a folder that the next `begin` removes.
     grave = folder.with_name(f".draft-{folder.name}")
     folder.rename(grave)
     shutil.rmtree(grave)

@@ -69,6 +69,7 @@ class CheckpointWriter:
         else:
             await self._pushes.settle()
             await self._record(version, await self._save())
+        # From the copy on, and not from the end of its write: later steps are not in it, and may be lost.
         self._saved_at = trio.current_time()
 
     async def settle(self) -> None:
