@@ -113,9 +113,9 @@ def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajec
 
 # Why turns are scored beside their episode, and why a source that fails ends nothing.
 #
-# A judge may take longer than the turn that it scores. To ask it in the task of the episode would be simple: the worker
-# would then hold the episode and its environment until the last score is there, and would sample nothing in its place.
-# So a turn is scored by tasks of its source, as soon as the environment has answered it. Whoever plays the episode
+# A judge may take longer than the turn that it scores. To call it in the task of the episode would be simple: the
+# worker would then hold the episode and its environment until the last score is there, and would sample nothing in its
+# place. So a turn is scored by tasks of its source, once the environment has answered it. Whoever plays the episode
 # waits for none of them, and the store holds an episode that has ended until its scores are complete.
 #
 # Then there is the source that fails. A reward of 0 would be a verdict: the work would look bad because a server was

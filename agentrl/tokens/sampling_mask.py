@@ -24,16 +24,16 @@ _BITS = 32  # of a word
 #
 # To cut again in the learner looks simple, since it knows the settings. But its logits are not the engine's: kernels
 # round differently, and a stale token was sampled by other weights. Then the border of the set falls elsewhere, and the
-# sampled token itself may lie outside, with a log-probability of minus infinity. Only the engine knows which tokens it
-# left. So the set is sent with the token and written with it, also in the parts of an interrupted turn. All models that
-# compute the token use it: the policy of now and of the step's start, and frozen ones such as the reference.
+# sampled token itself may lie outside, with a log-probability of minus infinity. Only the engine knows which tokens
+# remained. So the set is sent with the token and written with it, also in the parts of an interrupted turn. All models
+# that compute the token use it: the policy of now and of the step's start, and frozen ones such as the reference.
 #
-# A list of ids is short for a policy that is sure of itself. An undecided one may leave most of the vocabulary: a list
-# of it takes 32 bits for each id, and a bitmap takes one.
+# A list of ids is short for a policy that is sure of itself. For an undecided one most of the vocabulary may remain: a
+# list of it takes 32 bits for each id, and a bitmap takes one.
 #
-# The price is bytes in the journal, and an approximation: the current policy would leave another set than the one that
-# sampled, so no correction of a stale token is exact while something is cut. An engine that does not report its sets
-# fails the episode with that reason, and nothing of it is trained (law 8).
+# The price is bytes in the journal, and an approximation: the current policy would have another set than the one that
+# sampled, so no correction of a stale token is exact while something is cut. With an engine that does not report its
+# sets the episode fails for that reason, and nothing of it is trained (law 8).
 #
 # `tests/learner/test_kept.py` compares the gradient with the exact one, with the sets and without them;
 # `tests/rollout/test_kept.py` follows the sets through the journal and an interruption.

@@ -116,8 +116,8 @@ def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None]
 # checkpoints are removed last, so that one of them is whole at any instant.
 #
 # Two learners may write at once, if one was stopped for so long that another has begun. Each draft has a name of its
-# own, and `may_appear` asks right before the rename who leads. In the moment between the two calls the file system
-# decides: a rename does not replace a folder that has files.
+# own, and `may_appear` checks right before the rename that this one still leads. In the moment between the two calls
+# the file system decides: a rename does not replace a folder that has files.
 #
 # The price is space for one checkpoint more than are kept, and the time of the digests and syncs. A run does not wait
 # for these in most cases, since the write is beside its steps (`agentrl/run/learning/checkpoint_writer.py`).

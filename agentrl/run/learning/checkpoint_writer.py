@@ -76,6 +76,7 @@ class CheckpointWriter:
         """Wait until the checkpoint under way is durable and recorded. Raises its error."""
         job, self._under_way = self._under_way, None
         if job is not None:
+            # While the learner computes, only its steps are signs of life: a write would hide a step that hangs.
             self._is_awaited = True
             await job.wait()
             self._is_awaited = False
