@@ -27,6 +27,27 @@ from agentrl.run.learning.store_calls import StoreCalls
 from agentrl.run.learning.weight_push import WeightPush
 
 
+# Why a checkpoint is written beside the next steps, and what it has to wait for.
+#
+# Weights and optimizers are written, digested and synced, and in that time a learner could train nothing. So the state
+# is copied to host memory between two steps, on torch's thread, and a job writes the copy. Without room for a copy the
+# step waits: slower, and otherwise the same.
+#
+# One write is under way at most. A checkpoint lists the episodes that were trained since the one before, so with two at
+# once the later could become durable and the earlier fail, and the episodes of the earlier would be in no list (law 2).
+#
+# A job waits for the push of its step, because the canary of the push is what shows that the engines compute the same
+# as the learner. If it reports wrong weights, nothing is written, and the checkpoint before stays the newest. A push
+# that no engine took is another thing: nothing is wrong with the weights, so what was learned is saved.
+#
+# The order at the end is folder, then store. The other way round a kill would leave episodes that count as trained, and
+# weights that do not exist. A folder without a row only lacks the row, which `start_point` adds.
+#
+# The price is memory for the copy, and the steps that a kill costs: those since the last durable checkpoint, which is
+# the one before while a write is under way.
+#
+# `tests/run/test_learner.py` runs steps beside a write that is held up, lets a write fail, and has both kinds of failed
+# pushes; `tests/run/test_retrain.py` kills the learner between folder and row.
 class CheckpointWriter:
     """Writes checkpoints of `learner` below `root`. Live settings may set `train`, which says how often. `buffer` says
     how many steps' tokens the store keeps behind a checkpoint."""
