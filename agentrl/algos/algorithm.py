@@ -16,7 +16,7 @@ Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The
     behaviour    log-prob in nats under the policy that sampled
     weight       share of the loss; if no `normalise` is "constant" and no group has a weight of its own, those of a
                  step sum to its number of updates, over all algorithms of the run
-    lag, origin  optimizer steps since the weights that sampled; a number of `corrections.Origin`
+    lag, origin  optimizer steps since the weights that sampled; a number of `importance.Origin`
     episode, role, turn   numbers that say where the token is; tokens of a turn are in order
     proximal     log-prob under the policy at the start of the step
     values       if `slots` has a critic: its value before the token, at the start of the step

@@ -1,7 +1,7 @@
 """The rule of who judges whom in a group, and by how much a member's return exceeds that of its judges.
 
-Owns the rule for members, quorums, late members and roles; the learner, the store, the simulator and the page all ask
-here. Plain Python on plain records, so that processes without torch can ask too. The estimators compute the same
+Owns the rule for members, quorums, late members and roles; the learner, the store and the page all ask here. Plain
+Python on plain records, so that processes without torch can ask too. The estimators compute the same
 baseline for many turns at once (`advantages.centred`), over the judges that `panel` names.
 
 A baseline must not depend on the action that it judges (Williams 1992), and the length of an episode is an action too:
@@ -114,7 +114,8 @@ def advantages(
     """The leave-one-out advantages of each member's learning turns, role by role, before any scale.
 
     `record` has the members of the group's record in the order in which they ended, `late` those that ended after it
-    was made. A member without a judge has advantages of 0."""
+    was made. A member without a judge has advantages of 0; a role of a late member that no recorded member played has
+    none. A member's list goes through its roles in no fixed order."""
     everyone = {**record, **(late or {})}
     result: dict[int, list[float]] = {member: [] for member in everyone}
     for role in {role for rewards in record.values() for role in rewards.rewards} - returns.frozen:

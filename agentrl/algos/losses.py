@@ -89,7 +89,7 @@ def policy_loss(
     """The scalar to minimise: sum of weight * (importance * (surrogate + kl_weight * kl) - entropy_weight * entropy).
 
     Weights are those of a whole update, so that the losses of its passes add up to its loss. `importance_T` corrects
-    expectations taken under the behaviour policy (`corrections.importance_weights`) and carries no gradient."""
+    expectations taken under the behaviour policy (`importance.importance_weights`) and carries no gradient."""
     loss_T = surrogate_T if kl_T is None else surrogate_T + kl_weight * kl_T
     loss_T = importance_T * loss_T
     if entropy_T is not None:

@@ -39,7 +39,7 @@ class StepReport:
     """One step. A mean over nothing is None.
 
     Gauges (`ess` to `entropy`) are over the tokens that were computed; `lag_*` and `advantage_*` over all scored ones.
-    `updated` is False where no token had an advantage, and where all updates were skipped. See `corrections.Gauges` for
+    `updated` is False where no token had an advantage, and where all updates were skipped. See `importance.Gauges` for
     what the gauges mean."""
 
     step: int
@@ -90,7 +90,7 @@ class StepReport:
     clip_fraction: float | None
     mismatch_mean: float | None  # of fresh tokens: the difference of engine and learner alone
     mismatch_max: float | None
-    mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
+    mismatch: Mapping[str, Mismatch]  # by kind of token, see `importance.mismatch_by_kind`
     entropy: float | None
     # in detail
     measures: Measures | None  # of all computed tokens

@@ -79,7 +79,7 @@ class WeightPublisher:
         """Have the engines serve the parcel, and prove it. Returns the cost as metrics. Engines that do not take it are
         left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries:
         `urls` may be a call that says where they are by then. `held` is the lock of engines that sleep, if the caller
-        has it: it is let go with the first attempt, so that whoever mends an engine can have it before the next.
+        has it: it is let go with the first attempt, so that whoever fixes an engine can have it before the next.
 
         Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
         samples from other weights."""

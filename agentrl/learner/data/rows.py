@@ -34,7 +34,7 @@ from agentrl.tokens.images import Image
 BUILT_IN: Final = {
     "behaviour": torch.float32,  # log-prob in nats under the policy that sampled
     "lag": torch.int64,  # optimizer steps since the weights that sampled
-    "origin": torch.int64,  # of `corrections.Origin`
+    "origin": torch.int64,  # of `importance.Origin`
     "episode": torch.int64,  # its id
     "role": torch.int64,  # number of the role that acted, the same in every episode
     "turn": torch.int64,  # index within the episode
