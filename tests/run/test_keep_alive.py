@@ -16,7 +16,7 @@ from each_case import each_case
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
-from agentrl.run.processes import heartbeat, restart
+from agentrl.run.processes import heartbeat, restart_budget
 from agentrl.run.processes.keep_alive import keep_alive
 from agentrl.run.supervisor import Interrupted, _interrupt  # pyright: ignore[reportPrivateUsage]
 
@@ -33,7 +33,7 @@ beat = Heartbeat.of_process()
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
     monkeypatch.setattr(heartbeat, "_DUMP_S", 0.01)
-    monkeypatch.setattr(restart, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(restart_budget, "_PAUSE_S", 0.001)
 
 
 class Kept:
