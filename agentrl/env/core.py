@@ -69,8 +69,8 @@ class Env(gymnasium.Env[Messages, str]):
     """A promise: reset with the same seed and options and the same actions give the same observations."""
 
     async_library: Literal["trio", "asyncio"] | None = None
-    """What the async methods and tools of the class are written with; None: their code says it. Those of asyncio run on
-    a loop in a thread of its own, see `agentrl.env.asyncio_code`."""
+    """The library of the class's async methods and tools; None: read from their code. Code for asyncio runs on a loop
+    in a thread of its own, see `agentrl.env.asyncio_code`."""
 
     needs_step_s: float = 0.0
     """Seconds that an honest policy may need in one step, such as a long test run. A run whose deadlines are shorter,

@@ -81,7 +81,7 @@ class HostProcess:
             raise SandboxError(f"cannot start {os.fsdecode(argv[0])!r} on this host: {error}") from error
         self.pid = self._popen.pid
         self.used = CpuTime(self.pid)
-        """What it uses while it runs. A process that only wraps the command may have that of the command here."""
+        """CPU time of the process while it runs. A process that only wraps a command may follow the command instead."""
         assert self._popen.stdin and self._popen.stdout and self._popen.stderr
         self.stdin = trio.lowlevel.FdStream(os.dup(self._popen.stdin.fileno()))
         self._streams = [trio.lowlevel.FdStream(os.dup(f.fileno())) for f in (self._popen.stdout, self._popen.stderr)]

@@ -22,7 +22,7 @@ from agentrl.view.web_page import Visitors, loopback_hosts, web_page
 PORT = 8642
 _ENDS_S = 5.0  # for answers under way
 _BOUNDS = ServerBounds(connections=256, head_s=10.0, body_bytes=1 << 20, body_s=30.0)
-"""Of a server on the machine of many users: half requests of one of them must not keep the owner out."""
+"""Bounds of a server on a machine with many users: half requests of one user must not keep the owner out."""
 
 
 @contextmanager

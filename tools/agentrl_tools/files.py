@@ -216,7 +216,7 @@ class ApplyPatch(SchemaChecked):
         before: dict[str, bytes | None],
         effort: Effort,
     ) -> dict[str, bytes | None]:
-        """What one file's part of the patch makes of the files. `before` gets what they held."""
+        """Apply one file's part of a patch. Returns changed files (None: removed); `before` gets their old bytes."""
         data: bytes | None = b""
         if change.old is not None and change.old in written:
             data = written[change.old]

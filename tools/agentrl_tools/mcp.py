@@ -153,7 +153,7 @@ class McpServer:
             self._gone.set()
 
     def _target(self, mark: Mapping[str, str]) -> Any:
-        """What the package's client speaks to. `mark` is for the environment of a command of the host."""
+        """Open what the package's client speaks to. `mark` is for the environment of a command of the host."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 

@@ -18,8 +18,8 @@ MARK = "AGENTRL_RUN"
 REFUSED = 91
 
 PROGRAMS = "cat chmod find grep head ls mkdir readlink rm tar"
-"""What an image must have beside `sh`: POSIX programs, and `readlink -f`. coreutils, findutils, grep and tar have them,
-and so has busybox. The scripts below use no flag that one of these lacks."""
+"""Programs that an image must have beside `sh`: POSIX ones, and `readlink -f`. coreutils, findutils, grep and tar have
+them, and so has busybox. The scripts below use no flag that one of these lacks."""
 
 CHECK = f"""
 missing=

@@ -75,7 +75,7 @@ class Driver(ABC):
     close_s: ClassVar[float] = -1
     """How long `close` waits for another thread's call, in seconds; -1: until it ends."""
     errors: ClassVar[type[Exception]]
-    """What its library raises."""
+    """The base class of the errors that its library raises."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -97,25 +97,25 @@ def _copied(file: Path, source: str, target: str, work_folder: str, ignores: Cal
         into_folder = target.endswith("/") or goal == "."
         return {posixpath.normpath(posixpath.join(goal, origin.name) if into_folder else goal): origin}
     inside = [path for path in sorted(origin.rglob("*")) if path.is_file() and path != file.resolve()]
-    kept = [path for path in inside if not ignores(path.relative_to(context).as_posix())]
-    return {posixpath.normpath(posixpath.join(goal, path.relative_to(origin).as_posix())): path for path in kept}
+    included = [path for path in inside if not ignores(path.relative_to(context).as_posix())]
+    return {posixpath.normpath(posixpath.join(goal, path.relative_to(origin).as_posix())): path for path in included}
 
 
 def ignored_by(file: Path) -> Callable[[str], bool]:
     """Whether a path of a Dockerfile's context is left out: by the last line of its `.dockerignore` that matches the
     path or a folder above it. `!` takes back; `*` and `?` stay within a folder, `**` does not."""
-    own = file.with_name(f"{file.name}.dockerignore")
-    rules = own if own.is_file() else file.with_name(".dockerignore")
+    own_rules = file.with_name(f"{file.name}.dockerignore")
+    rules = own_rules if own_rules.is_file() else file.with_name(".dockerignore")
     lines = text_of(rules).splitlines() if rules.is_file() else []
     patterns: list[tuple[re.Pattern[str], bool]] = []
     for line in (line.strip() for line in lines if not line.startswith("#")):
-        kept = line.startswith("!")
+        is_kept = line.startswith("!")
         pattern = posixpath.normpath(line.removeprefix("!").strip()).strip("/") if line.removeprefix("!") else ""
         if pattern and pattern != ".":
-            patterns.append((re.compile(_regex(pattern) + r"(?:/.*)?"), kept))
+            patterns.append((re.compile(_regex(pattern) + r"(?:/.*)?"), is_kept))
 
     def ignores(path: str) -> bool:
-        matching = [kept for pattern, kept in patterns if pattern.fullmatch(path)]
+        matching = [is_kept for pattern, is_kept in patterns if pattern.fullmatch(path)]
         return bool(matching) and not matching[-1]
 
     return ignores
@@ -124,22 +124,22 @@ def ignored_by(file: Path) -> Callable[[str], bool]:
 def _regex(pattern: str) -> str:
     """A pattern of `.dockerignore` as a regular expression."""
     parts: list[str] = []
-    at = 0
-    while at < len(pattern):
-        if pattern.startswith("**/", at):
+    position = 0
+    while position < len(pattern):
+        if pattern.startswith("**/", position):
             parts.append("(?:.*/)?")
-            at += 3
-        elif pattern.startswith("**", at):
+            position += 3
+        elif pattern.startswith("**", position):
             parts.append(".*")
-            at += 2
-        elif pattern[at] in "*?":
-            parts.append("[^/]*" if pattern[at] == "*" else "[^/]")
-            at += 1
-        elif (found := re.compile(r"\[\^?[^\]]+\]").match(pattern, at)) is not None:
-            parts.append(found[0])
-            at = found.end()
+            position += 2
+        elif pattern[position] in "*?":
+            parts.append("[^/]*" if pattern[position] == "*" else "[^/]")
+            position += 1
+        elif (match := re.compile(r"\[\^?[^\]]+\]").match(pattern, position)) is not None:
+            parts.append(match[0])
+            position = match.end()
         else:
-            at += 1 if pattern[at] == "\\" and at + 1 < len(pattern) else 0
-            parts.append(re.escape(pattern[at]))
-            at += 1
+            position += 1 if pattern[position] == "\\" and position + 1 < len(pattern) else 0
+            parts.append(re.escape(pattern[position]))
+            position += 1
     return "".join(parts)

@@ -319,7 +319,7 @@ def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[CodingTask]:
 
 
 def _skipped(skip: str) -> dict[str, tuple[int, int]]:
-    """Of each task that a file leaves out: how many of its test ids a log of the gold patch lacks, of how many."""
+    """Read a file of tasks to leave out: by task, how many test ids a log of the gold patch lacks, of how many."""
     found: dict[str, tuple[int, int]] = {}
     for number, line in enumerate(text_of(Path(skip)).splitlines(), 1):
         if not line.strip():

@@ -157,7 +157,7 @@ class Verifier:
         return Grade(outcome=reward, success=reward >= 1.0, info=info)
 
     async def _left(self, box: Sandbox) -> VerifierRewards:
-        """What the verifier wrote into a box that the agent has not seen."""
+        """Read the rewards that the verifier wrote into a box that the agent has not seen."""
         files: list[bytes | None] = []
         for name in ("reward.json", "reward.txt"):
             try:
@@ -167,7 +167,7 @@ class Verifier:
         return rewards_of(*files, weighted=self.weights)
 
     def _cut(self, parts: Mapping[str, float]) -> list[str]:
-        """What the bounds of the reward change."""
+        """Name each part of the reward that its bounds change, a line each."""
         span = f"[{self.lowest:g}, {self.highest:g}]"
         return [
             f"{name} = {value:g} is outside of {span}: it counts as {self._bounded(value):g} ([agentrl] reward_range)"
@@ -308,7 +308,7 @@ def moved(text: str, workdir: str) -> str:
 
 
 def moved_bytes(data: bytes, workdir: str) -> bytes:
-    """The same for a file, which may be no text."""
+    """Rename the work folder in a file as `moved` does in a text; a file that is no text stays as it is."""
     try:
         return moved(data.decode("utf-8"), workdir).encode()
     except UnicodeDecodeError:
@@ -335,7 +335,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _limits(folder: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task says of its boxes, as fields of `Limits`. `memory` is the older name of `memory_mb`."""
+    """The bounds of a task's boxes, as fields of `Limits`. `memory` is the older name of `memory_mb`."""
     limits: dict[str, Any] = {}
     if cpus := _positive(folder, "environment.cpus", environment.get("cpus")):
         limits["cpus"] = cpus
@@ -379,7 +379,7 @@ def _workdir(folder: Path, environment: Mapping[str, Any]) -> str:
 
 
 def _declared(settings: Mapping[str, Any], workdir: str, toml: str) -> tuple[Callable[[str, Set[str]], bool], bool]:
-    """What is carried to grading, and whether no program is declared to be among it."""
+    """A test of which files are carried to grading, and whether the task declares that no program is among them."""
     carry = _table(settings, "agentrl").get("carry")
     if carry:
         return matching(carry, f"{toml}, agentrl.carry"), not any(map(_is_program, carry))

@@ -44,9 +44,9 @@ no tests, no settings. They are judged by tests that you may not see. Call submi
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowDefaults:
-    """What a row may leave out. `repositories` is a folder with a subfolder for each `repo`; without it, the image has
-    the repository in `in_image`. `{tests}` of a test command are the files of the test patch. `apart`: the tests run in
-    a box without the sources (`apart.py`), and not by the test command."""
+    """Values of fields that a row may leave out. `repositories` is a folder with a subfolder for each `repo`; without
+    it, the image has the repository in `in_image`. `{tests}` of a test command are the files of the test patch.
+    `apart`: the tests run in a box without the sources (`apart.py`), and not by the test command."""
 
     patch_is: PatchIs = "fix"
     test_command: str = TEST_COMMAND
@@ -144,7 +144,7 @@ _FACTS: Final = frozenset(
         *("repo_language", "license", "license_name", "pull_number", "issue_numbers", "pr_id", "pull_requests"),
     }
 )
-"""What SWE-bench's sets say about a row, and no grading needs."""
+"""Fields of SWE-bench's sets that describe a row, and that no grading needs."""
 
 _MATCHES: dict[str, Matches] = {}  # by source: one process makes an environment for each of its slots
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 
 class TestVerdict(NamedTuple):
-    """What a line says of a test: `good` is None for a test that did not run."""
+    """A test and its verdict, read from a line; `good` is None for a test that did not run."""
 
     name: str
     good: bool | None
@@ -35,7 +35,7 @@ _LONGEST: Final = 4_096  # characters of a line that is read
 
 
 def verdict(line: str) -> TestVerdict | None:
-    """What a line without colours says, None for a line of none of these runners."""
+    """Read a line without colours; None for a line of none of these runners."""
     if len(line) > _LONGEST:
         return None
     text = line.strip()

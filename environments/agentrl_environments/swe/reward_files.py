@@ -1,4 +1,4 @@
-"""What a Harbor verifier left: `reward.json`, else `reward.txt`, and the rules where they do not hold one plain number.
+"""The reward files of a Harbor verifier: `reward.json`, else `reward.txt`, and the rules without one plain number.
 
     reward.json there, and JSON           it decides; a reward.txt that says another number is named
     reward.json not readable              named, and reward.txt decides

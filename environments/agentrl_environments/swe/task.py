@@ -70,7 +70,7 @@ class BadTask:
 
 
 class TaskSet:
-    """What a file or folder holds: `tasks` in order, and `bad`, which are not played and hinder no other."""
+    """The tasks of a file or folder: `tasks` in order, and `bad`, which are not played and hinder no other."""
 
     def __init__(self, tasks: Iterable[CodingTask] = ()) -> None:
         self.tasks = list(tasks)

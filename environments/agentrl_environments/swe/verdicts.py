@@ -162,7 +162,7 @@ def read_log(log: str) -> Log:
 
 
 class _Reader:
-    """What the lines read so far have said."""
+    """The verdicts of the lines read so far."""
 
     def __init__(self) -> None:
         self.good: set[str] = set()
@@ -248,14 +248,14 @@ class _Reader:
 
 
 def _beginnings(text: str) -> list[str]:
-    """What may be the name of a test before the description of its part, in brackets: `a.py::test [odd] (n=1)`."""
+    """List what may be the name of a test before the description of its part, in brackets: `a.py::test [odd] (n=1)`."""
     ends = [found.start() for found in islice(re.finditer(r" [\[(]", text[:_LONGEST]), _CUTS)]
     return [each for end in (*ends, len(text)) if "::" in (each := text[:end])]
 
 
 def _endings(text: str) -> list[str]:
-    """What may be the name of a test, and a reason, behind the description of its part: `[odd] (n=1) a.py::test - why`.
-    The description may hold what looks like a name."""
+    """List what may be the name of a test, and a reason, behind the description of its part, which may hold what looks
+    like a name: `[odd] (n=1) a.py::test - why`."""
     starts = [found.start() for found in islice(re.finditer(r"[^ ]*::", text[:_LONGEST]), _CUTS)]
     return [text[start:].strip() for start in starts]
 
