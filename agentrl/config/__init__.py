@@ -1,5 +1,6 @@
 """The run file: one module a table, with its defaults and checks. Imports no torch."""
 
+from agentrl.config.overrides import apply_override
 from agentrl.config.run_config import (
     MAX_LORA_RANK,
     BufferSettings,
@@ -10,7 +11,6 @@ from agentrl.config.run_config import (
     TaskTable,
     Train,
     algorithm,
-    apply_override,
     from_json,
     load,
     parse,

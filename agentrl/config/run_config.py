@@ -22,6 +22,7 @@ from agentrl.config import roles as role_settings
 from agentrl.config.algorithms import algorithm as algorithm
 from agentrl.config.cluster import Cluster
 from agentrl.config.league import LeagueSettings
+from agentrl.config.overrides import apply_override
 from agentrl.config.roles import LearnerSettings, RoleTable, WithRoles
 from agentrl.config.sections import (
     URL_SCHEMES,
@@ -757,29 +758,6 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         apply_override(document, override)
     return parse(document, folder=path.parent)
-
-
-def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set one dotted key of a parsed document in place: `train.lr=1e-4`, `env.kwargs.level="easy"`."""
-    key, sign, text = override.partition("=")
-    if not sign or not key.strip():
-        raise ConfigError("--set", override, "write it as section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, last = key.strip().split(".")
-    if not sections and last == "engine" and isinstance(value, str):
-        sections, last = ["engine"], "kind"
-    table: dict[str, Any] = document
-    for section in sections:
-        inner = table.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(key, text, f"{section!r} is a value, not a section")
-        table = cast("dict[str, Any]", inner)
-    if (sections, last) == (["algo"], "kind"):
-        algorithms.leave(table, str(value))
-    table[last] = value
 
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:

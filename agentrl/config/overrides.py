@@ -1,0 +1,32 @@
+"""One typed setting, `section.key=value`, put into a parsed run file."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any, cast
+
+from agentrl.config import algorithms
+from agentrl.errors import ConfigError
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one dotted key of a parsed document in place: `train.lr=1e-4`, `env.kwargs.level="easy"`."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError("--set", override, "write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    if not sections and last == "engine" and isinstance(value, str):
+        sections, last = ["engine"], "kind"
+    table: dict[str, Any] = document
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(key, text, f"{section!r} is a value, not a section")
+        table = cast("dict[str, Any]", inner)
+    if (sections, last) == (["algo"], "kind"):
+        algorithms.leave(table, str(value))
+    table[last] = value
