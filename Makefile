@@ -58,16 +58,15 @@ $(WHEELS)/sglang/.ready: requirements/sglang.txt | $(VENV)/bin/uv
 sandbox-ready:
 	@bash requirements/sandbox.sh
 
-UNBOXED = $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-unsafe)
 demo: setup ## train the tiny coding agent on this machine, with a live view, a table and a plot
-	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(UNBOXED) $(ARGS)
+	$(BIN)/agentrl demo --overwrite $(ARGS)
 
 demo-llm: setup $(VENV)/.smollm2 ## train a real pretrained language model on this machine
-	$(BIN)/agentrl train examples/laptop_llm.toml --out runs/demo-llm --overwrite $(ARGS)
+	$(BIN)/agentrl demo --real --out runs/demo-llm --overwrite $(ARGS)
 
 # Smaller than the demo: it goes into the wheel.
 view-demo: setup ## record anew the run that agentrl view --demo shows
-	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/recorded --overwrite $(UNBOXED) $(ARGS) \
+	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/recorded --overwrite $(ARGS) \
 	  --set train.steps=24 --set buffer.groups_per_step=6 --set buffer.keep_steps=2 --set eval.every=8 --set eval.n_during=32 \
 	  --set 'eval.sets=[{ name = "held_out", kwargs = { split = "held_out" }, n = 32 }]'
 	$(BIN)/python -m agentrl.view.recorded_run runs/recorded

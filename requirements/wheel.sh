@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the wheel and use it from an empty environment without torch: what somebody gets who writes environments.
+# Build the wheel and use it from two empty environments: without torch, as somebody has who writes environments, and with
+# the extra `train`, as a newcomer has who types `agentrl demo`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv="$PWD/.venv/bin/uv"
@@ -32,3 +33,18 @@ case "$said" in
 esac
 [ ! -e runs ]
 echo "the wheel works without torch"
+
+cd - >/dev/null
+"$uv" venv --quiet --python "$python" "$folder/trains"
+# The same source of torch as in the Makefile: a folder of wheels, or else PyTorch's index of CPU builds.
+export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
+[ -n "$UV_FIND_LINKS" ] || export UV_TORCH_BACKEND=cpu
+"$uv" pip install --quiet --python "$folder/trains/bin/python" --constraint requirements/runtime.txt \
+  "$(echo "$folder"/dist/agentrl-*.whl)[train]"
+mkdir "$folder/empty"
+cd "$folder/empty"
+# Two steps and eight tasks: whether the whole demo learns is what `make demo` shows.
+../trains/bin/agentrl demo --set train.steps=2 --set eval.every=0 \
+  --set 'eval.sets=[{ name = "held_out", kwargs = { split = "held_out" }, n = 8 }]' | tail -n 24
+[ -s runs/demo/curves.png ] && [ -s runs/demo/summary.json ]
+echo "the wheel trains its demo in an empty environment"

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "A week with agentrl": {
+        "demo": ("demo --view", "demo --real"),
         "train": ("train examples/tiny_coder.toml --view", "train --resume runs/tiny_coder --set train.steps=200"),
         "eval": ("eval runs/mine --n 64 --show 3", "eval agentrl/smollm2-135m --env agentrl/Calculator-v0"),
         "view": ("view runs", "view --demo --open"),

@@ -36,7 +36,7 @@ class PartCheck:
 
 def examine() -> list[PartCheck]:
     """Look at every part; each check has a deadline."""
-    checks: tuple[Callable[[], PartCheck], ...] = (_python, _cpu, _gpu, _torch, _bytecode, _bubblewrap, _docker, _vllm)
+    checks: tuple[Callable[[], PartCheck], ...] = (_python, _cpu, _gpu, _torch, _bytecode, bubblewrap, _docker, _vllm)
     return [check() for check in checks]
 
 
@@ -73,7 +73,7 @@ def _bytecode() -> PartCheck:
     return PartCheck("bytecode", False, "is thrown away", hint)
 
 
-def _bubblewrap() -> PartCheck:
+def bubblewrap() -> PartCheck:
     hint = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
     if shutil.which("bwrap") is None:
         return PartCheck("bubblewrap", False, "not installed", hint, needed=True)

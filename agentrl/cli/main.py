@@ -23,6 +23,7 @@ from rich.table import Table
 from agentrl.cli import tables
 from agentrl.cli.command_groups import OrderedCommands, arrange
 from agentrl.cli.completion import environment_ids, run_folders
+from agentrl.cli.demo import demo
 from agentrl.cli.demos import demos
 from agentrl.cli.episodes import add_commands, store
 from agentrl.cli.health import health
@@ -55,6 +56,7 @@ _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 add_commands(app)
 for command in (
+    demo,
     status,
     health,
     view,

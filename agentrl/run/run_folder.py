@@ -122,7 +122,8 @@ class RunDir:
         run = cls(path)
         if run.store_path.exists():
             if not overwrite:
-                raise UsageError(f"{path} holds a run: give --resume {path}, --overwrite, or another --out")
+                hint = f"give --overwrite or another --out, or continue it by agentrl train --resume {path}"
+                raise UsageError(f"{path} holds a run: {hint}")
             with run.lock():
                 open_store.remove(run.store_path)
                 shutil.rmtree(path)

@@ -240,7 +240,7 @@ def quoted(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
-    """Print a run's summary: a table, the failed and the quarantined tasks, transcripts, a warning."""
+    """Print a run's summary: a table, the failed and the quarantined tasks, warnings, and where its files lie."""
     table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")
@@ -285,14 +285,15 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
         console.print(f"not used: {printable(line)}", markup=False, highlight=False)
     for task in summary["quarantined"]:
         console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
-    transcripts = path / "transcripts.md"
-    if transcripts.exists():
-        console.print(transcripts.read_text(), markup=False, highlight=False)
     if summary.get("stopped_early"):
         console.print(f"training ended early: {summary['stopped_early']}", markup=False, highlight=False)
     if summary["no_signal"]:
         console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
-    console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)
+    console.print(f"run directory: {path}", markup=False, highlight=False)
+    # The transcripts are hundreds of lines, which would scroll the table away.
+    for name, file in (("plot", path / "curves.png"), ("episodes, before and after", path / "transcripts.md")):
+        if file.exists():
+            console.print(f"{name}: {file}", markup=False, highlight=False)
 
 
 def _success(found: dict[str, Any] | None) -> str:

@@ -1,0 +1,87 @@
+"""The command `agentrl demo`, as `agentrl.cli` offers it: a first run, chosen so that this machine can train it.
+
+It owns the choice of the run and the lines around it. The runs are those of `examples/`, which a wheel carries beside
+this file, so that the demo needs no checkout. Nothing heavy is imported before it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from agentrl.cli import tables
+from agentrl.cli.view import beside
+
+_PACKAGED = Path(__file__).with_name("demo_runs")  # pyproject.toml copies them there when it builds a wheel
+_RUNS = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "examples"
+
+
+class DemoRun(NamedTuple):
+    """A run that the demo can train: its run file, what it shows, and settings that the file lacks."""
+
+    file: Path
+    summary: str
+    settings: tuple[str, ...] = ()
+
+
+CODER = DemoRun(
+    _RUNS / "tiny_coder.toml",
+    "a model of a million parameters learns to repair small Python modules, which run in bubblewrap boxes",
+)
+# The machine of many newcomers has no user namespaces: a Mac, or most containers. A demo that lets a model's code run
+# without walls would teach the wrong habit, so this one has no code to run.
+LOCKSMITH = DemoRun(
+    _RUNS / "tiny_locksmith.toml", "a model of 130,000 parameters learns to open a lock with eight dials"
+)
+REAL = DemoRun(
+    _RUNS / "laptop_llm.toml",
+    "SmolLM2, a language model of 135 million parameters, learns to answer sums in twelve tokens",
+    settings=(f'env.id="{_RUNS / "laptop_llm.py"}:Sums"',),  # the file names it from a checkout
+)
+
+
+def choose(*, real: bool) -> tuple[DemoRun, str]:
+    """Return the run to train on this machine, and why it is not the usual one; "" if it is."""
+    from agentrl.cli.doctor import bubblewrap
+
+    if real:
+        return REAL, ""
+    boxes = bubblewrap()
+    if boxes.works:
+        return CODER, ""
+    return LOCKSMITH, f"bubblewrap: {boxes.seen}, so the demo has no code to run; agentrl doctor says what is missing"
+
+
+def demo(
+    real: Annotated[bool, typer.Option("--real", help="Train a pretrained language model, SmolLM2-135M")] = False,
+    page: Annotated[bool, typer.Option("--view", help="Serve a web page of the run, as agentrl view does")] = False,
+    out: Annotated[Path, typer.Option(help="Run directory")] = Path("runs/demo"),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: section.key=value, such as train.steps=10")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
+) -> None:
+    """Train a first agent on this machine, in minutes and without a GPU. Ends with a table, a plot and what to do
+    next."""
+    from agentrl import config as configuration
+    from agentrl.run.reporting import report
+    from agentrl.run.reporting.live_view import LiveView
+    from agentrl.run.trainer import Trainer
+
+    run, reason = choose(real=real)
+    if reason:
+        print(reason, flush=True)
+    print(f"{run.summary}: {run.file}", flush=True)
+    config = configuration.load(run.file, [*run.settings, *(settings or [])])
+    trainer = Trainer(config=config, out=out, overwrite=overwrite)
+    with beside(out, wanted=page):
+        summary = trainer.train(LiveView())
+    report.show(tables.console(), out, summary)
+    for command, purpose in (
+        (f"agentrl view {out} --open", "its episodes turn by turn, on a page"),
+        (f"agentrl play {config.env.id}", "play the model's part yourself"),
+        ("agentrl new env my_env", "a package with an environment of your own, and a run file that trains it"),
+    ):
+        print(f"next: {command}  # {purpose}")
