@@ -30,7 +30,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +131,7 @@ class Algorithm(BaseModel):
 
     kind: Any
     """Algorithm that trains the policy. An installed package may offer more of them under the entry-point group
-    `agentrl.algorithms`."""
+    `agentrl.algorithms`. An algorithm of your own can also be named as `module:Class` or `file.py:Class`."""
 
     process_weight: Weight = 1.0
     """Weight of process rewards in a return, beside the outcome. 0 switches process rewards off."""
@@ -141,6 +149,16 @@ class Algorithm(BaseModel):
     divisor: Count = 256
     """Number of tokens that divides the sum of an episode's loss, whatever its length, if `algo.normalise` is
     "constant". Other values of `algo.normalise` ignore it."""
+
+    # A class outside of the registry is named by its reference, which no subclass lists among its kinds.
+    @field_serializer("kind")
+    def _kind(self, kind: str) -> str:
+        return kind
+
+    # Settings at their defaults may be left out of a document, but never the kind: another process would read GRPO.
+    @model_serializer(mode="wrap")
+    def _with_kind(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"kind": self.kind, **serialize(self)}
 
     @model_validator(mode="after")
     def _without_unused(self) -> Self:

@@ -5,7 +5,7 @@ Owns their kinds, and the models that they need together. Never knows what they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -13,49 +13,72 @@ from pydantic import ValidationError
 from agentrl import registry
 from agentrl.algos.algorithm import Algorithm, Slots
 from agentrl.config.sections import BufferSettings, config_error, switched_off
-from agentrl.errors import ConfigError, UnknownIdError
+from agentrl.errors import ConfigError, UsageError
 
 
 def algorithm(kind: str) -> type[Algorithm]:
-    """The class of an algorithm: ours, or one that a package offers. Raises UnknownIdError."""
-    return cast("type[Algorithm]", registry.resolve("algorithms", kind))
+    """The class of an algorithm: ours, one that a package offers, or one behind a reference `module:Class` or
+    `file.py:Class`. Raises UsageError, and UnknownIdError for a kind that nobody offers."""
+    resolved = registry.resolve("algorithms", kind)
+    if not (isinstance(resolved, type) and issubclass(resolved, Algorithm)):
+        raise UsageError("it is no subclass of agentrl.algos.algorithm.Algorithm")
+    return resolved
 
 
-def read(given: Any, field: str) -> Any:
-    """The algorithm that the table at `field` of the run file names by its `kind`: GRPO, if it names none. What is no
-    table stays as it is. Raises ConfigError."""
-    if not isinstance(given, dict):
-        return given
-    table = cast("dict[str, Any]", given)
+def read(table: Any, field: str) -> Any:
+    """The algorithm that the table at `field` of the run file names by its `kind`: GRPO, if it names none. A value that
+    is no table stays as it is. Raises ConfigError."""
+    if not isinstance(table, dict):
+        return table
+    settings = cast("dict[str, Any]", table)
+    kind = str(settings.get("kind", "grpo"))
     try:
-        kind = algorithm(str(table.get("kind", "grpo")))
-    except UnknownIdError as error:
-        raise ConfigError(f"{field}.kind", table["kind"], str(error)) from None
+        algorithm_class = algorithm(kind)
+    except UsageError as error:
+        raise ConfigError(f"{field}.kind", kind, str(error)) from None
+    if is_reference := ":" in kind:
+        settings = {
+            key: value for key, value in settings.items() if key != "kind"
+        }  # the class knows its own kind alone
     try:
-        return kind.model_validate(switched_off(table, kind))
+        algo = algorithm_class.model_validate(switched_off(settings, algorithm_class))
     except ValidationError as error:
-        raise config_error(error, kind, tuple(field.split("."))) from None
+        raise config_error(error, algorithm_class, tuple(field.split("."))) from None
+    return algo.model_copy(update={"kind": kind}) if is_reference else algo
 
 
-def check_registered(algorithms: Mapping[str, Algorithm]) -> None:
-    """Raise ConfigError for an algorithm that is an object of a class that no kind names. The processes of a run read
-    kind and settings from a file, so a subclass of GRPO would train as plain GRPO without a word."""
-    for field, algo in algorithms.items():
-        try:
-            registered: type | None = algorithm(str(algo.kind))
-        except UnknownIdError:
-            registered = None
-        if type(algo) is not registered:
-            hint = "offer the class by an entry point of agentrl.algorithms and give its kind, or use agentrl.blocks"
-            raise ConfigError(field, type(algo).__name__, f"other processes cannot read an object: {hint}")
+def by_reference(document: dict[str, Any], reference_of: Callable[[type], str]) -> dict[str, Any]:
+    """The document of a run file in which each algorithm that is an object of an unregistered class has the reference
+    of its class as its kind. The processes of a run read kind and settings from a file: under its inherited kind a
+    subclass of GRPO would train as plain GRPO without a word. Raises UsageError for a class that no other process can
+    import."""
+
+    def named(table: Any) -> Any:
+        is_dict = isinstance(table, dict)
+        algo: Any = cast("dict[str, Any]", table).get("algo") if is_dict else getattr(table, "algo", None)
+        if not isinstance(algo, Algorithm) or _class_of(algo) is type(algo):
+            return table
+        update = {"algo": algo.model_copy(update={"kind": reference_of(type(algo))})}
+        return cast("dict[str, Any]", table) | update if is_dict else table.model_copy(update=update)
+
+    tables = {key: [named(table) for table in document[key]] for key in ("tasks", "roles") if document.get(key)}
+    return cast("dict[str, Any]", named(document)) | tables
+
+
+def _class_of(algo: Algorithm) -> type | None:
+    """The class that other processes would read for this object; None if they know none."""
+    try:
+        return algorithm(str(algo.kind))
+    except UsageError:
+        return None
 
 
 def leave(table: dict[str, Any], kind: str) -> None:
     """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
     try:
         old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
-    except UnknownIdError:
-        return  # said where the table is read
+    except UsageError:
+        return  # reported where the table is read
     used = new.model_fields.keys() - new.unused
     for name in [name for name in table if name in old.model_fields and name not in used]:
         del table[name]

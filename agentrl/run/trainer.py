@@ -17,6 +17,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -25,7 +26,7 @@ import gymnasium
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig, league, machine_defaults
-from agentrl.config.algorithms import check_registered
+from agentrl.config.algorithms import by_reference
 from agentrl.config.contradictions import contradictions
 from agentrl.config.train import EXPERTS, HEADS, check_divides
 from agentrl.engine.weight_sync import object_store
@@ -117,7 +118,7 @@ class Trainer:
         overwrite: bool = False,
     ) -> None:
         self._callbacks = check_callbacks(callbacks)
-        document = _document(config)
+        document = by_reference(_document(config), partial(reference_of, out=Path(out)))
         if model is not None:
             document["model"] = str(model)
         if dataset is not None or reward_funcs:
@@ -130,7 +131,7 @@ class Trainer:
                 Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document, trl_class=trl_class
             )
             env = None
-            check_registered(configuration.parse(document).algorithms)  # a bad setting leaves no run file
+            configuration.parse(document)  # a bad setting leaves no run file
             write_run_file(document, Path(out).with_name(f"{Path(out).name}.toml"))
         section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
@@ -138,7 +139,6 @@ class Trainer:
         if reward is not None:
             section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
         self.config = configuration.parse(document)
-        check_registered(self.config.algorithms)
         self.out, self._overwrite = Path(out), overwrite
 
     def train(self, view: View | None = None, *, quiet: bool = False) -> dict[str, Any]:
@@ -546,5 +546,7 @@ def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict
     if isinstance(config, str | Path):
         config = configuration.load(Path(config))
     if isinstance(config, RunConfig):
-        return config.model_dump(mode="json", exclude_unset=True)
+        document = config.model_dump(mode="json", exclude_unset=True)
+        algo = {"algo": config.algo} if "algo" in config.model_fields_set else {}
+        return document | algo | {key: list(getattr(config, key)) for key in ("tasks", "roles") if key in document}
     return copy.deepcopy(dict(config))

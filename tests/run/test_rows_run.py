@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from each_case import each_case
+from torch import Tensor
 
 from agentrl import config as configuration
+from agentrl.algos.algorithm import Loss, Outputs
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.grpo_variants import DAPO
 from agentrl.config import RunConfig
@@ -70,9 +74,12 @@ def test_the_file_that_is_written_is_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
-    summary = trainer(tmp_path / "run", eval_dataset=ROWS[:1]).train()
+    """With an algorithm of one's own, which the learner's process has to find."""
+    config = {**SMALL, "algo": Halved()}
+    summary = trainer(tmp_path / "run", eval_dataset=ROWS[:1], config=config).train()
     assert summary["steps"] == 2
     with RunStore.read(RunDir.open(tmp_path / "run").store_path) as store:
+        assert any("halved" in row.values["algorithm"] for row in store.metrics.values("step"))
         episodes = [*store.reads.trajectories("train"), *store.reads.trajectories("eval:held_out:after")]
     assert len(episodes) >= 5
     for episode in episodes:
@@ -83,13 +90,70 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
 
 
 class Halved(GRPO):
-    """A loss of one's own under the kind of another: only the kind reaches the learner's process."""
+    """A loss of one's own that inherits its kind: a document of kind and settings alone would be plain GRPO."""
+
+    strength: float = 0.5
+
+    def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        loss = super().loss(tokens, outputs, step)
+        return replace(loss, total=loss.total * self.strength, gauges={**loss.gauges, "halved": loss.total.detach()})
+
+
+def inner_algorithm() -> GRPO:
+    class Inner(GRPO):
+        """A class that no other process can import."""
+
+    return Inner()
 
 
 def test_an_algorithm_that_is_an_object_stands_in_the_run_file(tmp_path: Path) -> None:
     trainer(tmp_path / "run", config={"algo": DAPO(clip_high=0.3)})
     read = configuration.load(tmp_path / "run.toml").algo
     assert (type(read), read) == (DAPO, DAPO(clip_high=0.3))
+
+
+@each_case("form", ["mapping", "RunConfig", "task", "role"])
+def test_other_processes_read_the_class_of_an_algorithm_that_nobody_registered(form: str, tmp_path: Path) -> None:
+    """Whatever way it comes in: a subclass that became plain GRPO would train something else without a word."""
+    document: dict[str, Any] = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/Nim-v0"}}
+    halved = Halved(strength=0.25)
+    if form == "task":
+        document["tasks"] = [{"seeds": 3, "algo": halved}]
+    elif form == "role":
+        document["roles"] = [{"name": "first", "algo": halved}]
+    else:
+        document["algo"] = halved
+    config = configuration.parse(document) if form == "RunConfig" else document
+    started = Trainer(config=config, out=tmp_path / "run").config
+    for text in (configuration.to_json(started), configuration.to_json(started, defaults=False)):
+        read = configuration.from_json(text)
+        tables: dict[str, list[Any]] = {"task": read.tasks, "role": read.roles}
+        algo = tables.get(form, [read])[0].algo
+        assert type(algo) is Halved and algo.strength == 0.25, text
+
+
+def test_an_algorithm_is_named_by_its_file_as_an_environment_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from typing import Literal\n"
+        "from agentrl.algos.grpo import GRPO\n"
+        "class Mine(GRPO):\n"
+        '    kind: Literal["mine"] = "mine"\n'
+        "    strength: float = 1.0\n"
+        "def function(): ...\n"
+    )
+    document: dict[str, Any] = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/Nim-v0"}}
+    read = configuration.parse(document | {"algo": {"kind": f"{file}:Mine", "strength": 0.3}})
+    assert (type(read.algo).__name__, read.algo.kind) == ("Mine", f"{file}:Mine")
+    assert configuration.from_json(configuration.to_json(read)) == read
+    for kind, reason in (
+        (f"{file}:function", "no subclass"),
+        (f"{file}:Absent", "has no 'Absent'"),
+        ("mine", "no alg"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as refused:
+            configuration.parse(document | {"algo": {"kind": kind}})
+        assert refused.value.field == "algo.kind"
 
 
 @each_case(
@@ -102,7 +166,11 @@ def test_an_algorithm_that_is_an_object_stands_in_the_run_file(tmp_path: Path) -
         ({"dataset": []}, UsageError, "has no rows"),
         ({"dataset": [{"prompt": {1, 2}}]}, UsageError, "row 0 of the data set is nothing that JSON can carry"),
         ({"config": {"train": {"step": 1}}}, ConfigError, "did you mean 'steps'"),
-        ({"config": {"algo": Halved()}}, ConfigError, "algo = 'Halved': other processes cannot read an object"),
+        (
+            {"config": {"algo": type("Inner", (GRPO,), {"__qualname__": "f.<locals>.Inner"})()}},
+            UsageError,
+            "module level",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_and_leaves_no_run_file(
