@@ -105,11 +105,12 @@ def test_a_run_that_learns_is_left_in_peace(learner: Learner) -> None:
     assert found is not None and found.steps == 4
 
 
-def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What a view without a terminal prints, ticking after each step."""
+def lines(rows: Sequence[dict[str, Any]], *, made_before: int = 0, checkpoint: int | None = None) -> list[str]:
+    """What a view without a terminal prints, ticking after each step. So many steps stand in the store when it begins,
+    and the newest checkpoint is of step `checkpoint`."""
     stream = io.StringIO()
     view = LiveView(console=Console(file=stream, width=80))
-    known: list[Any] = []
+    known = [SimpleNamespace(step=number, values=rows[0]) for number in range(1, made_before + 1)]
 
     def values(kind: str, after: int = -1) -> list[Any]:
         return [row for row in known if row.step > after]
@@ -117,13 +118,16 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     store = SimpleNamespace(
         metrics=SimpleNamespace(
             values=values, failures=lambda: SimpleNamespace(failed=0), failed_tasks=lambda after_s: ()
-        )
+        ),
+        lineage=SimpleNamespace(
+            latest_checkpoint=lambda: None if checkpoint is None else SimpleNamespace(step=checkpoint)
+        ),
     )
     run = SimpleNamespace(path=Path("run"))
     supervisor: Any = SimpleNamespace(
         phase="train", store=store, started_s=time.time(), run=run, config=SimpleNamespace(rewards=[])
     )
-    for number, values in enumerate(rows, 1):
+    for number, values in enumerate(rows, made_before + 1):
         known.append(SimpleNamespace(step=number, values=values))
         view.tick(supervisor)
     return stream.getvalue().splitlines()
@@ -142,6 +146,13 @@ def test_a_line_has_the_columns_that_there_are_and_no_control_characters(
     assert alarm == "alarm: \\x1b[31mred\\x1b[0m\\x0aof two lines " + "宽" * 40, "what went wrong is never cut"
     monkeypatch.setenv("COLUMNS", "no number")
     assert lines([row])[1] == step_whole
+
+
+def test_a_resumed_run_prints_no_step_that_was_printed_before(learner: Learner) -> None:
+    """A run of 10,000 steps printed all of them again. Steps after the checkpoint are made again, and so are news."""
+    printed = lines([step(learner, group(0.0, 1.0))], made_before=40, checkpoint=38)
+    assert printed[1] == "goes on after step 38; earlier steps: run/metrics.jsonl"
+    assert [line[:9] for line in printed[2:]] == ["step   39", "step   40", "step   41"]
 
 
 def test_it_is_said_while_it_happens_and_rarer_as_it_goes_on(learner: Learner) -> None:

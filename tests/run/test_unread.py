@@ -92,7 +92,8 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
         metrics=SimpleNamespace(
             values=lambda kind, after: [one for one in rows if one.step > after],
             failures=lambda: SimpleNamespace(failed=0),
-        )
+        ),
+        lineage=SimpleNamespace(latest_checkpoint=lambda: None),
     )
     run = SimpleNamespace(path=Path("run"))
     supervisor: Any = SimpleNamespace(
@@ -105,7 +106,7 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(pipe: Pipe) -> None:
             print("warning: to standard error too", file=sys.stderr)
 
     within_deadline(watch)
-    assert os.read(pipe.reader, 100).decode().splitlines()[1].startswith("step    1  reward 0.500")
+    assert os.read(pipe.reader, 200).decode().splitlines()[2].startswith("step    1  reward 0.500")
 
 
 def test_streams_that_are_no_files_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ class Warnings:
     """A view that shows nothing: what a person must not miss is logged as a warning."""
 
     _alerts: _Alerts = field(default_factory=_Alerts)
-    _logged: int = 0
+    _logged: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -154,6 +154,8 @@ class Warnings:
         """Log what is new."""
         for line in self._alerts.failures(supervisor):
             log.warning("%s", line)
+        if self._logged is None:
+            self._logged = _resumed_after(supervisor)
         for row in supervisor.store.metrics.values("step", after=self._logged):
             self._logged = row.step
             for line in self._alerts.of_step(row.values):
@@ -167,7 +169,7 @@ class LiveView:
     console: Console = field(default_factory=Console)
     _live: Live | None = None
     _printing: ExitStack = field(default_factory=ExitStack)
-    _printed: int = 0
+    _printed: int | None = None
     _phase: str = ""
     _alerts: _Alerts = field(default_factory=_Alerts)
 
@@ -177,6 +179,7 @@ class LiveView:
         if self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None):
             self._live = Live(console=self.console, refresh_per_second=4, transient=False)
             self._live.start()
+        self._print("starting engines, workers and the learner")  # which takes seconds, and minutes for a large model
         return self
 
     def __exit__(
@@ -199,6 +202,10 @@ class LiveView:
         if supervisor.phase != self._phase:
             self._phase = supervisor.phase
             self._print(f"[{_age(supervisor)}] {self._phase}")
+        if self._printed is None:
+            self._printed = _resumed_after(supervisor)
+            if self._printed:
+                self._print(f"goes on after step {self._printed}; earlier steps: {supervisor.run.path}/metrics.jsonl")
         for row in supervisor.store.metrics.values("step", after=self._printed):
             self._printed = row.step
             v = row.values
@@ -255,6 +262,13 @@ class LiveView:
         table.add_row("trained", f"{step_rates.trained_per_s(recent):,.0f} tokens/s")
         waits = "learner waits for episodes" if idle > 0.5 else "learner is busy"
         table.add_row("who waits", f"{waits}: idle {idle:.0%}")
+
+
+def _resumed_after(supervisor: Supervisor) -> int:
+    """The step after which a run goes on, 0 at its first start. The steps before it were printed by an earlier process;
+    those after its newest checkpoint are made again, and are news."""
+    checkpoint = supervisor.store.lineage.latest_checkpoint()
+    return checkpoint.step if checkpoint else 0
 
 
 def one_line(text: str, *, cut: bool = False) -> str:
