@@ -80,12 +80,19 @@ def calls_not_read(facts: RunFacts) -> Advice | None:
     if len(facts.turns) < _LEAST_TURNS or share(unread.total(), len(facts.turns)) < _UNREAD:
         return None
     (kind, _), *_ = unread.most_common()
+    env = facts.config.env
+    # A model that knows no dialect, such as the tiny coder outside of its own task, has to be shown one first.
+    is_dialect_set = "tool_format" in env.kwargs
     return Advice(
         name="calls_not_read",
-        cause="the calls that the model writes cannot be read: it speaks another dialect, or its turns are cut",
+        cause="the calls that the model writes cannot be read: it speaks another dialect or none, or its turns are cut",
         evidence=f"{unread.total()} of {len(facts.turns)} turns failed to parse, most of them as {kind}",
-        settings=("env.kwargs.tool_format=hermes",),
-        commands=(f"agentrl show {facts.config.env.id}", f"agentrl view {facts.path}"),
+        settings=() if is_dialect_set else ("env.kwargs.tool_format=hermes",),
+        commands=(
+            f"agentrl view {facts.path}",
+            f"agentrl demos {env.id} --out demonstrations.jsonl",
+            "agentrl sft --help",
+        ),
     )
 
 
