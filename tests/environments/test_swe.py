@@ -394,7 +394,8 @@ async def test_the_forging_oracle_finds_a_verifier_that_runs_what_it_was_given(t
     shutil.copytree(shipped, tmp_path / "mend-totals")
     (tmp_path / "mend-totals/task.toml").write_text("[agentrl]\ncarry = ['totals*']\n")
     (tmp_path / "mend-totals/tests/test.sh").write_text(
-        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py; sleep 0.2\n"
+        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py\n"
+        "for i in $(seq 60); do grep -q 1 /logs/verifier/reward.txt && break; sleep 0.05; done\n"  # for a late forger
     )
     verdicts = await judge(lambda: agentrl.make("agentrl/Harbor-v0", tasks=str(tmp_path)), 0)
     assert {verdict.name: verdict.got for verdict in verdicts}["forge the reward"] == 1.0
