@@ -55,10 +55,10 @@ ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Siblings:
-    """Rewards of the members of a group, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
-    float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline.
-    `rewards_GT` is the sum over `_K` sources of `streams_KGT` times `weights_K`. `states_GT` (int64) is equal for turns
-    that answered the same text, and below 0 where it is not known what a turn answered."""
+    """Rewards of the members of a group, as one role sees it: G members, T turns of the role. Rewards are float64;
+    anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline. `rewards_GT` is
+    the sum over K sources of `streams_KGT` times `weights_K`. `states_GT` (int64) is equal for turns that answered the
+    same text, and below 0 where it is not known what a turn answered."""
 
     outcomes_G: Tensor
     rewards_GT: Tensor
@@ -107,10 +107,10 @@ class Outputs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """`total` is the scalar to minimise; those of an update's passes add up. `clipped_K` says where a clip cut the
-    gradient. `gauges` are scalars that add up likewise and are reported by name, divided by the number of updates or,
-    if it is given, by `gauged`, which adds up too: the shares over which they are means. `importance_K` are the weights
-    that corrected stale tokens, `log_ratio_K` is of the ratio that the clip is on, or that cut the token, if the
-    algorithm has such."""
+    gradient. `gauges` are scalars that add up likewise. Each is reported by name as a mean: divided by `gauged`, a sum
+    of shares that adds up too, or without it by the number of updates. `importance_K` are the weights that corrected
+    stale tokens, `log_ratio_K` is of the ratio that the clip is on, or that cut the token, if the algorithm has
+    such."""
 
     total: Tensor
     clipped_K: Tensor
@@ -184,7 +184,7 @@ class Algorithm(BaseModel):
 
     @property
     def observes(self) -> bool:
-        """Whether its loss predicts what the environment said."""
+        """Whether the loss also predicts the environment's answers."""
         return False
 
     @property

@@ -10,9 +10,9 @@ whole episodes, but has far less variance. `episode` is exactly that, since the 
 the score times the sum of gaps (past gaps and the derivative of k1 itself have mean 0). Its baseline b is the mean over
 the step's other episodes at the same place, which the judged episode has no part in.
 
-The policy is that of the step's start. `_T` are tokens, `_B` sequences of `_U` tokens, `_E` episodes; 1 instead of
-a log-prob says that the other model told nothing of a token: its gap is 0. Never knows where the other's log-probs
-come from.
+The policy is that of the step's start. Suffixes: T tokens, B sequences of U tokens, E episodes. A 1 in the place of a
+log-prob marks a token that the other model has not scored: its gap is 0. Never knows where the other's log-probs come
+from.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -54,7 +54,7 @@ def charge(tokens: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor
 
 def gauges(tokens: Mapping[str, Tensor], *, reference: bool, teacher: bool) -> dict[str, Tensor]:
     """Sums over tokens, by their share of the loss: `kl_reference` and `kl_teacher` of k1, and `untaught` of the tokens
-    of which the teacher told nothing."""
+    that the teacher has not scored."""
     weight_T = tokens["weight"]
     sums = {}
     if reference:

@@ -1,7 +1,7 @@
 """Advantages from a critic: sequences of states with values, rewards between them, and who sampled the actions.
 
-Owns the recursion and how tokens become the states of a sequence. Never knows where values come from. `_B` sequences,
-`_U` states of a sequence (its tokens or its turns), `_N` states of all sequences, `_T` tokens of all.
+Owns the recursion and how tokens become the states of a sequence. Never knows where values come from. Suffixes: B
+sequences, U states of a sequence (its tokens or its turns), N states of all sequences, T tokens of all.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -121,12 +121,12 @@ class Sequences:
         return self._padded(zeros_N.index_add(0, self.state_T, column_T[self.order_T]))
 
     def tokens(self, column_BU: Tensor) -> Tensor:
-        """Each token's own: [T], in the order of the tokens given."""
+        """The entry of each token's state in `column_BU`: [T], in the order of the input tokens."""
         sorted_T = column_BU[self.sequence_N, self.place_N][self.state_T]
         return torch.empty_like(sorted_T).index_copy(0, self.order_T, sorted_T)
 
     def begins(self) -> Tensor:
-        """Whether a token is the first of its state: bool [T], in the order of the tokens given."""
+        """Whether a token is the first of its state: bool [T], in the order of the input tokens."""
         begins_T = torch.zeros(len(self.order_T), dtype=torch.bool, device=self.order_T.device)
         begins_T[self.order_T[self.first_N]] = True
         return begins_T

@@ -5,9 +5,9 @@
     A_S[i, t] = C[i, t] - mean of C over the turns in state s[i, t]  C[i, t] = sum over u >= t of gamma^(u - t) r[i, u]
 
 The outcome is the reward of the last turn. Two turns are in the same state if they answer the same text: if the tokens
-that were new to the policy before it acted are equal. The first turns of a group always are. What was said earlier is
-not compared, so the state should be in the observation; a counter of turns in it makes every state another. A turn
-alone in its state has A_S = 0.
+that were new to the policy before it acted are equal. The first turns of a group always are. Earlier messages are not
+compared, so the state should be in the observation; a counter of turns in it makes every state another. A turn alone in
+its state has A_S = 0.
 
 The paper's own settings are `baseline = "group_mean"` and `scale = "std"`, which divides A_E by the deviation of the
 group, and A_S by that of the turns in its state. With "group_mean" an episode's later visits to a state are in the

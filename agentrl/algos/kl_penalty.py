@@ -27,8 +27,8 @@ def kl_penalty(
 
     `gradient="k2"` keeps the value and has the gradient of k2 = (log r)^2 / 2 (straight-through): -log r grad log
     policy, whose expectation is the gradient of KL(policy || reference). The score-function forms of k1 and of k3 come
-    to the same for each token. Either is that of a token given the tokens before it; a token's effect on the divergence
-    of later ones is left out.
+    to the same for each token. Either is the gradient of one token's divergence after a fixed prefix; a token's effect
+    on the divergence of later ones is left out.
 
     `gradient="k1"` keeps the value and has the gradient of ratio * k1, k1 = -log r held fixed and ratio = policy /
     proximal (default: 1, with its gradient): the same as k2 while the policy is the proximal one, and the gradient of
