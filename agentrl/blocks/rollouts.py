@@ -46,8 +46,8 @@ _EXPIRE_S = 0.25  # between two looks at the deadlines of groups
 
 class Rollouts:
     """The episodes of a `rollout`: an async iterator of trajectories in the order in which they end. Episodes are
-    played in the background, as long as the iterator is asked; the end of the fleet's block, or of `async with` over
-    this, ends those that run."""
+    played in the background, as long as somebody takes from the iterator; the end of the fleet's block, or of
+    `async with` over this, ends those that run."""
 
     def __init__(self, fleet: EngineFleet, produce: Callable[[trio.MemorySendChannel[Trajectory]], Any]) -> None:
         self._fleet, self._produce = fleet, produce

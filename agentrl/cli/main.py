@@ -97,7 +97,7 @@ def _log_as(form: Literal["text", "json"], process: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the `agentrl` command. References such as `my_env:MyEnv` are found in the working folder too."""
+    """Entry point of the `agentrl` command. It resolves references such as `my_env:MyEnv` in the working folder too."""
     sys.path.append(str(Path.cwd()))  # last: it shadows nothing that is installed
     try:
         app()

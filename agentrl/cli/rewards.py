@@ -18,8 +18,8 @@ _RUN = Annotated[Path, typer.Argument(autocompletion=run_folders, help="A run di
 
 
 def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
-    """Show what each reward source of a run said, took and cost, and the means of the environment's reward functions in
-    its first and last ten steps."""
+    """Show the scores, duration and cost of each reward source of a run, and the means of the environment's reward
+    functions in its first and last ten steps."""
     from agentrl.env.gymnasium_wrappers import printable
     from agentrl.run.reward_services import by_function, failures, reports
     from agentrl.run.run_folder import RunDir

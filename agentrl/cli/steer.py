@@ -55,8 +55,8 @@ def requeue(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for a program")] = False,
 ) -> None:
-    """Play again what failed through no doing of the policy, and what was given up: in a run under way, or in one that
-    stopped when it goes on. What a step has taken stays as it is, and each thing is played again once."""
+    """Play again what failed because of infrastructure, and what a run no longer retries: in a run under way, or in one
+    that stopped when it goes on. What a step has taken stays as it is, and each thing is played again once."""
     from agentrl.errors import UsageError
     from agentrl.run import steering
     from agentrl.run.run_folder import RunDir

@@ -91,7 +91,8 @@ def _write_bundle(places: list[Path], out: Path, most: int) -> None:
 
 @contextmanager
 def beside(run: Path, *, wanted: bool) -> Generator[None]:
-    """Serve a page of a run while a block trains it, and print its address, if that is wanted."""
+    """Serve a run's page and print its address while the block trains the run; do nothing if its user declined the
+    page."""
     if not wanted:
         yield
         return
