@@ -105,8 +105,8 @@ def given(tables: Mapping[str, str], settings: LeagueSettings, *, seed: int, gro
 
 
 def draw(members: Sequence[Member], settings: LeagueSettings, *, seed: int, group_id: int, role: str) -> int:
-    """The version that plays a role in a group. It depends on the members, so a group should always be given the same:
-    then all its episodes meet the same one.
+    """The version that plays a role in a group. It depends on the members, so pass the same ones for all episodes of a
+    group: then all meet the same version.
 
     Each member's clock rings after a time of its own, at a rate of its share; the first wins. So one more member, or
     other shares, change few draws."""

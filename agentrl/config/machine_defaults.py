@@ -39,8 +39,8 @@ class Machine:
 
     @classmethod
     def seen(cls) -> Machine:
-        """This machine, as torch sees it; without torch it has no GPU. Torch, a second of import, is asked only where
-        the device of a driver is."""
+        """This machine, as torch sees it; without torch it has no GPU. Torch takes a second to import, so it is
+        imported only if a driver's device exists."""
         if importlib.util.find_spec("torch") is None or not any(any(_DEVICES.glob(name)) for name in _DRIVERS):
             return cls(bfloat16=multiplies_bfloat16())
         import torch

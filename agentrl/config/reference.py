@@ -1,8 +1,8 @@
 """Every key of the run file with its default and its meaning, read from `agentrl.config` itself.
 
 A key's meaning is the docstring below it there, which an editor shows too, so the code, this table and the
-documentation page always agree. pydantic could read these docstrings itself (`use_attribute_docstrings`), but parses
-the source of every section then, whenever a process starts.
+documentation page always agree. pydantic could read these docstrings itself (its setting use_attribute_docstrings), but
+parses the source of every section then, whenever a process starts.
 """
 
 from __future__ import annotations

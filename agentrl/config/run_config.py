@@ -1,7 +1,7 @@
 """The run file: one TOML document, validated here and nowhere else.
 
-Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and hint. Units stand
-in the names (`_s` seconds, `_mb` megabytes). Defaults are those of a laptop.
+Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and hint. Units stand in
+the names: `deadline_s` is in seconds, `kv_cache_mb` in megabytes. Defaults are those of a laptop.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def check_template(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def switched_off(table: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """A table of the run file with None for each setting of `model` that may be None and is given as `false` or "off",
-    as TOML has no null. Where a text may be given, "off" is one."""
+    """A table of the run file with None for each setting of `model` that may be None and is `false` or "off" there:
+    TOML has no null. A setting that takes a text keeps "off"."""
 
     def admits(name: str, kind: type) -> bool:
         parts = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
@@ -499,8 +499,8 @@ class Evaluation(Section):
         )
 
     def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
-        """How to sample in an evaluation of a run whose training samples as given. A vLLM that tells kept sets takes no
-        greedy request: it gets one for the likeliest token."""
+        """How to sample in an evaluation of a run that trains with `training`. A vLLM that returns kept sets takes no
+        greedy request, so it gets top-k 1 at temperature 1."""
         overrides = {name: getattr(self, name) for name in ("temperature", "top_p")}
         sampling = replace(training, **{name: value for name, value in overrides.items() if value is not None})
         if sampling.temperature == 0 and training.cuts and engine == "vllm":
@@ -536,7 +536,7 @@ URL_SCHEMES = ("http://", "https://", "unix://")
 
 
 def check_url(field: str, url: str) -> str:
-    """The URL of a server as it was given. Raises ConfigError for one that no server can have."""
+    """Return the URL of a server unchanged. Raises ConfigError for one that no server can have."""
     try:
         parts = urlsplit(url)
         is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

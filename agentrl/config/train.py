@@ -35,7 +35,8 @@ RoutingReplay = Literal["auto", "on", "off"]
 
 
 def check_experts(engine: str, routed: bool, replay: RoutingReplay) -> None:
-    """Raises ConfigError for an engine that has no experts to tell, and for a replay of what none tells."""
+    """Raises ConfigError for an engine that cannot report experts, and for a replay without an engine that reports
+    them."""
     if routed and engine != "vllm":
         why = "the embedded engine has no mixtures" if engine == "embedded" else "SGLang does not say their shape"
         raise ConfigError("engine.routed_experts", True, f"{why}: take 'vllm'")

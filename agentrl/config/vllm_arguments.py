@@ -63,8 +63,8 @@ def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str], *, example: str) -> dict[str, Any]:
-    """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with what
-    is said of it, and for what is no name of an argument."""
+    """The arguments of a `table` by the spelling of a command line. Raises ConfigError for a `reserved` one, with the
+    reason from there, and for a name that no argument can have."""
     by_flag = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, value in by_flag.items():
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
@@ -75,8 +75,8 @@ def spelled(arguments: Mapping[str, Any], table: str, reserved: Mapping[str, str
 
 
 def split_over(arguments: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """How a server is split over so many GPUs: its layers, as far as the splits that are given leave some over. Raises
-    ConfigError if these need another number."""
+    """How a server is split over `gpus` GPUs: its layers, over those that the splits in `arguments` leave. Raises
+    ConfigError if these splits need another number of GPUs."""
     sizes = {name: arguments[name] for name in _SPLITS if name in arguments}
     if any(type(size) is not int or size < 1 for size in sizes.values()):
         return {}  # vLLM says what is wrong with it
