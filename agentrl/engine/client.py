@@ -236,16 +236,16 @@ class EngineClient:
     async def score(
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
     ) -> tuple[float, ...]:
-        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
-        (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
-        not score prompts."""
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each conditioned on the tokens before it, under
+        `model` (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the
+        engine does not score prompts."""
         body = self.dialect.score_json(token_ids, model)
         answer = parse_json(await self.call("POST", self.dialect.generate_path, json=body, deadline_s=deadline_s))
         return self.dialect.prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
-        """The weight version that the engine serves now; also stored in `version`. If the server does not say, it is
-        asked for one token."""
+        """The weight version that the engine serves now; also stored in `version`. If the server does not state it, one
+        token is requested."""
         stated = await self.dialect.stated_version(self, deadline_s=deadline_s)
         if stated is not None:
             self.version = stated

@@ -20,8 +20,8 @@ EngineKind = Literal["embedded", "vllm", "sglang"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """New weights for one engine, as `file_transport.push` was asked for them. `files` describe the parts: path, digest
-    and version each; `base` says whether the engine is to keep them as the base of deltas (None: nobody said)."""
+    """New weights for one engine, from the arguments of `file_transport.push`. `files` describe the parts: path, digest
+    and version each; `base` says whether the engine is to keep them as the base of deltas (None: unspecified)."""
 
     version: int
     files: Sequence[Mapping[str, Json]]
@@ -53,8 +53,8 @@ class EngineCalls(Protocol):
 
 
 class EventParser(Protocol):
-    """Reads the events of one generation. `version` is the version of tokens whose version nobody says, `stated` the
-    versions that the last event said, `unsound` what was wrong with a token that was left out."""
+    """Reads the events of one generation. `version` is that of tokens for which no event states one, `stated` the
+    versions in the last event, `unsound` what was wrong with a token that was left out."""
 
     version: int
     stated: tuple[VersionSpan, ...]

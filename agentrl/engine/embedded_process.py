@@ -92,7 +92,7 @@ async def launch_embedded(
     (module:class) how chats read its calls of tools. `log` is a file descriptor for the engine's output; without it the
     output is kept only for the message of a failed start.
 
-    Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
+    Raises UsageError if it cannot start with these arguments, EngineUnavailable if it dies or is not up in time."""
     settings = settings or EngineSettings()
     async with owned_folder() as owner:
         ready_file, errors = owner.path / "ready.json", owner.path / "errors.txt"

@@ -2,7 +2,7 @@
 
 httpx's own pool looks at every connection on every request; here idle connections of an origin are a stack, and a
 request takes the top one. Answers are parsed by httptools (llhttp): a turn comes in many small parts, and parsing is
-what a client does most. Owns connections; never knows what is asked for. Plain http only, over TCP or a Unix socket:
+what a client does most. Owns connections; never knows what a request means. Plain http only, over TCP or a Unix socket:
 https goes to httpx's own transport. Every wait has the deadline that httpx's timeouts give it.
 
 A server on a Unix socket has a URL as well: `unix:///run/engine-0.sock`, the path of the socket.

@@ -1,8 +1,8 @@
 """Refusals of a server: the codes and the words of its error body, and whether they mean that the conversation has
 outgrown the model's context.
 
-Servers agree on no field for that. OpenAI and those that follow it send the code `context_length_exceeded`; llama.cpp
-sends the type `exceed_context_size_error`; vLLM, SGLang, TGI and most providers send status 400 or 422 with nothing but
+Servers agree on no field for that. OpenAI and those that follow it send the code "context_length_exceeded"; llama.cpp
+sends the type "exceed_context_size_error"; vLLM, SGLang, TGI and most providers send status 400 or 422 with nothing but
 a sentence. So fields are read first, and the sentences below only where no field decides. A body that matches none of
 them is another refusal, which must never become a score of the model.
 """

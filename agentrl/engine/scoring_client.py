@@ -47,13 +47,13 @@ class ChatCompletion:
 
 
 class ScoringClient:
-    """One server, for as many judges and reward models as ask it. Make it anywhere, at import as well: it connects at
+    """One server, shared by any number of judges and reward models. Make it anywhere, at import as well: it connects at
     the first call, and its connections end with the trio loop that made them.
 
     `url` is the server's root (a `/v1` at its end is taken off), `model` the name by which the server knows the model
     (None: its only one). `concurrency` bounds the calls that run at once in this process, `deadline_s` each call with
-    all its attempts: an engine that is gone or overloaded is asked again after 0.25 s, then after twice as long each
-    time, up to 8 s."""
+    all its attempts: a call to an engine that is gone or overloaded is retried after 0.25 s, then after twice as long
+    each time, up to 8 s."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class ScoringClient:
         """A classification head's outputs for a text or token ids, one number a label; with `activation` after a
         sigmoid (one label) or softmax.
 
-        Raises EngineTimeout at the deadline, EngineRefusal if the server refuses what it is asked (a text too long for
-        it, say), EngineError if it refuses for another reason, ScoreError if it answers otherwise."""
+        Raises EngineTimeout at the deadline, EngineRefusal if the server refuses the input (a text too long for it,
+        say), EngineError if it refuses for another reason, ScoreError if it answers otherwise."""
         return await self._classify({"input": given if isinstance(given, str) else list(given)}, activation)
 
     async def classify_chat(
@@ -131,7 +131,7 @@ class ScoringClient:
 
     async def reach(self, *, deadline_s: float = 10.0) -> None:
         """Connect once. Raises EngineUnavailable if nobody listens at the address; a server that answers anything, or
-        nothing yet, is one that can be asked."""
+        nothing yet, is reachable."""
         try:
             await self._here().http.call("GET", "/v1/models", deadline_s=deadline_s)
         except EngineUnavailable as error:
@@ -141,8 +141,9 @@ class ScoringClient:
             pass
 
     async def logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under the server's
-        model. Raises EngineTimeout at the deadline, EngineError if the server refuses or does not score prompts."""
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each conditioned on the tokens before it, under the
+        server's model. Raises EngineTimeout at the deadline, EngineError if the server refuses or does not score
+        prompts."""
         answer = await self._post("/inference/v1/generate", score_json(token_ids, self._model.get("model")))
         return prompt_logprobs(answer, token_ids)
 

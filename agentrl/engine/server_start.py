@@ -112,8 +112,8 @@ async def _end(process: trio.Process) -> None:
 
 @asynccontextmanager
 async def starting(name: str, *, deadline_s: float, why: Callable[[], str]) -> AsyncGenerator[None]:
-    """Inside, a server is waited for and asked for the first time. Raises RunFailed, with `why`, if it does not serve
-    within the deadline."""
+    """Bound the wait for a server and for its first answers, which the block does. Raises RunFailed, with `why`, if it
+    does not serve within the deadline."""
     try:
         with trio.fail_after(deadline_s):
             yield

@@ -29,7 +29,8 @@ async def sleep(engine: EngineCalls, *, level: Level, deadline_s: float) -> None
 
 
 async def sleeps(engine: EngineCalls, *, deadline_s: float) -> bool:
-    """Whether it has given memory back, and is not only paused. False if it does not say. Raises EngineError."""
+    """Whether the engine has freed its memory, and is not only paused. False if it does not report it. Raises
+    EngineError."""
     state = parse_json(await engine.call("GET", "/is_sleeping", deadline_s=deadline_s))
     if not state.get("is_sleeping"):
         return False

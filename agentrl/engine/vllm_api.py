@@ -94,7 +94,7 @@ def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
 
 
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:
-    """The log-probs of `token_ids[1:]` in the answer to a request that asked for those of its prompt."""
+    """The log-probs of `token_ids[1:]` in the answer to a request for the log-probs of its prompt."""
     value = document.get("prompt_logprobs")
     entries = cast("list[Any]", value) if isinstance(value, list) else []
     if len(entries) != len(token_ids):
@@ -144,9 +144,9 @@ def parse_version(text: object) -> int:
 
 
 class ChunkParser:
-    """Turns the events of the answer to `request` into chunks. `version` is what the engine is known to serve: it
-    labels tokens for which the engine itself has not said a version yet; what it says later replaces that. The model
-    has `vocabulary` tokens (None: not known); a learner has no row for others.
+    """Turns the events of the answer to `request` into chunks. `version` is the one that the engine is known to serve:
+    it labels tokens until the engine itself states a version, which then replaces it. The model has `vocabulary` tokens
+    (None: not known); a learner has no row for others.
 
     `stated` are the spans that the engine itself gave in the last event. `unsound` says what is wrong with the rest of
     an event whose tokens were good up to some place: those are its chunk, and the last."""

@@ -1,6 +1,6 @@
 """`python -m agentrl.engine.embedded`: serve a small model from this machine's CPU.
 
-Exit codes: 0 asked to stop, 1 the engine failed, 2 it could not be started as asked (one line says why).
+Exit codes: 0 stopped on request, 1 the engine failed, 2 it cannot start with these arguments (one line says why).
 """
 
 from __future__ import annotations

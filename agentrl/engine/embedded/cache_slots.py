@@ -103,7 +103,7 @@ class CacheSlots:
         self._touch(slot)
 
     def forget(self, *, busy: bool) -> None:
-        """Drop all kept keys and values; those of busy slots too, if asked."""
+        """Drop the keys and values of idle slots, with `busy` of all slots."""
         for slot in range(len(self.busy)) if busy else np.flatnonzero(~self.busy):
             self._cut(int(slot), 0)
 
@@ -159,7 +159,7 @@ class CacheSlots:
 
 
 def _common(rows: NDArray[np.int32], known: Ints, wanted: NDArray[np.int32]) -> Ints:
-    """Length of the common prefix of each row's first `known` tokens with `wanted`."""
+    """Length of the prefix that each row shares with the new tokens, at most its `known` ones."""
     differs = rows != wanted
     first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted))
     return np.minimum(first, known)

@@ -40,8 +40,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """`layers` has the changed products of each layer. `key` tells its keys and values from those of other weights:
-    below 0, and never used again."""
+    """`layers` has the changed products of each layer. `key` distinguishes its keys and values from those of other
+    weights: below 0, and never used again."""
 
     name: str
     key: int
@@ -50,14 +50,14 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """The rows of a pass that run with an adapter: all of them, and their places among the wanted ones."""
+    """The rows of a pass that run with an adapter: all of them, and their places among the rows that have logits."""
 
     adapter: Adapter
     rows_N: torch.Tensor
     wanted_W: torch.Tensor
 
     def add(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool) -> None:
-        """Add what the adapter adds to `out`, a product of `x`, whose rows are all or the `wanted` ones."""
+        """Add the adapter's part to `out`, a product of `x`, whose rows are all or those that have logits."""
         pair = self.adapter.layers[layer].get(part)
         if pair is not None:
             rows = self.wanted_W if wanted else self.rows_N
@@ -65,7 +65,7 @@ class Adapted:
 
 
 def adapted(adapters: Sequence[Adapter | None], wanted: Sequence[int]) -> tuple[Adapted, ...]:
-    """The rows of a pass by adapter: `adapters` has that of each row, `wanted` the rows whose logits are asked for."""
+    """The rows of a pass by adapter, from the adapter of each row (None: without one) and the rows that have logits."""
     by_id = {id(adapter): adapter for adapter in adapters if adapter is not None}
     return tuple(
         Adapted(

@@ -1,8 +1,8 @@
 """The forward pass of the embedded engine: many requests' tokens through one dense decoder on CPU.
 
 Owns packed weights and the arithmetic, and checks a safetensors file against the architecture before anything uses it.
-Never knows requests, versions or HTTP: it sees rows of tokens and the cache slots they belong to. All is float32 but,
-where asked, what is multiplied, in bfloat16: matrices, keys, values, and what meets them. Norms, rotations, the softmax
+Never knows requests, versions or HTTP: it sees rows of tokens and the cache slots they belong to. All is float32; on
+request the factors of products are bfloat16: matrices, keys, values, and what meets them. Norms, rotations, the softmax
 of attention, and the sum that runs through the layers are not rounded, the logits are.
 
 Rows of one pass are flat, [N] tokens: first the *single* rows (one new token of a slot each), whose attention is
@@ -112,7 +112,7 @@ class PassRows:
 
     @staticmethod
     def of_run(tokens: list[int], start: int, slot: int = 0) -> PassRows:
-        """New tokens of one slot alone, all their logits wanted."""
+        """New tokens of one slot alone, with logits for each."""
         n, none = len(tokens), torch.zeros(0, dtype=torch.long)
         return PassRows(
             tokens_N=torch.tensor(tokens),
@@ -253,7 +253,7 @@ class EmbeddedModel:
         return bool(self._layers)
 
     def forward(self, rows: PassRows, kv: KVStore) -> torch.Tensor:
-        """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""
+        """Write the rows' keys and values into `kv` and return the logits of the rows that have some, [rows, vocab]."""
         a = self.architecture
         x = F.embedding(rows.tokens_N.clamp(min=0), self._embedding).float()  # tokens of images are negative
         for places, tokens_NH in rows.shown:

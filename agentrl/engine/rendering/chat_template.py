@@ -51,7 +51,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant said; for rendering it is transparent."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text; for rendering it is transparent."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,8 +1,8 @@
 """One attempt at a turn: chunks from one replica, or from two until one brings the first token.
 
 Names whose fault a failure is. A replica that fails a request is broken. A request that a replica refuses is offered to
-one other: if that takes it, the first is broken. A request that several replicas took and failed is given up: it may be
-the cause. Chooses no replica.
+one other: if that takes it, the first is broken. A request that several replicas accepted and then failed is abandoned:
+it may be the cause. Chooses no replica.
 """
 
 from __future__ import annotations

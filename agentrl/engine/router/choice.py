@@ -37,7 +37,7 @@ class Choice:
         raise self._too_late(turn)
 
     def second(self, turn: TurnRequest, first: Replica) -> Replica | None:
-        """A replica beside `first` that may be asked for the first token as well."""
+        """A second replica, beside `first`, that may race for a turn's first token; None if no other has room."""
         others = [
             replica
             for replica in self.ready(turn)
@@ -50,7 +50,7 @@ class Choice:
         self._homes.move(session, replica)
 
     def ready(self, turn: TurnRequest) -> list[Replica]:
-        """The replicas that may be asked for a turn: those that refused it may not."""
+        """The replicas that may take a turn: those that are ready and have not refused it."""
         return [
             replica
             for replica in self._health.replicas

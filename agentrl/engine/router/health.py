@@ -4,9 +4,9 @@
       │                   └──answers, older weights──► STALE ──refit──► READY
       └──drain──► DRAINING ──undrain──► BROKEN, until it answers
 
-A silent replica is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent too. A
-broken one is asked again after `retry_s`, doubled with every failure up to `retry_max_s`. Knows no tokens, and chooses
-no replica.
+A silent replica is probed before it counts as broken: a long prefill, a queue and a pause are silent too. A broken one
+is probed again after `retry_s`, doubled with every failure up to `retry_max_s`. Knows no tokens, and chooses no
+replica.
 """
 
 from __future__ import annotations

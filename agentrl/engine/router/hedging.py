@@ -66,7 +66,8 @@ class Hedges:
 
     @property
     def wait_s(self) -> float:
-        """How long a turn waits for its first token before a second engine is asked."""
+        """Seconds that a turn waits for its first token before a second engine gets it too; without end until enough
+        first tokens were timed."""
         if self._after is None or len(self._took) < _KNOWN:
             return math.inf
         return self._after * median(self._took)

@@ -46,7 +46,7 @@ class ReplicaState(StrEnum):
 class Replica:
     """One engine as the fleet sees it. `serves` is the last weight version seen; `running` counts our requests at it,
     `limit` bounds them once `Fleet.control` runs; `failures` counts failures since its last token, `trouble` describes
-    the last one; `retry_at` is when a broken replica is asked again, `heard_at` when it last showed that it lives."""
+    the last one; `retry_at` is when a broken replica is probed again, `heard_at` when it last showed that it lives."""
 
     client: Servable
     serves: int

@@ -8,7 +8,7 @@ A client owns the connection, and the process that starts engines owns their liv
 
 When a replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled
 again. A replica that failed gets a single request at a time until it has brought a token. If a turn's first token is
-slow to come, a second replica may be asked for it as well (see `hedging`).
+slow to come, a second replica may get the turn as well (see `hedging`).
 
 A chunk sampled under weights that are not the run's is refused: two runs at one engine would train on each other's
 tokens. `Policies` sends each request to the engines of its role, which never hear of the others.
@@ -42,18 +42,18 @@ from agentrl.records import Generation, Json
 
 
 class Fleet:
-    """`protocols.Engine` over several clients. A replica that is silent for `stall_s` is asked whether it lives and has
-    `probe_s` to answer; a broken one is asked again after `retry_s`, doubled with every failure up to `retry_max_s`;
-    a turn leaves its session's replica if that runs over `slack` * (n + 4) requests, where the least busy one runs n.
+    """`protocols.Engine` over several clients. A replica that is silent for `stall_s` is probed and has `probe_s` to
+    answer; a broken one is probed again after `retry_s`, doubled with every failure up to `retry_max_s`; a turn leaves
+    its session's replica if that runs over `slack` * (n + 4) requests, where the least busy one runs n.
 
     A request's own deadline counts only the time in which its tokens come. All other waiting of a turn is bounded by
-    `outage_deadline_s`, a wait at one silent replica by half of it. A request that replicas took and failed
-    `max_faults` times is given up: it may be the cause.
+    `outage_deadline_s`, a wait at one silent replica by half of it. A request that replicas accepted and then failed
+    `max_faults` times is abandoned: it may be the cause.
 
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
     sampled from (default: none older than the newest seen), `knows` whether the run made it at all (default: it did): a
     replica whose tokens come from another run's weights has failed their turn. After `hedge_after` times the median
-    time to a first token a turn without one asks a second replica as well. With `preempt` a running turn leaves its
+    time to a first token a turn without one goes to a second replica as well. With `preempt` a running turn leaves its
     engine when its weight version no longer `fits`, and goes on under one that does: the engine computes its context
     anew. If engines sleep while a learner has their GPU (`sleeps`), a turn's wait for one that is paused counts against
     no deadline."""
@@ -181,10 +181,9 @@ class Fleet:
         self._health.announce()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
-        """Check the replicas for ever: start it in the nursery that owns the fleet. Idle ones are asked whether they
-        live, broken ones whether they are back: without it broken ones are asked only when no other is ready. With
-        `start`, this rule adapts each replica's limit to its metrics. Replicas that left are closed after their last
-        request."""
+        """Check the replicas for ever: start it in the nursery that owns the fleet. It probes idle ones for life,
+        broken ones for their return: without it broken ones are probed only when no other is ready. With `start`, this
+        rule adapts each replica's limit to its metrics. Replicas that left are closed after their last request."""
         looked_after: list[Replica] = []
         async with trio.open_nursery() as nursery:
             while True:
@@ -200,7 +199,7 @@ class Fleet:
 
     def gauges(self) -> dict[str, Json]:
         """The state of each replica, our requests at it, and the limit of these requests (None without a limit); how
-        often a second replica was asked, and how often it answered first."""
+        often a second replica got a turn, and how often it answered first."""
         return {
             "state": [replica.state.value for replica in self.replicas],
             "running": [replica.running for replica in self.replicas],

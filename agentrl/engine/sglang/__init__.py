@@ -1,1 +1,2 @@
-"""SGLang's servers: started, asked what training needs of them, and the dialect that the client speaks to them."""
+"""SGLang's servers: their start, the check that they can serve training, and the dialect that the client speaks to
+them."""

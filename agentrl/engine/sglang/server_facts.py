@@ -21,8 +21,8 @@ _DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
 
 
 async def require(client: EngineClient, *, context: int, adapters: bool) -> None:
-    """Raises UsageError for a server that is no SGLang, that wants another key, or that lacks contexts of so many
-    tokens, adapters if asked, metrics, or log-probs of the distribution that it samples from: with the command that
+    """Raises UsageError for a server that is no SGLang, that wants another key, or that lacks contexts of `context`
+    tokens, `adapters` if True, metrics, or log-probs of the distribution that it samples from: with the command that
     starts it so. Raises EngineUnavailable or EngineTimeout if it is not there."""
     passes = (EngineUnavailable, EngineTimeout, UsageError)
     with boundary(UsageError, f"the server at {client.url} is no SGLang server:", passes=passes):

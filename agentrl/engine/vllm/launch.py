@@ -97,7 +97,7 @@ def check_sender(sync: str, *, untested: bool = False) -> None:
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
-    """Raises ConfigError for GPUs that the vLLM found, or this process, cannot take."""
+    """Raises ConfigError for GPUs that the installed vLLM, or this process, cannot use."""
     build = find_build()
     if build.cpu:
         hint = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
@@ -124,10 +124,10 @@ class VLLMServer:
     server, as `agentrl.config.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. It
     listens on the Unix socket `socket` if there is one, else on `host` and `port`, and asks for `key`; one that is
-    `open` only proves by it who it is. A server with `kept_sets` tells them, and takes no greedy request. One that
-    `sleeps` can give its GPU's memory back. `tool_parser` is vLLM's name for how the model's calls of tools are read in
-    chats. Weights may come from the folders and URLs `weights_from`; without any, from where learners of this machine
-    keep them."""
+    `open` only proves by it who it is. A server with `kept_sets` returns each token's kept set, and takes no greedy
+    request. One that `sleeps` can give its GPU's memory back. `tool_parser` is vLLM's name for how the model's calls of
+    tools are read in chats. Weights may come from the folders and URLs `weights_from`; without any, from where learners
+    of this machine keep them."""
 
     model: Path
     port: int
@@ -390,7 +390,8 @@ def _is_mixture(model: Path) -> bool:
 
 
 def _check_adapters(model: Path, targets: Sequence[str]) -> None:
-    """vLLM adapts experts with a GPU's kernel. With the CPU's it takes adapters of other layers, if told of which."""
+    """Raises ModelError for adapters of a mixture's experts on a CPU: vLLM's kernel for them needs a GPU. On a CPU it
+    adapts the mixture's other layers, if `targets` names them."""
     adapted = [target for target in targets if _EXPERTS.fullmatch(target)] if targets else ["all layers"]
     if adapted and _is_mixture(model):
         names = ", ".join(f'"{name}"' for name in _ATTENTION)
@@ -421,8 +422,8 @@ _DEADLINE_S = 300.0  # importing vLLM takes ten seconds, from a slow disk a minu
 
 
 def check_arguments(server: VLLMServer) -> None:
-    """Raises ConfigError for the first of the server's `arguments` that its vLLM does not know or take, and what vLLM
-    says of it; UsageError if vLLM cannot be asked."""
+    """Raises ConfigError for the first of the server's `arguments` that its vLLM does not know or take, with vLLM's
+    message; UsageError if vLLM cannot be started for this."""
     python = server.build.python
     server.prepare()
     words_by_name = {name: words({name: value}) for name, value in server.arguments.items()}

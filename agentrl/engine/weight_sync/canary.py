@@ -7,7 +7,7 @@ questions find that, and a wrong answer stops the run with the names of the laye
   small the step. A vLLM with our plugin can say; experts, adapters and split layers are left out.
 - Does a fixed probe have the learner's log-probabilities there, up to the rounding of the dtype?
 - Does it move as the learner does? If many small steps have moved the learner's numbers far beyond the noise between
-  the two, the engine's must have moved along. Before that nothing is said: the two are alike.
+  the two, the engine's must have moved along. Before that there is no verdict: the two are alike.
 
 Owns the comparisons, and the canary's file beside its weights, for whoever gives them to an engine that was started
 again. No torch: the expected numbers come from the learner.
@@ -63,8 +63,8 @@ def probe_tokens(vocab: int, length: int = 128, seed: int = 0) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """`logprobs` [T - 1] in nats: those of `token_ids[1:]`, each given what stands before it, under the weights of
-    `version` as the learner has them; `rounded` says that these were rounded to `dtype` first, as the engine's are.
+    """`logprobs` [T - 1] in nats: those of `token_ids[1:]`, each conditioned on the tokens before it, under the weights
+    of `version` as the learner has them; `rounded` says that these were rounded to `dtype` first, as the engine's are.
     `fingerprints` are those of the weights in `dtype` by name, empty where nothing of the kind can be compared.
     `by_role` are log-probs as well: under the adapters of roles that have their own."""
 
@@ -127,7 +127,7 @@ class CanaryResult:
 
     def share(self, canary: Canary, logprobs: Sequence[float]) -> float | None:
         """How much of the learner's way from then to `canary` an engine that now answers `logprobs` has gone along: 1
-        for all, 0 for none. None where the way is too short to be told from noise, or the probes are not the same."""
+        for all, 0 for none. None where the way is too short to stand out from noise, or the probes are not the same."""
         if canary.token_ids != self.canary.token_ids or not (canary.rounded and self.canary.rounded):
             return None
         before = zip(self.logprobs, self.canary.logprobs, strict=True)

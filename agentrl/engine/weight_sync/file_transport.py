@@ -42,12 +42,12 @@ async def push(
     engines that do not see our files.
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
-    keep those they have. `sha256` is that of the one file, computed here if not given. `stage` has an engine that can
-    (vLLM with our plugin) read and check it while it generates, and with `second` also make a second copy of its
-    weights of it where there is room, so that the pause is a swap. With `base_sha256` the file is a delta (see
-    `weight_file`) against the weights of that digest, which the engines must have kept: `keep_base` tells them to, from
-    the push of the base on. With `asleep` engines take the weights in their sleep, which they are put to if they are
-    awake, and wake with them: weights first, then room for keys and values.
+    keep those they have. `sha256` is that of the one file, computed here if None. `stage` has an engine that can (vLLM
+    with our plugin) read and check it while it generates, and with `second` also make a second copy of its weights of
+    it where there is room, so that the pause is a swap. With `base_sha256` the file is a delta (see `weight_file`)
+    against the weights of that digest, which the engines must have kept: `keep_base` makes them keep it, from the push
+    of the base on. With `asleep` engines take the weights in their sleep, which they are put to if they are awake, and
+    wake with them: weights first, then room for keys and values.
 
     Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
     weights, and the call may be repeated."""

@@ -79,8 +79,8 @@ _READ: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16
 
 
 def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """The names of `found` whose weights are not the `expected` ones, with those that are there in their place where
-    that can be told. Names that are not expected say nothing."""
+    """The names of an engine's tensors whose weights are not the `expected` ones, each with the tensor whose weights it
+    has instead, if that is known. A name that is not expected is skipped."""
     owners = {mark: name for name, mark in expected.items()}
     wrong: list[str] = []
     for name, mark in sorted(found.items()):

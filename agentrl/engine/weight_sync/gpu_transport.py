@@ -221,8 +221,8 @@ async def _each(
     *,
     first_ends: bool = False,
 ) -> dict[str, _T]:
-    """The answers of all engines by URL, asked at once. Raises WeightSyncError naming those that failed: the first one
-    only, and without waiting for the others, where `first_ends`."""
+    """The answers of all engines by URL, requested at once. Raises WeightSyncError naming those that failed: the first
+    one only, and without waiting for the others, where `first_ends`."""
     answers: dict[str, _T] = {}
     failures: list[str] = []
 

@@ -9,8 +9,8 @@ engine follows the deltas back to weights that it has kept, or to a whole file; 
 versions. Whatever is torn, missing or late ends as a WeightSyncError, before any weight is touched.
 
 Owns names and bytes in the folder. Any store that fsspec has a file system for will do, and its own package for that
-(`s3fs` for s3://). Never knows versions' meaning, HTTP or torch; it runs in the learner, in the supervisor, in the
-embedded engine and inside vLLM's process.
+(for s3:// the package s3fs). Never knows versions' meaning, HTTP or torch; it runs in the learner, in the supervisor,
+in the embedded engine and inside vLLM's process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Asks the parser of the installed vLLM's server about arguments, and reads a configuration from them; serves nothing.
 
 `python -m agentrl.engine.vllm.plugin.argument_parser`, in vLLM's interpreter, reads JSON from standard input: `base`,
-the arguments of a server that works, and `given`, further ones by name, each as the words of a command line. It prints
-the first thing wrong as JSON on its last line: `{"key", "says", "near"}`, or `null`. Standard library only, besides
-vLLM.
+the arguments of a server that works, the further ones to check by name, each as the words of a command line, and
+`reserved`, names that are refused, with the reason. It prints the first thing wrong as JSON on its last line:
+`{"key", "says", "near"}`, or `null`. Standard library only, besides vLLM.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -26,7 +26,7 @@ class _Found(BaseException):
 
 
 class _Refused(Exception):
-    """The parser has said why."""
+    """The parser refused the arguments; the text is its message."""
 
 
 def server_parser() -> Any:
@@ -46,8 +46,8 @@ def server_parser() -> Any:
 
 
 def wrong(parser: Any, base: list[str], given: dict[str, list[str]], reserved: dict[str, str]) -> dict[str, Any] | None:
-    """The first thing wrong with `given` beside `base`: which one (None if that cannot be told), what vLLM says, and
-    names near an unknown one."""
+    """The first of the further arguments that is wrong beside `base`: its name (None if it is not known which one),
+    vLLM's message, and a name near an unknown one."""
     for key, words in given.items():
         action = parser._option_string_actions.get(f"--{key}")  # the whole name: it takes shortened ones as well
         if action is None:

@@ -11,7 +11,8 @@ Loud ones, with LoRA (`install`):
 - A mixture does not start: vLLM takes the kernel for adapted experts, which needs Triton, also where no adapter adapts
   them (`--lora-target-modules`). With the usual one vLLM itself refuses to adapt experts.
 
-Switched off by $AGENTRL_VLLM_MEND=0 at start, or while running by `enabled`, so that tests can show what a canary sees.
+Switched off at start by an environment variable (in `agentrl.engine.vllm.plugin`), or while running by `enabled`, so
+that tests can show what a canary sees.
 """
 
 # pyright: basic, reportMissingImports=false

@@ -78,7 +78,7 @@ class Update:
 
 @dataclass(slots=True)
 class Base:
-    """The bytes of the last weights loaded, kept for the next delta where the trainer asked for it."""
+    """The bytes of the last weights loaded, kept for the next delta if the trainer requests it."""
 
     keep: bool = False
     sha256: str | None = None
@@ -116,9 +116,9 @@ class Superseded(Exception):
 
 @dataclass(slots=True)
 class Stage:
-    """One update made ready on a thread. At most one; asking for another drops the former, as does nobody's taking it
-    for `keep_s`. `build` makes the second copy of bytes, and says why if it makes none; it is given a call that raises
-    Superseded once nobody waits."""
+    """One update made ready on a thread. At most one: a request for another drops it, and so do `keep_s` seconds in
+    which nobody takes it. `build` makes the second copy from bytes, and says why if it makes none; its other argument
+    raises Superseded once nobody waits."""
 
     base: Base
     build: Callable[[weight_file.Bytes, Callable[[], None]], tuple[Any, str | None]]

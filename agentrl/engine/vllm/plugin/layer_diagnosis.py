@@ -1,7 +1,7 @@
 """Diagnosis of the weights that layers compute with: fingerprints after every sync, and, when the canary finds a
 difference, which layers compute with the weights of a file and which do not.
 
-For the latter each layer is given a few random inputs and its output compared with what the file's tensors make of
+For the latter each layer computes a few random inputs, and its output is compared with what the file's tensors make of
 them, so that a packed copy which an update did not reach shows, however right the parameter beside it looks. Without
 tensor parallelism only: a shard cannot be compared with a whole tensor. Runs inside vLLM's worker, never while requests
 are computed.

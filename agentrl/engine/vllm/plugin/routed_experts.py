@@ -1,7 +1,7 @@
 """The experts chosen per token, on CPU: what `--enable-return-routed-experts` does on a GPU (it needs Triton).
 
 A hook in every mixture's router writes the chosen experts into a table with one row per slot of the KV cache, beside
-the keys and values they made: a prompt found in the prefix cache brings its rows with it. When a request has sampled,
+the keys and values they made: a prompt that hits the prefix cache brings its rows with it. When a request has sampled,
 the rows its tokens were computed with go out with the token, and reach the client in the field `routed_experts` of the
 last chunk, as on a GPU: an array [tokens - 1, layers, experts per token], the last token never having been computed.
 After an update with recomputed KV a sampled token keeps the row it was sampled with.

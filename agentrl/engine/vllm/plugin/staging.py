@@ -196,8 +196,8 @@ def build(
     settle: Callable[[Any], None],
     expected: dict[str, str],
 ) -> Second:
-    """A second copy of the weights. `load` loads a file into the model it is given, `settle` does what has to be done
-    after. Raises WeightSyncError if the copy has other fingerprints than the `expected` ones of the file."""
+    """A second copy of the weights. `load` loads a file into a model, `settle` finishes the model after it. Raises
+    WeightSyncError if the copy has other fingerprints than the `expected` ones of the file."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with _stream_of(device):

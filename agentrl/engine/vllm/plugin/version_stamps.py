@@ -51,7 +51,7 @@ def _stamp_every_chunk() -> None:
 
 
 def _salt_prefix_cache() -> None:
-    """Blocks are found only by requests of the weight version that computed them.
+    """Salt the prefix cache: only requests of the weight version that computed a block hit it.
 
     A request is salted when it is first hashed (in the input thread), again when it enters the scheduler if an update
     came between, and again at an update if nothing of it is computed: new, or sent back for its KV to be recomputed."""
