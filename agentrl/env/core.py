@@ -197,8 +197,8 @@ class Env(gymnasium.Env[Messages, str]):
         return []
 
     async def snapshot(self) -> bytes:
-        """The whole state between two steps, to be given to `restore` of another instance, maybe elsewhere. A run asks
-        for it after a turn (`rollout.snapshot_every_turns`), so that an episode whose worker died repeats no action."""
+        """The whole state between two steps, for `restore` of another instance, maybe on another host. A run asks for
+        it after a turn (`rollout.snapshot_every_turns`), so that an episode whose worker died repeats no action."""
         raise NotImplementedError(f"{type(self).__name__} takes no snapshots")
 
     async def restore(self, snapshot: bytes) -> None:
@@ -248,7 +248,7 @@ class Env(gymnasium.Env[Messages, str]):
 
 class _Wrapped(Env):
     """Any gymnasium environment whose actions and observations are text, seen as an `Env`. What gymnasium's wrappers do
-    not know, such as grading at a limit, is asked of ours within them."""
+    not know, such as grading at a limit, goes to the `Env` within them."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self._env = env

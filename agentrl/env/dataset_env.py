@@ -1,8 +1,8 @@
 """`RowsEnv`: an environment of a data set and reward functions. Nobody has to write an environment for one question and
 one answer.
 
-A row is asked, the policy answers once, and functions judge the answer: `(prompt, completion, row) -> float`, or those
-written for TRL (`agentrl.env.reward_functions`). Its rows are reset options, of `[[tasks]] rows = "train.jsonl"`;
+A row is the question, the policy answers once, and functions judge the answer: `(prompt, completion, row) -> float`, or
+those written for TRL (`agentrl.env.reward_functions`). Its rows are reset options, of `[[tasks]] rows = "train.jsonl"`;
 held-out ones are those of its argument `rows`, by seed.
 """
 
@@ -40,7 +40,7 @@ class RowsEnv(Env):
     what each is multiplied by (default: 1); the outcome is the sum. It is a success from `success_from` on.
 
     `prompt` is the question with the row's columns in braces; a column of chat messages may stand there alone. `rows`
-    is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is asked where no options are given.
+    is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is the question of a reset without options.
 
     The functions run in the main threads of at most `processes` processes, started as they are needed; with 0 in
     threads of this process, for functions that share something large. If they run for more than `reward_s` seconds for
@@ -115,7 +115,7 @@ class RowsEnv(Env):
 
     @property
     def _column(self) -> str:
-        """The column of the row that is asked, if the prompt is nothing else."""
+        """The column that holds the question, if the prompt is nothing else."""
         return self._prompt.strip("{}")
 
     def _name_unused(self, row: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Several roles in one episode: self-play, solver and verifier, a table of players.
 
 `RolesEnv` says in `info["role"]` who acts next; the observation is for that role, and holds what is new to it since
-its own last turn. Rewards and outcomes go by role. `OneRole` binds all roles but one to given policies, so that a
+its own last turn. Rewards and outcomes go by role. `OneRole` binds all roles but one to fixed policies, so that a
 driver which knows nothing of roles can train the one; the rollout itself plays all roles. It knows neither models nor
 weights.
 """
@@ -171,7 +171,7 @@ class RolesEnv(Env):
 
 
 class OneRole(Env):
-    """A `RolesEnv` in which one role is the policy that learns and the others are given.
+    """A `RolesEnv` in which one role is the policy that learns and the others follow fixed policies.
 
     `others` binds each other role to a `Policy`. The learner's observation is what its role sees; rewards that it
     gets for others' moves are added to the step that led to them; its outcome is a success from `success_outcome` on.

@@ -1,4 +1,5 @@
-"""Packages that are not installed with us: imported when asked for, named with their remedy where they are missing."""
+"""Packages that are not installed with us: imported at their first use, named with their remedy where they are
+missing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reward functions of `RowsEnv`: which signatures they may have, how they are called, which numbers they may give.
 
-    (prompt, completion, row)               one answer: messages asked, the text answered, the row of the data set
+    (prompt, completion, row)               one answer: prompt messages, the answer's text, the row of the data set
     (completions, prompts=…, column=…, **)  as in TRL: lists, of one answer each, and columns of the row by name
     (environments, **)                      as in TRL beside an environment class: lists of one environment each
 

@@ -1,9 +1,9 @@
 """An episode with a box as bytes, for another instance: what happened to the environment, and the files of its box.
 
 The environment's own code runs again, from the same reset through the same actions, so that whatever it holds in Python
-is there again; its box answers from a record meanwhile, so that no command is run twice. Each observation must be the
-one that was given before. Then the files are put into the box, and the episode goes on. Nothing of it is executed: the
-bytes are JSON and a packed box.
+is there again; its box answers from a record meanwhile, so that no command is run twice. Each observation must equal
+the one of before. Then the files are put into the box, and the episode goes on. Nothing of it is executed: the bytes
+are JSON and a packed box.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WINDOW: Final = 8 << 20  # memory that reading a stream may take
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action as the environment was given it, and a digest of its answer."""
+    """One action as the environment received it, and a digest of its answer."""
 
     text: str
     cut: bool
@@ -85,8 +85,8 @@ class Past:
 
 
 class Recorded(Env):
-    """Snapshots for a class whose episodes have a box that records what it is asked. The class calls `_begin_record`
-    and `Past.began` in its reset, and `_record_action` after each step."""
+    """Snapshots for a class whose episodes have a box that records its calls. The class calls `_begin_record` and
+    `Past.began` in its reset, and `_record_action` after each step."""
 
     _record: Past | None = None
     _record_again: Past | None = None

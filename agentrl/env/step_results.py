@@ -48,7 +48,7 @@ async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
 
 
 def joined(step: Step, last: Step) -> Step:
-    """`step`, and over it what the environment said when the episode was ended after it."""
+    """`step`, and over it the environment's answer when the episode was ended after it."""
     return replace(
         step,
         outcome=step.outcome if last.outcome is None else last.outcome,
@@ -96,8 +96,8 @@ def _step(
     terminated: Any = False,
     truncated: Any = False,
 ) -> Step:
-    """A step of what was said: what a run acts on as fields, the rest of the info as it is. Of messages of more than
-    `most` bytes the middle is cut out."""
+    """A step from an environment's answer: what a run acts on as fields, the rest of the info as it is. Messages of
+    more than `most` bytes lose their middle."""
 
     def named(name: str) -> str:
         return f"{what}: info[{name!r}]"

@@ -113,7 +113,7 @@ class Rows(TaskSource):
 
 
 class _Orders:
-    """A permutation of `count` places for every epoch, drawn from `seed`; the last one asked for is kept."""
+    """A permutation of `count` places for every epoch, drawn from `seed`; the last one used is cached."""
 
     def __init__(self, seed: int, count: int) -> None:
         self._seed, self._count = seed, count

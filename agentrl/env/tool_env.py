@@ -77,7 +77,7 @@ class ToolEnv(Recorded):
                 if number == self.secret:
                     self.solved = True
                     self.finish()
-                return "found" if self.solved else "larger" if number < self.secret else "smaller"
+                return "right" if self.solved else "larger" if number < self.secret else "smaller"
 
             def grade(self):
                 return self.solved
@@ -123,7 +123,8 @@ class ToolEnv(Recorded):
         parse_policy: ParsePolicy | Mapping[str, Any] | None = None,
         tool_format: str | None = None,
     ) -> None:
-        """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.tools.by_name`."""
+        """`tools` beside the class's own, as objects or names, and the `box` for them: see
+        `agentrl.env.tools.by_name`."""
         self.limits = settings_as(EpisodeLimits, "limits", self.limits if limits is None else limits)
         policy = self.parse_policy if parse_policy is None else parse_policy
         self.parse_policy = settings_as(ParsePolicy, "parse_policy", policy)
@@ -155,7 +156,7 @@ class ToolEnv(Recorded):
         raise NotImplementedError(f"{type(self).__name__} must write prompt(task)")
 
     def on_text(self, text: str) -> MaybeAwaitable[str | Sequence[Message] | None]:
-        """Answer an action without any tool call. The default tells the model to make one."""
+        """Answer an action without any tool call. The default answers that it needs one."""
         raise StructuralParseError(f"no tool call found; call one of: {self._tools.names}")
 
     def after_turn(self, results: Sequence[CallResult]) -> MaybeAwaitable[float | None]:

@@ -207,7 +207,7 @@ def _made(id: str, kwargs: Mapping[str, Any]) -> AnyEnv:
 
 
 def names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of a Discrete space's values (their numbers, where none are given); nothing for other spaces."""
+    """The names of a Discrete space's values, by default their numbers; nothing for other spaces."""
     if not isinstance(space, spaces.Discrete):
         if actions is not None:
             raise UsageError(f"actions name the values of a Discrete space, not of {space}")

@@ -34,9 +34,9 @@ UNORDERED: Final = {
 
 
 class ReasoningGym(ToolEnv):
-    """`agentrl/ReasoningGym-v0`. Questions of reasoning-gym. `task` names a data set of reasoning-gym
-    (`leg_counting`, `basic_arithmetic`, …), `config` its settings. Every seed is a question of its own; the outcome
-    is the data set's own score from 0 to 1.
+    """`agentrl/ReasoningGym-v0`. Questions of reasoning-gym. `task` names a data set of reasoning-gym ("leg_counting",
+    "basic_arithmetic", …), `config` its settings. Every seed is a question of its own; the outcome is the data set's
+    own score from 0 to 1.
 
     The model answers within `<answer>…</answer>`; an answer without the tags costs a turn. Some data sets evaluate
     answers as Python: there, one that is more than plain arithmetic or a plain list counts as empty. So does one that

@@ -24,10 +24,10 @@ class TextArena(RolesEnv):
     """`agentrl/TextArena-v0`. A game of TextArena. `game` is a TextArena id (`TicTacToe-v0`, `Wordle-v0`, …),
     `players` how many sit down.
 
-    Roles are `player_0`, `player_1`, …; each sees what the game and the others said since its own last turn. Outcomes
-    are TextArena's rewards. What a game's code makes of an illegal move is the policy's doing: if it raises, the role
-    may try again, and a role that forfeits so gets -1, as for an invalid move in TextArena; if its reward for that
-    move is no number (some games mix up their arguments), it is -1 too.
+    Roles are "player_0", "player_1", …; each sees the messages of the game and the others since its own last turn.
+    Outcomes are TextArena's rewards. What a game's code makes of an illegal move is the policy's doing: if it raises,
+    the role may try again, and a role that forfeits so gets -1, as for an invalid move in TextArena; if its reward for
+    that move is no number (some games mix up their arguments), it is -1 too.
 
     Its games draw from Python's and numpy's global generators: their states are exchanged around every call, so that
     instances do not disturb each other and replay is exact. Raises UsageError for a game that this machine cannot

@@ -1,4 +1,4 @@
-"""Environment classes written for TRL's `environment_factory`, unchanged: `reset(**row)`, public methods, and a reward
+"""Environment classes written for TRL's environment_factory, unchanged: `reset(**row)`, public methods, and a reward
 from `get_reward()` or from reward functions beside the class.
 
 Their rules: public methods are the tools; `reset` takes the row of the data set and may return text, which is appended

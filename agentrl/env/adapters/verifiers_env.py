@@ -161,8 +161,8 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
 
 
 def _with_tools_told(env: Any, messages: Messages) -> Messages:
-    """The opening with the tools in its system message: verifiers' chat template is told of no tools of ours, and
-    its policy writes calls as text."""
+    """The opening with the tools in its system message: verifiers' chat template gets no tools of ours, and its policy
+    writes calls as text."""
     schemas = [function_schema(schema) for schema in env.unwrapped.tool_schemas()]
     if not schemas:
         return messages

@@ -9,7 +9,7 @@ Only when the program asks for something else, or ends, is the answer lost: nobo
 was read is a new request, however often it comes.
 
 Whose fault is a lost answer (law 3)? Ours, if the program waited for nothing else: no answer was read while it waited.
-Otherwise only patience tells: a client that leaves sooner than an answer has taken before was not driven away by us.
+Otherwise only patience decides: a client that leaves sooner than an answer has taken before was not driven away by us.
 A program that asks several things at once may give one up because of another's answer, and does so at once; a client
 that waits longer, also behind others in our queue, has lost its patience. In a box the policy's own code can send
 requests and kill the client that waits: there time in the queue says nothing, as the policy can fill it. Before the
@@ -226,7 +226,7 @@ class OpenRequests:
         return 0.0 if since_s is None else now - since_s
 
     def _pass_on(self, pending: Pending) -> None:
-        """Let a queued request for the same conversation take the place of one that was left: its client asked again
+        """Let a queued request for the same conversation take the place of one that was left: its client sent it again
         before the old connection was seen to close."""
         for other in self._queue:
             if other.repeats(pending.path, pending.conversation):

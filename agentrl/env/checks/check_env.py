@@ -68,7 +68,7 @@ def check_env(
 
     `actions` are tried in turn by every episode that is played; without them, random calls after the environment's
     own tool schemas. `steps` is how long an episode is played, `deadline_s` how long one play of it may take. Raises
-    EnvCheckFailed with the whole report if something was found and `raises`; must not be called from within trio.
+    EnvCheckFailed with the whole report if a check failed and `raises`; must not be called from within trio.
 
     What it checks: gymnasium's own checker; tool schemas; equal replay; records that JSON can carry; close, again and
     again; cancellation in mid-step; eight instances at once; any text as an action; leaks of processes, descriptors,

@@ -211,7 +211,7 @@ def runs_eight_at_once(subject: Subject) -> Iterator[Flaw]:
 
 
 def answers_any_text(subject: Subject) -> Iterator[Flaw]:
-    """No action raises, whatever a model writes; found and made small by hypothesis."""
+    """No action raises, whatever a model writes; hypothesis searches for one that does, and shrinks it."""
     try:
         import hypothesis
         from hypothesis import strategies as st

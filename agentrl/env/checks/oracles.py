@@ -1,7 +1,8 @@
 """Oracles: scripted policies whose outcome is known beforehand, by which an environment's tasks are validated.
 
-An environment offers them by a method `oracles()` that is asked right after a reset: a gold policy that must get 1, one
-that does nothing and must get 0, and whatever else its author knows to be right or wrong. Never imported by training.
+An environment offers them by a method `oracles()` that is called right after a reset: a gold policy that must get 1,
+one that does nothing and must get 0, and whatever else its author knows to be right or wrong. Never imported by
+training.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class UnplayableTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OracleResult:
-    """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given). `info` is
-    the last step's, `task` what the reset's info calls the task, `answers` what the oracle read of each action."""
+    """The result of an oracle's episode: the outcome it must get, and the one it got (None: the environment set none).
+    `info` is the last step's, `task` what the reset's info calls the task, `answers` what the oracle read of each
+    action."""
 
     name: str
     expected: float

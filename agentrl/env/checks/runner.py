@@ -300,7 +300,8 @@ def single(error: BaseException) -> BaseException:
 
 
 def _copied(info: Mapping[str, Json]) -> Mapping[str, Json]:
-    """A copy that later changes by the environment do not reach; what JSON cannot carry stays, to be found."""
+    """A copy that later changes by the environment do not reach; what JSON cannot carry stays, for a check to
+    report."""
     try:
         copied = json.loads(json.dumps(info))
     except (TypeError, ValueError):

@@ -5,8 +5,8 @@
 A name is an id of the entry-point group `agentrl.tools`, or a reference. It stands for a function with type hints and
 a docstring, for a tool, for a class that makes one, or for a class that makes a *server*: `open()` gives its tools when
 an episode begins, `aclose()` ends it. Classes are called with the other keys of their table; one that needs a `sandbox`
-is given the box of the episode, one that may have one too if its table says `sandbox = true`. The model reads the name
-that the tool has, or the `name` of its table.
+gets the box of the episode, and so does one that can do without if its table says `sandbox = true`. The model reads the
+name that the tool has, or the `name` of its table.
 
 Owns that box and the servers from `open` to `aclose`. Knows nothing of episodes, prompts or models.
 """
@@ -88,7 +88,7 @@ class Plugged:
 
     @property
     def current(self) -> CurrentBox | None:
-        """The box of the episode if it has one that records what it is asked, else None."""
+        """The box of the episode if it has one that records its calls, else None."""
         if self._own is not None:
             return self._own if isinstance(self._own, CurrentBox) else None
         return self._box if self._needs_box else None

@@ -322,7 +322,7 @@ def get_format(name: str) -> ToolFormat:
 
 
 def format_of(env: Any) -> ToolFormat:
-    """The dialect that an environment speaks: its own, or that of the model's chat template, which its driver told it.
+    """The dialect that an environment speaks: its own, or that of the model's chat template, which its driver set.
     Raises UsageError if neither is known."""
     name = getattr(env, "tool_format", None) or getattr(env, "template_format", DEFAULT)
     if not name:

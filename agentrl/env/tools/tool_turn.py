@@ -187,7 +187,7 @@ def errors_by_tool(results: Sequence[CallResult]) -> dict[str, int]:
 
 
 def with_cut(error: PolicyFault, action_cut: bool) -> PolicyFault:
-    """The error of a call as the model reads it: it is told if its turn was cut in the middle of the call, or before
+    """The error of a call as the model reads it, with a note if its turn was cut in the middle of the call, or before
     one."""
     if action_cut and isinstance(error, StructuralParseError):
         return StructuralParseError(f"{error} (your turn was cut at its limit of tokens: write less at once)")

@@ -84,11 +84,11 @@ def tool(
 ) -> Any:
     """Offer a method (or function) to the model. Its type hints and docstring become the JSON schema.
 
-    `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until
-    the call is ended and the model is told. `errors`: exceptions that the model's arguments can cause; their text is
-    shown to it. Any other exception is a failure of the environment and takes the episode out of the loss; raise
-    `ToolError` with a message for the model. `asyncio`: whether an `async def` is written with asyncio and runs on its
-    loop, and not under trio; None: as its code says, see `agentrl.env.asyncio_code`.
+    `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until the
+    call is ended with an error that the model reads. `errors`: exceptions that the model's arguments can cause; their
+    text is shown to it. Any other exception is a failure of the environment and takes the episode out of the loss;
+    raise `ToolError` with a message for the model. `asyncio`: whether an `async def` is written with asyncio and runs
+    on its loop, and not under trio; None: as its code says, see `agentrl.env.asyncio_code`.
 
     Example::
 
@@ -143,7 +143,8 @@ class FunctionTool:
 
 
 class SchemaTool:
-    """A `protocols.Tool` whose JSON schema is given, not derived: `function` takes the checked arguments as a dict."""
+    """A `protocols.Tool` with a JSON schema from its maker, not derived from type hints: `function` takes the checked
+    arguments as a dict."""
 
     def __init__(
         self,
@@ -369,7 +370,7 @@ _REST_ARGUMENT: Final = re.compile(r"^:param\s+(?:[\w\[\], ]+\s+)?(\w+):\s*(.*)$
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description (all before the first section) and what is said of each argument, Google or reST style."""
+    """The description (all before the first section) and the description of each argument, Google or reST style."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section = last = ""
@@ -417,7 +418,7 @@ class CallResult:
 
 
 def failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
-    """A call that went wrong, as the model is told of it."""
+    """The result of a call that went wrong, as the model reads it."""
     content, was_cut = cut(clean_text(said(error)), limit)
     return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
 
