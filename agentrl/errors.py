@@ -1,10 +1,10 @@
 """Every error agentrl raises, in one tree; a failure is named once, at the boundary it crossed.
 
 AgentRLError
-├── UsageError                 the user asked for something impossible (exit code 2)
+├── UsageError                 the user's request is impossible (exit code 2)
 │   ├── ConfigError            a run file or argument: names field, value and hint
 │   ├── UnknownIdError         an id that no package registered
-│   ├── ModelError             a model folder that cannot be used as asked
+│   ├── ModelError             a model folder that cannot be used for this
 │   ├── FormatError            a store, run folder or checkpoint of another format
 │   ├── StrictInputError       input from outside that is not honoured, under --strict
 │   └── EnvCheckFailed         an environment breaks its contract
@@ -54,14 +54,14 @@ class AgentRLError(Exception):
 
 
 class UsageError(AgentRLError):
-    """The user asked for something impossible; the text names it and says what to do."""
+    """The user's request is impossible; the text names what and says how to fix it."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A setting is wrong. `field` is its dotted name, `value` the given value, `hint` what to do. The message leaves
-    out what may be a password in a URL or a connection string."""
+    """A setting is wrong. `field` is its dotted name, `value` its value, `hint` what to do. The message leaves out what
+    may be a password in a URL or a connection string."""
 
     def __init__(self, field: str, value: object, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
@@ -94,7 +94,7 @@ class FormatError(UsageError):
 
 
 class StrictInputError(UsageError):
-    """Input from outside holds something that is not honoured, and the user asked for a refusal with --strict."""
+    """Input from outside holds something that is not honoured, which --strict refuses."""
 
 
 class EnvCheckFailed(UsageError):
@@ -110,8 +110,8 @@ class CallbackError(RunFailed):
 
 
 class WornOut(AgentRLError):
-    """This process has ended in order, its leases given back or its state saved: restart it, without cost to its
-    restart budget."""
+    """This process has ended in order, its leases released or its state saved: restart it, without cost to its restart
+    budget."""
 
     exit_code = 4
 
@@ -229,7 +229,7 @@ class StoreBusy(StoreError):
 
 class StoreAway(StoreError):
     """The database of the store does not answer, and nothing was written: the same call may be made again.
-    `given_up`: it was, for as long as the settings allow."""
+    Its flag is True once the retries have lasted as long as the settings allow."""
 
     exit_code = 6
     given_up = False
@@ -259,7 +259,8 @@ class ContentParseError(ParseError):
 
 
 class SandboxPathError(PolicyFault):
-    """A path in a box cannot be read or written as asked: missing, of the wrong kind, leading out, too large, no space.
+    """A path in a box cannot be read or written as requested: missing, of the wrong kind, leading out, too large, no
+    space.
 
     The policy shapes the box's files, so it is the policy's fault. An environment that reads a file which the policy
     cannot have changed raises `SandboxError` from it."""
@@ -388,7 +389,7 @@ class Tracebacks:
 
 
 def matters(error: BaseException) -> BaseException:
-    """The most important error of a group, nested groups included: first one that the user can mend, then one that ends
+    """The most important error of a group, nested groups included: first one that the user can fix, then one that ends
     the run, then any other of ours, then the rest. An error that is not a group is returned as it is."""
     ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
 

@@ -241,9 +241,9 @@ class Sandbox(Protocol):
     """One box with a private work folder `/workspace`. Paths are relative to it and cannot leave it.
 
     Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
-    is missing, of the wrong kind, leads out, finds no space or is larger than asked for; a command's failure in the box
-    is an `ExecResult`. Waiting in `exec`, in a `BoxProcess`, and for files that processes in the box can hold back, is
-    the policy's time: a box waits in `agentrl.host.clocks.policy_time()`."""
+    is missing, of the wrong kind, leads out, finds no space or is larger than the caller allows; a command's failure in
+    the box is an `ExecResult`. Waiting in `exec`, in a `BoxProcess`, and for files that processes in the box can hold
+    back, is the policy's time: a box waits in `agentrl.host.clocks.policy_time()`."""
 
     async def exec(
         self,

@@ -3,8 +3,8 @@
 How a token travels: an engine samples it (`Generation`), the episode journals it (`Turn`), the group of its
 episode finishes (`Group`), the learner reads it (`Trajectory`). It is never re-tokenized on the way.
 
-Worked example: an episode of two turns in ChatML. `P` is the rendered prompt, `A`/`B` are sampled, `O` the tool's
-answer rendered with the next generation prompt::
+Worked example: an episode of two turns in ChatML. P is the rendered prompt, A and B are sampled, O is the tool's answer
+rendered with the next generation prompt::
 
     turn 0: parent=None  prompt_ids=P  token_ids=A      context = P
     turn 1: parent=0     prompt_ids=O  token_ids=B      context = P A O
@@ -192,11 +192,11 @@ class Step:
     gymnasium's flags, and other facts that a run acts on. `agentrl.env.step_results` builds it from gymnasium's `info`,
     whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
 
-    `outcome` is the episode's outcome reward and `success` whether it succeeded, each None if not given; `stop_reason`
-    is why it ended. `history` replaces all messages before it: a fork. A `masked` turn stays in context but not in the
-    loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role (see
-    `agentrl.env.multi_agent`). `unsettled` is added to the last turn's reward if something else ends the episode here,
-    such as a limit of the run: a potential-based reward must then settle the potential of the current state.
+    `outcome` is the episode's outcome reward and `success` whether it succeeded, each None if the environment does not
+    set it; `stop_reason` is why it ended. `history` replaces all messages before it: a fork. A `masked` turn stays in
+    context but not in the loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role
+    (see `agentrl.env.multi_agent`). `unsettled` is added to the last turn's reward if something else ends the episode
+    here, such as a limit of the run: a potential-based reward must then settle the potential of the current state.
     `observation_cut` counts the bytes of messages beyond the run's limit, and `compaction` is what happened to the
     conversation behind this answer (see `agentrl.rollout.compaction`); the driver sets both."""
 
@@ -226,7 +226,7 @@ class Turn:
     `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
     it starts anew; `prompt_ids` are the tokens between the parent's end and the first sampled token. `step` is None
     after the action was journaled until the environment has answered. `role` is the role that acted; `learns` is False
-    if a given policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
+    if another policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
     `experts` begin where those of the turns before end, at the last token of `parent` unless it has none, so that a
     chain has no gap. `columns` holds more about each sampled token (`agentrl.tokens.columns`). `scores` are the scores
     of the reward sources other than the environment, and `score` is their sum, weighted as in the run file."""

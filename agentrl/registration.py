@@ -94,7 +94,7 @@ def parameters_of(maker: Any) -> list[inspect.Parameter]:
 
 @functools.lru_cache(256)
 def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
-    """The parameters that are annotated with kinds of `_SAID` alone, and with which."""
+    """The parameters whose annotations name only kinds that a run file can check, with these kinds."""
     try:
         hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
     except (NameError, TypeError, AttributeError):  # somebody's annotations may be anything

@@ -22,8 +22,8 @@ def cores(limit: Path = _CGROUP) -> int:
 
 
 def multiplies_bfloat16(cpu: Path = _CPU) -> bool:
-    """Whether they have instructions for products of bfloat16 numbers, so that these are faster than those of float32.
-    `cpu` tells what they have, as proc(5) writes it; a machine that does not tell has none."""
+    """Whether the cores have instructions for products of bfloat16 numbers, so that these are faster than those of
+    float32. `cpu` is the file that lists their flags, see proc(5); without it the answer is False."""
     try:
         flags = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "")
     except OSError:

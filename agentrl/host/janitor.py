@@ -5,7 +5,7 @@ also by SIGKILL, the janitor sees the end of the pipe, kills the processes that 
 environment, and removes folder, mounts and control groups. If the janitor is killed too, the next owner on this
 machine removes the rest: labels identify dead owners by process id and start time.
 
-The mark finds processes that the kernel does not end: a program on the host that does not ask for `PR_SET_PDEATHSIG`; a
+The mark finds processes that the kernel does not end: a program on the host that does not ask for PR_SET_PDEATHSIG; a
 `bwrap`, which asks for it some milliseconds after its start; and process 1 of its box, which asks still later. If the
 parent dies before that, the child gets no signal. A process of ours ends by itself (`watch_lifeline`): its owner holds
 the other end of its standard input.
@@ -125,8 +125,8 @@ class Janitor:
     ) -> None:
         """Marked processes have `patience_s` seconds to end by themselves. `keep_open` are descriptors, such as locks,
         that stay open until all is gone. `remover` is a command that removes other resources of the owner; its last
-        argument is the owner's label, it has `variables` in its environment, and it fails as long as it found something
-        to remove."""
+        argument is the owner's label, it has `variables` in its environment, and it fails as long as there was
+        something to remove."""
         self.mark = {_MARK: str(folder)}
         self._patience_s = patience_s
         arguments = [str(folder), _MARK, control_group(folder.name), str(round(patience_s / 0.1))]

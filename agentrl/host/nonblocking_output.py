@@ -1,5 +1,5 @@
 """Printing that waits for no reader. A terminal that is held (Ctrl-S) or a pager that nobody scrolls stops whoever
-prints into it; a run goes on, and what nobody read is left out and said."""
+prints into it; a run goes on, and text that nobody read is left out, with a note."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unread(io.TextIOBase):
     """Text for the file descriptor of `stream`, written by a thread.
 
     `write` never blocks: past 1 MiB of text that nobody read yet, each further text is left out whole. A reader that
-    returns is told how many characters it missed; one that is gone for good is not missed."""
+    returns reads how many characters it missed; one that is gone for good is not missed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._fd = stream, stream.fileno()

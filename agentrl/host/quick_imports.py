@@ -1,4 +1,4 @@
-"""Large packages load sooner, and bring no package that nobody asked for.
+"""Large packages load sooner, and bring no package that nobody needs.
 
 For the entry points of our own commands and processes, around their first import of torch or transformers. Whoever
 imports agentrl as a library keeps the interpreter as it is.
@@ -23,7 +23,7 @@ def quick_imports() -> Generator[None]:
     """Inside, collect no garbage, and let nobody find the packages of `_UNASKED`.
 
     Modules stay for good, yet the collector looks through all of them time and again while they load: a fifth of the
-    time. It is told to leave alone what loaded here."""
+    time. Modules that loaded here are frozen, so that it leaves them alone."""
     collects = gc.isenabled()
     gc.disable()
     modules = cast("dict[str, object]", sys.modules)

@@ -24,8 +24,8 @@ _STAT: Final = Path("/proc/stat")
 
 
 class SpareCores:
-    """Tells the threads that a computation may take: from 1 to all cores of this process. Where the machine does not
-    tell what idles, 1. Asked before each piece of work, it looks four times a second at most."""
+    """The number of threads that a computation may take: from 1 to all cores of this process, or 1 where the machine
+    does not report idle time. Call `threads` before each piece of work: it measures four times a second at most."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class SpareCores:
         used_s: Callable[[], float] = time.process_time,
         idle_s: Callable[[], float | None] | None = None,
     ) -> None:
-        """`used_s` tells the CPU time of this process, `idle_s` that in which its cores had nothing to do, or None."""
+        """`used_s` returns the CPU time of this process, `idle_s` the time in which its cores were idle, None if
+        unknown."""
         self._most = most or cores()
         self._clock, self._used_s, self._idle_s = clock, used_s, idle_s or idle_time_s
         self._threads = 1

@@ -160,8 +160,8 @@ class Measure:
         self._announced, self._body_bytes = 0, bounds.body_bytes
 
     def fed(self, count: int, body_before: int) -> None:
-        """After the parser was given so many bytes: those that were no body are of the head, or of a trailer or the
-        frame of a chunk, which the parser keeps in memory until they end."""
+        """Count bytes that the parser has read: those that were no body are of the head, or of a trailer or the frame
+        of a chunk, which the parser keeps in memory until they end."""
         if self.body == body_before:
             self._silent += count
             if self._silent > self._bounds.head_bytes:
@@ -200,7 +200,7 @@ class Measure:
 
 
 class Reader:
-    """One request, from the bytes that `feed` is given; httptools calls `on_...`."""
+    """One request, from the bytes that `feed` gets; httptools calls `on_...`."""
 
     def __init__(self, bounds: ServerBounds) -> None:
         self._parser: Any = httptools.HttpRequestParser(self)

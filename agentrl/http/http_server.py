@@ -147,7 +147,8 @@ class _Connection:
         return True
 
     async def _admit(self, request: Reader) -> None:
-        """Ask whether the body is wanted. Raises Cut if it is not, RequestRefused if it is too large."""
+        """Check the head of a request before its body is read. Raises Cut if the server refuses it, RequestRefused if
+        the body is too large."""
         if self._server.refuses is not None:
             answer = self._server.refuses(request.method, _url(request.target)[0], request.headers)
             if answer is not None:

@@ -132,7 +132,7 @@ def model_dir(name: str) -> Path:
     """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
     Hugging Face hub, which is downloaded if it is not in the cache. For a run's folder: its newest checkpoint.
 
-    Raises ModelError if nothing is found, the folder has no config.json, or the run's checkpoint is damaged."""
+    Raises ModelError if there is no such model, the folder has no config.json, or the run's checkpoint is damaged."""
     path = Path(name)
     if (path / "checkpoints").is_dir():  # a run: what it has trained
         newest_one = newest_written(path / "checkpoints")

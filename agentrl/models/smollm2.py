@@ -6,7 +6,7 @@ that were published. Never imports torch, nor the package itself, which would lo
 
 Sources: the order of the rows of queries and keys is that of llama.cpp's conversion of Llama models; the split of texts
 before byte pairs are merged (each digit alone, then as GPT-2) is that of the published tokenizer, which the file names
-`smollm`.
+"smollm".
 """
 
 from __future__ import annotations
