@@ -24,7 +24,7 @@ _IPC_BUFFER = 1 << 30  # bytes shared with the engine at a time, or a tensor's o
 
 
 class Client(Protocol):
-    """The control calls that vLLM's sender makes, from threads of its own: vLLM's `VLLMWeightSyncClient`."""
+    """The control calls that vLLM's sender makes, from threads of its own: vLLM's VLLMWeightSyncClient."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...

@@ -281,9 +281,9 @@ class Learner:
 
     def copy(self, root: Path) -> Callable[[Callable[[], None]], Path] | None:
         """Copy the state of this step to host memory; None if there is no room for it. The call that is returned writes
-        it as a checkpoint under `root`, as `save` does, on any thread and while the learner goes on; it is given what
-        to call after every file, and it is called once, before there is another checkpoint. The episodes in `trained`
-        are recorded in it, and forgotten: if it is not written, the learner has to go on from the one before."""
+        it as a checkpoint under `root`, as `save` does, on any thread and while the learner goes on; its argument is
+        called after every file. Call it once, before there is another checkpoint. The episodes in `trained` are
+        recorded in it, and forgotten: if it is not written, the learner has to go on from the one before."""
         return self.state.copy(root)
 
     def load(self, folder: Path) -> CheckpointState:

@@ -142,7 +142,7 @@ class RankWorker:
         return self._sent(results)
 
     def optimizer_step(self, names: Sequence[str], loss: Tensor) -> float | None:
-        """Update the named models from the accumulated gradients, given their loss: see `Models.optimizer_step`."""
+        """Update the named models from the gradients accumulated for `loss`: see `Models.optimizer_step`."""
         norm = self.models.optimizer_step(names, loss=loss, lr_share=lr_share(self.settings.train, self.step_index + 1))
         self.watch.lap("optimizer")
         self.progress()

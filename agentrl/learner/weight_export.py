@@ -184,7 +184,7 @@ class Described:
 
 class WeightSnapshot:
     """Tensors under the names of the checkpoint format, in a fixed order; each pass over them gives (name, tensor) on
-    `device`, wherever they are kept. It has the form of vLLM's `WeightSource`."""
+    `device`, wherever they are kept. It has the form of vLLM's WeightSource."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors, self.device = dict(tensors), device

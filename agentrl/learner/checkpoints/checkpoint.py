@@ -141,7 +141,7 @@ def save(
     may_appear: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint that `begin` began, make it durable, drop all but the newest `keep`. Returns its folder.
-    `own` are the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any
+    `own` are the models of roles with their own, by role. With the entries that `copied` returned, it may run on any
     thread while the models go on: of these it only reads their names. `settle` waits until the other `ranks` have made
     their files durable.
 
@@ -202,8 +202,9 @@ def contents(
     parts: Mapping[str, CheckpointPart],
     own: Mapping[str, Model] = _NO_MODELS,
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
-    asked for: every rank goes through all of them, and rank 0 has them, but of SHARDS each rank its own."""
+    """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each is gathered when
+    the iterator reaches it: every rank goes through all of them, and rank 0 has them, but of SHARDS each rank its
+    own."""
     yield WEIGHTS, checkpoint_tensors(module)
     for role, model in own.items():
         yield str(of_role(Path(), role) / WEIGHTS), checkpoint_tensors(model.module)
@@ -269,7 +270,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _kept(found: Any, places: Set[int]) -> Any:
-    """Return `found` in host memory: a tensor is copied if its storage begins at one of the addresses `places`."""
+    """Return an entry in host memory: a tensor is copied if its storage begins at one of the addresses `places`."""
     if isinstance(found, Tensor):
         if names := _parts_of(found):  # of several, such as codes and scales
             inner = {name: _kept(getattr(found, name), places) for name in names}

@@ -2,7 +2,7 @@
 
 What belongs to a model is what is not known to be something else. A list of names is always too short: transformers 5
 keeps further chat templates in a folder of their own, other tokenizers have files of other kinds, and a model that lost
-one of them is asked with other prompts than it was trained with. Standard library only.
+one of them gets other prompts than it was trained with. Standard library only.
 """
 
 from __future__ import annotations

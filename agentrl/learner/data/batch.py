@@ -71,8 +71,8 @@ class GroupRows:
     had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
     its length and not by the policy. A `skipped` group trains nothing and only reports; `weight` multiplies the share
     of the loss that its tokens have. `env` is the environment of its task; `members` are all, trained or not.
-    `scores` are what each reward function of the environment said of an episode (`info["scores"]` of its answers), and
-    `scores_late` counts the answers that a function had not judged in time (`info["scores_late"]`)."""
+    `scores` are the values that each reward function of the environment gave an episode (`info["scores"]` of its
+    answers), and `scores_late` counts the answers that a function had not judged in time (`info["scores_late"]`)."""
 
     group_id: int
     env: str

@@ -73,7 +73,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The prefix tree of some rows. `_N` are its nodes; `paths` holds every row's node numbers."""
+    """The prefix tree of some rows, with N nodes; `paths` holds every row's node numbers."""
 
     token_ids_N: tuple[int, ...]
     depth_N: tuple[int, ...]
@@ -84,8 +84,8 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """The first nodes of each of `passes` passes over one group, before any that predicts. `experts` is a digest of
-    those that were told for them: the same tokens with other experts are another stem."""
+    """The first nodes of each of `passes` passes over one group, before any that predicts. `experts` is a digest of the
+    experts recorded for them: the same tokens with other experts are another stem."""
 
     token_ids: tuple[int, ...]
     passes: int
@@ -97,11 +97,11 @@ class Stem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """The content of one pass. `_N` nodes, `_P` the nodes that predict a scored or observed token, `_K` scored tokens,
-    all of them of one policy and trained by one algorithm, `_O` observed ones, see `Row`.
+    """The content of one pass. Suffixes: N nodes, P nodes that predict a scored or observed token, K scored tokens, all
+    of one policy and trained by one algorithm, O observed ones, see `Row`.
 
-    A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
-    advantage and behaviour log-prob, so the loss is that of the rows."""
+    A token sampled by two members after the same prefix is one node and two scored tokens: each keeps its own advantage
+    and behaviour log-prob, so the loss is that of the rows."""
 
     token_ids_N: Tensor
     depth_N: Tensor
@@ -249,7 +249,7 @@ def _packs(
 def grown(trees: Sequence[PrefixTree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
     """The passes of a group that was divided into these trees, if to compute their stem once saves the nodes that it
     must; else none. Of several `ranks` each computes the stem, and some of the passes. Of a mixture a node of the stem
-    has the experts of the group's first row that tells any, in every pass."""
+    has the experts of the group's first row that has any recorded, in every pass."""
     rows = [row for tree in trees for row in tree.rows]
     shared_stem = stem(rows, len(trees))
     sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)

@@ -60,8 +60,8 @@ def restart(module: nn.Module) -> None:
 
 
 class Roots:
-    """Keys and values of a stem by layer. `keep` and `before` are an `attention.Gather` each. `heard` is what routers
-    said of its tokens, each counted once."""
+    """Keys and values of a stem by layer. `keep` and `before` are an `attention.Gather` each. `heard` records the
+    routers' choices for its tokens, each counted once."""
 
     def __init__(self) -> None:
         self.heard = RouterRecord()

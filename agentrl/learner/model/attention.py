@@ -241,7 +241,7 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, object]:
 
 class Subtrees:
     """FlexAttention over the nodes of a pass; queries and keys are padded to whole blocks. Raises ValueError if the
-    nodes are not in preorder. `_n` are the nodes that are queries, `_N` those that they may see."""
+    nodes are not in preorder. Suffixes: n nodes that are queries, N nodes that they may see."""
 
     def __init__(self, branches: Sequence[Branch], device: torch.device | None = None) -> None:
         paths = torch.cat([branch.path for branch in branches])

@@ -144,7 +144,7 @@ def _check_tokens(module: Any, folder: Path) -> None:
 
 @contextmanager
 def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
-    """Inside, transformers reads only this rank's shards of the weights, if it is given these arguments: it cuts a
+    """Inside, transformers reads only this rank's shards of the weights, if these arguments are passed to it: it cuts a
     model that is to be distributed after it was made on the meta device, before a weight is read."""
     if ranks.size == 1:
         yield {}

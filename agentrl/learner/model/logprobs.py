@@ -10,11 +10,10 @@ log_softmax(z) at others, and H. With their gradients a, b and h,
 
 If there is room for the logits of all rows, the backward pass gets those of the forward pass, and turns them into dz
 where they lie. If not, it computes each chunk's logits again. Beside the logits of a chunk, only a block of its rows is
-held at a time: memory that is asked for again and again has to be small, since the system clears large pieces of it
+held at a time: memory that is allocated again and again has to be small, since the system clears large pieces of it
 each time, which takes longer than the arithmetic.
 
-`_C` are the rows of a chunk, `_b` those of a block, `_I` the places of `TokenQuery.own`, `_O` those of
-`TokenQuery.plain`.
+Suffixes: C rows of a chunk, b rows of a block, I places of `TokenQuery.own`, O places of `TokenQuery.plain`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -166,9 +165,9 @@ class TokenQuery:
 def statistics(
     head: Callable[[Tensor], Tensor], hidden_PH: Tensor, parameters: Sequence[Tensor], asked: TokenQuery
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read from `head(hidden_PH)` the log-probs [I] at `asked.own` and [O] at `asked.plain`, and the entropy [P] of
-    each row, in float32 and nats. `parameters` are those of `head`. Gradients reach them and `hidden_PH`, through all
-    three."""
+    """Read from `head(hidden_PH)` the log-probs [I] at the query's `own` places and [O] at its `plain` ones, and the
+    entropy [P] of each row, in float32 and nats. `parameters` are those of `head`. Gradients reach them and
+    `hidden_PH`, through all three."""
     own_I, plain_O, entropy_P = _Statistics.apply(hidden_PH, head, asked, *parameters)  # pyright: ignore
     return own_I[asked.own.back_I], plain_O[asked.plain.back_I], entropy_P
 

@@ -8,7 +8,7 @@ runs with. A folder holds the one of all others, and in a folder of its name tha
 
 `train.lora_targets` chooses parts: linear layers, or parameters, since transformers keeps the experts of a layer as one
 stack [E, out, in], often gate and up together; many model folders have one matrix per expert. A target may use either's
-names. Each expert of a mixture has matrices A and B of its own, of the rank asked for. PEFT keeps those of a layer side
+names. Each expert of a mixture has matrices A and B of its own, of the adapter's rank. PEFT keeps those of a layer side
 by side; a file names them by expert if the model's folder does, as engines and PEFT read them. If the model keeps an
 expert's gate and up as one matrix, they share one A.
 """
@@ -161,8 +161,8 @@ def inject(module: Any, train: Train, folder: Path) -> None:
 
 def add(module: Any, name: str, parts: Sequence[LoraTarget], *, rank: int, alpha: int) -> None:
     """Put a fresh adapter called `name` beside those that are there, which may be of other ranks and parts, and freeze
-    the weights below. `parts` are some of those that `choose` found in the model without adapters. Passes run with it
-    from now on."""
+    the weights below. `parts` are some of those that `choose` returned for the model without adapters. Passes run with
+    it from now on."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(

@@ -271,8 +271,8 @@ class PolicyModel:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
-        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it: computed in float32
-        from weights rounded to `dtype`. (A step too small to change a bfloat16 changes nothing.)"""
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each conditioned on the tokens before it: computed
+        in float32 from weights rounded to `dtype`. (A step too small to change a bfloat16 changes nothing.)"""
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
@@ -424,7 +424,7 @@ def _logits(
     routes: Routes | None = None,
     seen: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """`seen` is given in the place of ids and depths, if images are among the nodes."""
+    """The logits at the nodes `keep_P`. If images are among the nodes, `seen` takes the place of ids and depths."""
     output = module(
         **(seen or {"input_ids": token_ids_N[None], "position_ids": depth_N[None]}),
         use_cache=False,

@@ -78,8 +78,8 @@ def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
 
 def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SLK: Tensor | None = None) -> Routes:
     """Join the routes of a pass of `size` nodes. Each of `rows` has the numbers of its nodes, how many of these its
-    loss depends on, and its table from `told`. If the first nodes are a stem's, `stem_SLK` are their experts, and rows
-    with others were counted there."""
+    loss depends on, and the table of its experts. If the first nodes are a stem's, `stem_SLK` are their experts, and
+    rows with others were counted there."""
     rows_N = torch.zeros(size, dtype=torch.int32)
     shapes = [chosen.shape[1:] for chosen in (stem_SLK, *(chosen for _, _, chosen in rows)) if chosen is not None]
     chosen_NLK = torch.full((size, *shapes[0]), UNTOLD, dtype=torch.int16) if shapes else None

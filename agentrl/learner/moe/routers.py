@@ -7,7 +7,7 @@ is computed with the experts that the engine computed it with, weighted by what 
 normalised as the model does, so that gradients reach the router. Only the choice is replayed: inside a router, a `topk`
 answers with the chosen experts in the place of the best ones.
 
-Balance (Fedus et al., 2021, "Switch Transformers", equations 4 to 6; as transformers' `load_balancing_loss_func`, with
+Balance (Fedus et al., 2021, "Switch Transformers", equations 4 to 6; as transformers' load_balancing_loss_func, with
 which Qwen3-MoE was trained, a token counts for each of its K experts), over all tokens of an update as in Qiu et al.,
 2025, "Demons in the Detail":
 

@@ -128,8 +128,8 @@ def pulled(
 
 
 def summary(packs: Sequence[Pack], passes: Sequence[Routed | None], *, asked: bool) -> RoutingSummary | None:
-    """Summarise some passes and their routers' choices; None if there was no mixture. No token is missing if replay was
-    not `asked` for and none has experts."""
+    """Summarise some passes and their routers' choices; None if there was no mixture. No token counts as missing if
+    replay is off and none has experts."""
     mixed = [(pack, pack.routes, seen) for pack, seen in zip(packs, passes, strict=True) if pack.routes and seen]
     if not mixed:
         return None

@@ -119,7 +119,7 @@ class Parking:
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
     def _follow(self) -> None:
-        """Have what is copied from now on wait for what the device was told to compute before."""
+        """Make later copies wait for the work already queued on the device."""
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -127,6 +127,6 @@ class Parking:
         self._wait()
 
     def _wait(self) -> None:
-        """Have what the device computes next wait for the copies that were asked for."""
+        """Make the device's next work wait for the copies that have begun."""
         if self._rest_back is not None:
             torch.cuda.current_stream(self._device).wait_event(self._rest_back)

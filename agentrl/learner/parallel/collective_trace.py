@@ -124,7 +124,7 @@ class _Even(layers.Experts):
 
 
 class _Recorder(TorchDispatchMode):
-    """Inside, notes collectives, whose names it is told as a ledger is."""
+    """Record the collectives within a block. It gets their names by `enter`, as a ledger does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,8 +185,8 @@ def _install_linear(part: nn.Linear, adapter: Any, how: ParameterCut, name: str)
 
 
 def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
-    """Multiply states with some rows of a weight; or, if `row` is given, with some columns, whose products the ranks of
-    `row` add up: each adds a part of the bias."""
+    """Multiply states with some rows of a weight; or, with `row`, with some columns, whose products the ranks of `row`
+    add up: each adds a part of the bias."""
     part_bias = cast("Tensor | None", part.bias)
     weight, bias = _own(part.weight), None if part_bias is None else _own(part_bias)
     if bias is None or row is None:

@@ -5,7 +5,7 @@ Owns the files. Never knows what else a checkpoint has, nor how ranks wait for e
     shard-00001-model-00001-of-00001.safetensors     of rank 0: its shards as `OPTIMIZER.PARAMETER.NAME`, and in the
     shard-00002-model-00001-of-00001.safetensors     header where each begins in its tensor
 
-It is the sharded format of torch's `HuggingFaceStorageWriter`: nothing in it is pickled, and torch's own reader cuts it
+It is the sharded format of torch's HuggingFaceStorageWriter: nothing in it is pickled, and torch's own reader cuts it
 anew for any other ranks. Torch's writer would copy all bytes before it writes any, and its ranks would meet in
 collectives, which the step beside it needs for itself.
 """

@@ -1,7 +1,7 @@
 """A rank's share of a pass that several ranks compute together.
 
-Owns how the nodes of a pass, and the rows of its logits, are divided among these ranks, and how what each has found
-comes together. Never knows models or losses.
+Owns how the nodes of a pass, and the rows of its logits, are divided among these ranks, and how the ranks' results come
+together. Never knows models or losses.
 
 context   Each rank computes some of the nodes, as queries of every layer. Before attention the ranks gather the keys
           and values of all nodes: 2 N H_kv D numbers of each layer, however many ranks there are, which stay for the
@@ -110,7 +110,8 @@ class Portion:
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     def read(self, own: Places, plain: Places, found: Callable[[Places, Places], Found]) -> Found:
-        """Read two sets of places, and each row of logits, from the results of `found` on each rank's rows."""
+        """Read two sets of places, and each row of logits: each rank reads its own rows, and their results are
+        joined."""
         if self.row_p is None:
             return found(own, plain)
         count = len(self.pack.predictors_P)

@@ -1,8 +1,7 @@
-"""The process of every rank but rank 0: `python -m agentrl.learner.parallel.rank_process`, with what `ranks.Leader`
-tells it.
+"""The process of every rank but rank 0, which `ranks.Leader` starts: `python -m agentrl.learner.parallel.rank_process`.
 
-It joins the process group, makes a worker when it is told to, and carries out the orders of rank 0 on it. An error goes
-to rank 0, and ends it. It ends at once when rank 0 has ended.
+It joins the process group, makes a worker when rank 0 orders one, and carries out the orders of rank 0 on it. An error
+goes to rank 0, and ends it. It ends at once when rank 0 has ended.
 """
 
 from __future__ import annotations
