@@ -128,7 +128,7 @@ def _atif(trajectory: Trajectory, config: RunConfig) -> dict[str, Any]:
 
 
 def _atif_step(message: Message) -> dict[str, Any]:
-    """A message that no turn of the policy gave. What a tool said before the first turn is the user's."""
+    """A message that is no turn of the policy. A tool's message before the first turn counts as the user's."""
     return {"source": _SOURCES.get(message["role"], "user"), "message": _text(message["content"])}
 
 

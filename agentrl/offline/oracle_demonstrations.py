@@ -55,7 +55,7 @@ def write(
     progress: Callable[[int], None] = lambda _: None,
 ) -> Written:
     """Write `n` demonstrations of the tasks from `seed` on, one for each task; in about the share `mistakes` of them an
-    oracle acts that does not get 1. `progress` is told how many there are. The file appears when it is whole.
+    oracle acts that does not get 1. `progress` gets their number so far. The file appears when it is whole.
 
     Raises UsageError if the environment has no oracles that could be shown, or one gets another outcome than it must;
     InfrastructureError if the environment fails; ConfigError for an argument that cannot be."""
@@ -162,7 +162,7 @@ async def _demonstration(wanted: _Wanted, seed: int) -> dict[str, Any] | str:
 
 
 class _NoOracle(Exception):
-    """The task has no oracle of the wanted kind that could be shown."""
+    """The task has no oracle of the requested kind that could be shown."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ Owns the choice of where to begin, the replay, and the comparison with what the 
 which may go on meanwhile. In float32 on one kind of CPU, with the threads of then, the weights are equal bit by bit.
 
 `TokenDump` writes what a step does to each of its tokens, one line of JSON for each turn of each pass. It looks at
-passes (`RankWorker.on_pass`) and changes nothing: the loss is computed again, on copies of what the models said.
+passes (`RankWorker.on_pass`) and changes nothing: the loss is computed again, on copies of the models' outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Spans of time in a run: episodes with their turns, optimizer steps, syncs of weights.
 
 Owns how the run's store is read for it, some hundred episodes at a time. Knows no format of a file and no exporter:
-`agentrl.offline.chrome_trace` and `agentrl.offline.otel_export` are given the spans.
+`agentrl.offline.chrome_trace` and `agentrl.offline.otel_export` write the spans.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ small, see `shrunk`. Beside the run's own rewards each turn has a random one: a 
 without signal would change no weights. It shows that a run file works, not that it learns.
 
 Other models that the file names (of roles, teachers) are the same small one: they have to have its tokens.
-What is typed with `--set` wins over what both make small; of a model that `--tiny` is given counts its architecture.
+What is typed with `--set` wins over what both make small; of a model set with `--tiny` only the architecture counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MADE_SMALL = ("rollout", "engine", "train", "buffer", "eval")  # tables in whic
 def shrunk(config: RunConfig, folder: Path, settings: Sequence[str] = ()) -> RunConfig:
     """The run with a random model made in `folder`, on one CPU: two steps of one group, as small as its algorithms
     allow, short turns, engines of that model, processes and store on this machine, no held-out sets. `settings`,
-    `a.b=c`, are kept nevertheless. Raises ModelError for a model whose architecture cannot be told."""
+    `a.b=c`, are kept nevertheless. Raises ModelError for a model whose architecture is unknown."""
     mixture = _make(config.model, folder)
     members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
     document = _on_one_cpu(config, folder, str(folder), members=members, groups=1, mixture=mixture)

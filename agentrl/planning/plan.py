@@ -234,7 +234,8 @@ class Plan:
 
 
 def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
-    """Raises ModelError for a model whose configuration cannot be found, UsageError for work that fits no row."""
+    """Plan a run on `n` GPUs. Raises ModelError for a model without a configuration, UsageError for work that fits no
+    row."""
     if work.row > config.rollout.max_context:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
     if config.engine.colocated and n > 1:

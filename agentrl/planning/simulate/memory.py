@@ -159,8 +159,8 @@ class MemoryBuffer:
         self._quorate.append(group)
 
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
-        """Close and expire as `GroupBuffer.expire` does. Groups are asked about in the order in which they became
-        quorate, up to the first that stays open: with every policy of ours those behind it do too."""
+        """Close and expire as `GroupBuffer.expire` does. Groups are checked in the order in which they became quorate,
+        up to the first that stays open: with every policy of ours those behind it do too."""
         closed = {group.id: group for group in self._overdue(now - group_deadline_s) if _judged(group)}
         over = [group for group in self._overdue(now - 2 * group_deadline_s) if group.id not in closed]
         while self._quorate:

@@ -1,4 +1,4 @@
-"""How long things take: episodes and optimizer steps as distributions, given by the user or measured in a run.
+"""How long things take: episodes and optimizer steps as distributions, from the user or measured in a run.
 
 Owns the random draws. Never knows a group's state or the learner's clock. All times are in seconds.
 """
@@ -163,8 +163,8 @@ _FORMS = "lognormal:SIGMA[:MEAN_S], pareto:ALPHA[:MEAN_S], constant:MEAN_S, or a
 
 
 def parse_episodes(text: str, *, deadline_s: float = math.inf) -> Given:
-    """Episodes that take `text`'s distribution of seconds; the mean is 1 s where it is not given. A product is that of
-    independent factors, such as two roles' tails. Raises UsageError."""
+    """Episodes that take `text`'s distribution of seconds; the mean is 1 s by default. A product is that of independent
+    factors, such as two roles' tails. Raises UsageError."""
     factors = [_factor(part.strip(), text) for part in text.split("*")]
     draws = tuple(draw for draw, _ in factors)
     mean_s = math.prod(mean for _, mean in factors)
