@@ -62,12 +62,12 @@ class Judge:
     """Scores a transcript by `rubric` on `scale` (lowest and highest points, whole numbers).
 
     `guided` has the server hold the judge to the answer's format (JSON schema, as vLLM has it); switch it off for a
-    server that cannot. An answer without a verdict is asked for again until `attempts` are spent. `options` go into
+    server that cannot. An answer without a verdict is requested again until `attempts` are spent. `options` go into
     each request (`chat_template_kwargs`, `reasoning_effort`, another `temperature` or `max_tokens`).
 
     A transcript that the server refuses (it is too long for its model) is shown in part: its longest messages lose
-    their middle, and the judge is told where. One of which the server takes no part, or which brings no verdict, gets
-    the lowest points if another text does bring one.
+    their middle, and the judge reads where. One of which the server takes no part, or which brings no verdict, gets the
+    lowest points if another text does bring one.
 
     Example::
 
@@ -75,7 +75,7 @@ class Judge:
 
         class Support(agentrl.ToolEnv):
             async def grade(self):
-                return (await judge.score(self.said)).score
+                return (await judge.score(self.messages)).score
     """
 
     def __init__(

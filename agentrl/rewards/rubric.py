@@ -1,6 +1,6 @@
 """A rubric: several rewards under names, made into one number whose parts stay visible.
 
-Owns the arithmetic and the order in which parts are asked. Knows no server, no environment, no run.
+Owns the arithmetic and the order in which parts are called. Knows no server, no environment, no run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Part(Generic[T]):
     """One reward of a rubric: a plain or async function, such as a judge or a reward model.
 
     `weight` is its factor in a sum. With a `gate` it decides whether the others count: below it the total is 0, and
-    the parts that are no gates are not asked."""
+    the parts that are no gates are not called."""
 
     reward: Callable[[T], Score | Awaitable[Score]]
     weight: float = 1.0
@@ -35,7 +35,7 @@ class Part(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The total, and the number of each part that was asked, before its weight."""
+    """The total, and the number of each part that was called, before its weight."""
 
     total: float
     parts: Mapping[str, float]
@@ -49,7 +49,7 @@ class Scores:
 class Rubric(Generic[T]):
     """Several rewards as one: the weighted sum of the parts, or their product.
 
-    Gates are asked first, one after the other; all others at once. Plain functions are called in place, so they must
+    Gates are called first, one after the other; all others at once. Plain functions are called in place, so they must
     not block. It is a rewarder too (`env.reward`), if its parts take a trajectory.
 
     Example::
@@ -58,8 +58,8 @@ class Rubric(Generic[T]):
 
         class Support(agentrl.ToolEnv):
             async def grade(self):
-                found = await rubric.score(self.said)
-                return agentrl.Grade(outcome=found.total, success=found.total >= 1.0, info=found.info)
+                scores = await rubric.score(self.messages)
+                return agentrl.Grade(outcome=scores.total, success=scores.total >= 1.0, info=scores.info)
     """
 
     def __init__(

@@ -16,8 +16,8 @@ _MOST: Final = 4096  # contents that are remembered
 
 @dataclass(slots=True)
 class ScoreCache:
-    """Values by the content of an episode so far: task, all that was said, whether it is over. The oldest ones go. With
-    `apart`, turns that say the same are not the same: what is measured is not what was said."""
+    """Values by the content of an episode so far: task, all messages, whether it is over. The oldest ones go. With
+    `apart`, turns of equal content have values of their own: the measured value depends on more than the content."""
 
     apart: bool = False
     _values: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])

@@ -1,8 +1,8 @@
-"""Reward sources at work: turns that wait for a score are asked for, scored and written down, while episodes go on.
+"""Reward sources at work: turns that wait for a score are fetched, scored and written down, while episodes go on.
 
-A source is anything that says what a turn is worth, given the episode up to that turn. Owns what asking may cost (calls
-at once, a deadline and retries for each, a cache by content) and decides nothing about episodes: the store knows which
-turns wait, and what holds when a source is late. Knows no environment and no run.
+A source is anything that scores a turn, from the episode up to that turn. Owns what its calls may cost (calls at once,
+a deadline and retries for each, a cache by content) and decides nothing about episodes: the store knows which turns
+wait, and what holds when a source is late. Knows no environment and no run.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Scorer:
         return self.settings.kind == "shaping"
 
     async def serve(self) -> None:
-        """Score turns until cancelled. A turn is asked for once, however long the answer takes."""
+        """Score turns until cancelled. Each turn is fetched once, however long its score takes."""
         async with trio.open_nursery() as nursery:
             while True:
                 free = self.settings.concurrency - len(self._under_way)

@@ -32,7 +32,7 @@ from agentrl.rewards.score_cache import ScoreCache
 @dataclass(slots=True)
 class Shaping:
     """The reward of the last turn of an episode so far; its `stop_reason` says whether the role acts again.
-    `potential` is asked once for each state of an episode, the start without any turn too."""
+    `potential` is called once for each state of an episode, the start without any turn too."""
 
     potential: Callable[[Trajectory], Awaitable[float]]
     gamma: float = 1.0

@@ -5,7 +5,7 @@ the message that the transcript stands in: servers tokenize it as the token that
 line that looks like another speaker's, or like the end of the transcript: such lines begin with a boundary that is
 drawn anew for each call, which the policy cannot know. Knows neither judges nor servers.
 
-What a server that scores is asked when it refuses a text: less of it.
+A server that refuses a text for its length gets less of it.
 
 A policy writes the texts, so one that is too long, or that brings a judge to ramble, must not cost it nothing: if the
 episode left the loss for it, to write so would pay whenever the score would be bad. Knows neither rubrics nor

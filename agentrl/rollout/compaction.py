@@ -2,7 +2,7 @@
 
 After an answer of the environment that fills the context up to `at`, one of three things happens:
 
-    summary     the policy is asked for notes, in a turn of its own that the environment never sees and that is trained
+    summary     the policy writes notes, in a turn of its own that the environment never sees and that is trained
                 like any other; the conversation goes on from its first messages with these notes
     drop_tools  it goes on from the same messages, of which tool answers but the newest lost their text
     yours       it goes on from the messages that `module:function` makes of those so far
@@ -54,7 +54,7 @@ def shortener(settings: CompactionSettings) -> Callable[[list[Message]], Any]:
 
 
 def writes_notes(turns: Sequence[Turn], index: int) -> bool:
-    """Whether the turn at `index` is the policy's notes, for which the answer before it asked."""
+    """Whether the turn at `index` is the policy's notes, which the answer before it requested."""
     before = turns[index - 1].step if index else None
     return before is not None and before.compaction == ASKED
 

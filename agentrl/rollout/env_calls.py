@@ -24,7 +24,7 @@ def make_env(task: Task) -> AsyncEnv:
 
 
 class TimeUp(Exception):
-    """The work that the policy asked for took too long."""
+    """The policy's action took too long."""
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class EnvCalls:
     async def __call__(self, what: str, call: Callable[[], Any], *, policy_s: float | None = None) -> Any:
         """Call into the environment under its deadline; an error of its own code becomes EnvError, named once.
 
-        Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if the work
-        that the policy asked for took longer than `policy_s`."""
+        Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if its action
+        took longer than `policy_s`."""
         deadline_s, acted, failed = self.deadline_s, policy_s is not None, None
         where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
         with clocks.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:

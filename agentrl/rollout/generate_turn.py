@@ -38,10 +38,10 @@ async def sample(
     unbroken: bool = False,
 ) -> Generation:
     """Sample the turn that `request` asks for. Its part `begun` is not sampled again, and its seconds count; if it ends
-    the turn, the engine is not asked.
+    the turn, no request is made.
 
-    At any instant at most `every` tokens are not yet given to `keep` (0: it is never called), unless the part before is
-    still being written. If the turn is interrupted, the tokens at hand are given to it. Raises the errors of engine and
+    At any instant at most `every` tokens are not yet passed to `keep` (0: it is never called), unless the part before
+    is still being written. If the turn is interrupted, it gets the tokens at hand. Raises the errors of engine and
     `keep`; with `unbroken` also BrokenOff, if the turn leaves an engine that has sampled some of it."""
     sampling, have = request.sampling, begun.token_ids
     before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
@@ -82,8 +82,7 @@ def _whole(request: GenerateRequest, generation: Generation) -> Generation:
 @dataclass(slots=True)
 class _Log:
     """Chunks of a turn on their way to `keep`. An engine has sampled more than it has sent: a chunk that is being made,
-    and one on its way, may be lost as well. If the part that was given last cannot be written, the next one holds its
-    chunks too."""
+    and one on its way, may be lost as well. If the last part cannot be written, the next one holds its chunks too."""
 
     begun: Partial
     keep: Keep

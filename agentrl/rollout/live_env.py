@@ -77,7 +77,8 @@ class LiveEnv:
         self.latest = await self.calls("reset", lambda: step_results.start(env, self.task, most_bytes))
 
     async def tool_schemas(self, *, again: bool = False) -> ToolSchemas:
-        """The environment's tools as it gave them last; it is asked `again` at each fresh start of a conversation."""
+        """The environment's tools as it returned them last; with `again`, at each fresh start of a conversation, it is
+        called anew."""
         env, schemas = self.env, self._schemas
         if schemas is None or again:
             schemas = self._schemas = await self.calls("tool_schemas", lambda: _call(env.tool_schemas))

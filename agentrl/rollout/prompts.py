@@ -57,8 +57,8 @@ class Prompts:
         return Prompt(interrupted.role, interrupted.parent, interrupted.prompt_ids, context)
 
     async def start(self, messages: Messages) -> tuple[int, ...]:
-        """The tokens of a conversation that starts with `messages`. The environment is asked for its tools at every
-        start but the first one, which has them already: it may not know them earlier, and may have changed them."""
+        """The tokens of a conversation that starts with `messages`. Every start but the first one, which has them
+        already, gets the environment's tools anew: it may not know them earlier, and may have changed them."""
         acted = bool(self._journal.turns)
         schemas = await self._env.tool_schemas(again=acted)
         return await rendered(

@@ -50,8 +50,8 @@ class Scoring:
         )
 
     def _outcome(self, outcomes: Mapping[str, float]) -> tuple[float, bool | None]:
-        """Outcome and success by the environment alone. The outcome is that of the one learning role, if `outcomes` are
-        given by role and just one role learns; else the environment's, or 0 without any: step rewards are then the
+        """Outcome and success by the environment alone. The outcome is that of the one learning role, if there are
+        `outcomes` by role and just one role learns; else the environment's, or 0 without any: step rewards are then the
         whole signal. Success is the environment's; if it gives none, the one role succeeds from 1.0 on."""
         verdict = self._env.latest
         learning = [role for role in outcomes if self._players.learns(role)]

@@ -31,8 +31,8 @@ def prepare(env: AsyncEnv, settings: Rollout) -> None:
 
 
 class Snapshots:
-    """Keeps snapshots of an episode's environment as they fall due. After the first one that could not be kept, the
-    environment is not asked again: its turns can still be replayed, and the policy may have caused the failure."""
+    """Keeps snapshots of an episode's environment as they fall due. After the first one that could not be kept, no more
+    are taken: its turns can still be replayed, and the policy may have caused the failure."""
 
     __slots__ = ("_every_turns", "_given_up")
 

@@ -74,7 +74,7 @@ class TextPolicy:
         return [item for item in entries if isinstance(item, dict)]
 
     def conversation(self, trajectory: Trajectory) -> list[Message]:
-        """All that was said in an episode of this policy, the environment's last answer included."""
+        """All messages of an episode of this policy, the environment's last answer included."""
         if not trajectory.turns:
             return list(trajectory.start)
         step = trajectory.turns[-1].step
