@@ -163,9 +163,9 @@ def document_of(
     given: Mapping[str, Any],
     trl_class: str | None = None,
 ) -> dict[str, Any]:
-    """The sections `env`, `tasks` and `eval` laid under those that are `given`; files of rows stand beside `out`. With
-    `trl_class`, the reference of an environment class written for TRL ("" if `given` names it), the rows are its
-    tasks, and the functions judge its episodes.
+    """The sections `env`, `tasks` and `eval` laid under those of the user; files of rows stand beside `out`. With
+    `trl_class`, the reference of an environment class written for TRL ("" if the user's section names it), the rows are
+    its tasks, and the functions judge its episodes.
 
     Raises UsageError for rows that JSON cannot carry, and for functions that another process cannot import."""
     functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else reward_funcs

@@ -1,6 +1,6 @@
-"""Settings that change while a run goes on: asked for by anybody beside it, taken up by its learner between two steps.
+"""Settings that change while a run goes on: requested by anybody beside it, taken up by its learner between two steps.
 
-    agentrl set ─► WANTED_SETTINGS ─► learner, at a step's edge ─► config.json, CONFIG, CHANGES ─► supervisor, workers
+    agentrl set ─► row of the store ─► learner, at a step's edge ─► config.json, CONFIG, CHANGES ─► supervisor, workers
 
 Wishes stand in a list, so that none of two people's is lost; of two for one setting the later holds. Each wish was
 checked beside all before it. A step's row says which of the changed settings it was trained with (`settings`), so that
@@ -26,9 +26,9 @@ Values = Mapping[str, Any]
 
 
 def ask(run: RunDir, store: RunStore, overrides: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """Ask for settings (`section.key=value`) from the next step on. Returns those that are new, as they are and shall
-    be; what others asked for before, and no step has yet, counts as given. Raises ConfigError for a bad value and for a
-    setting that does not change while the run goes on; UsageError once its training is over."""
+    """Request settings (`section.key=value`) from the next step on. Returns those that are new, as they are and shall
+    be; an earlier request that no step has yet counts as set. Raises ConfigError for a bad value and for a setting that
+    does not change while the run goes on; UsageError once its training is over."""
     if TRAIN_ENDED_S.of(store.meta) is not None:
         raise UsageError(f"{run.path} has trained its last step: no setting changes any more")
     while True:

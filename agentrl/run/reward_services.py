@@ -1,6 +1,6 @@
 """The reward sources of a run: declared in its store, served by its first worker, rescored afterwards on request.
 
-Teachers that engines serve are found here, and checked before anything is played.
+Teachers that engines serve are connected here, and checked before anything is played.
 """
 
 from __future__ import annotations

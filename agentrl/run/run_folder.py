@@ -5,7 +5,7 @@
     RUN/store.address       in its place: where the run store is, if PostgreSQL has it
     RUN/store.folder        beside it: where this folder was when it last had the store
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
-    RUN/engines/            what each engine said at /metrics last
+    RUN/engines/            what each engine answered at /metrics last
     RUN/evaluation/         weights that wait to be measured, of a run with eval.engines
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/tokens/STEP.jsonl   what `agentrl retrain --dump` writes there for the page of runs
@@ -194,7 +194,7 @@ class RunDir:
 
     def lock(self, mend: str = "") -> _Lock:
         """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
-        another supervisor holds the run, with the `mend`; waits for the janitor of a dead one."""
+        another supervisor holds the run, with a hint how to fix that; waits for the janitor of a dead one."""
         return _Lock(self.lock_path, mend or f"wait for it, or agentrl stop {self.path}")
 
     @contextmanager

@@ -4,8 +4,8 @@
     agentrl set ─► see `live_settings`
     agentrl requeue ─► rows of groups and episodes (see `agentrl.store.episodes.requeue`) ─► workers
 
-It works from any machine that reaches the store, and what was asked for outlives every process. Owns what may be asked
-of which run, and what to tell; never a process.
+It works from any machine that reaches the store, and a request outlives every process. Owns which requests a run takes,
+and what their user reads; never a process.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def change_under_way(run: RunDir, overrides: Sequence[str]) -> str:
 
 
 def requeue(run: RunDir, group_ids: Collection[int] | None = None, *, dry_run: bool = False) -> Requeued:
-    """Play again what failed for infrastructure or was given up, of these groups or of all (None). A run that is not
-    under way plays it when it goes on. With `dry_run` nothing changes. Raises UsageError once its training is over, and
-    for a group that there is not."""
+    """Play again what failed because of infrastructure, and what the run no longer retries, of these groups or of all
+    (None). A run that is not under way plays it when it goes on. With `dry_run` nothing changes. Raises UsageError once
+    its training is over, and for a group that there is not."""
     config = run.config()
     with RunStore.read(run.store_path) if dry_run else RunStore.open(run.store_path) as store:
         if TRAIN_ENDED_S.of(store.meta) is not None:

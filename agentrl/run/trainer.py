@@ -3,7 +3,7 @@
 from agentrl import Trainer
 summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", config={"train": {"steps": 20}}).train()
 
-Callbacks are told what happens, see `agentrl.run.callbacks.callback`.
+Callbacks receive the events of a run, see `agentrl.run.callbacks.callback`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Trainer:
 
     Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
     functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
-    With `env`, a class written for TRL's `environment_factory` (or `agentrl/TRL-v0`), the rows are its tasks, and the
+    With `env`, a class written for TRL's environment_factory (or `agentrl/TRL-v0`), the rows are its tasks, and the
     functions get `environments` as in TRL.
     Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.dataset_env` for `env.kwargs`.
 
@@ -95,7 +95,7 @@ class Trainer:
     it names, so that workers can import it; so is what a script defines that trains outside of
     `if __name__ == "__main__":`.
 
-    `callbacks` are told of steps, episodes, evaluations and new weights, see `agentrl.Callback`.
+    `callbacks` receive steps, episodes, evaluations and new weights, see `agentrl.Callback`.
 
     Every method may be called in any thread, and beside a loop of asyncio (`train` and `evaluate` hold that loop up
     until they return: `await asyncio.to_thread(trainer.train)` does not). Inside of a loop of trio they raise
@@ -171,7 +171,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
         (`section.key=value`) change how long it trains and which resources it uses; `view` and `quiet` as for `train`.
-        `callbacks` go on where those of the same names were told last. A run that was stopped early trains on.
+        `callbacks` go on after the last event that those of the same names received. A run that was stopped early
+        trains on.
         Raises ConfigError for a setting that may not change."""
         check_no_loop("Trainer.resume")
         callbacks, run = check_callbacks(callbacks), RunDir.open(Path(path))
@@ -267,7 +268,7 @@ def _fitted(config: RunConfig) -> RunConfig:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Fail early, in this process: model, environment and reward must be found before anything is started."""
+    """Fail early, in this process: model, environment and reward must exist before anything is started."""
     from agentrl.engine import server_start
     from agentrl.engine.sglang import server_launch
     from agentrl.engine.vllm.launch import check_gpus, check_sender

@@ -1,4 +1,4 @@
-"""Callbacks of a run, and the events they are told of: plain data, which needs nothing of the run to be read.
+"""Callbacks of a run, and the events that they receive: plain data, which needs nothing of the run to be read.
 
     class Best(agentrl.Callback):
         def on_eval(self, evaluation: agentrl.EvalEnded) -> None:
@@ -120,14 +120,14 @@ class Callback:
     """Override the hooks you need, or give functions for them. Hooks are called in a thread of their own, one at a
     time: training never waits for them.
 
-    Each event is told once to each callback, known by its `name` (that of its class unless given), also when the run is
-    stopped or killed and resumed: the run's store keeps how far it was told, and a resumed run goes on from there. Only
-    a kill between the end of a hook and the write of that place tells an event again, with the same `id`. With
-    `from_start` every start tells everything of the run from its first step on: for what is counted in memory.
+    Each callback receives each event once, also when the run is stopped or killed and resumed: the run's store keeps
+    its place under its `name` (by default that of its class), and a resumed run goes on from there. Only a kill between
+    the end of a hook and the write of that place delivers an event again, with the same `id`. With `from_start` every
+    start delivers all events of the run from its first step on: for what is counted in memory.
 
-    If a hook raises, its traceback is printed, and its event counts as told. With `errors = "stop"` the learner saves
-    its step, and `Trainer.train` raises CallbackError; with "warn" the run goes on, and so does the callback. A hook
-    that takes longer than `deadline_s` is named on stderr with the line it stands at, and the run goes on."""
+    If a hook raises, its traceback is printed, and its event counts as delivered. With `errors = "stop"` the learner
+    saves its step, and `Trainer.train` raises CallbackError; with "warn" the run goes on, and so does the callback. A
+    hook that takes longer than `deadline_s` is named on stderr with the line it stands at, and the run goes on."""
 
     name: str = ""
     from_start: bool = False
@@ -161,7 +161,7 @@ class Callback:
         vars(self).update({key: value for key, value in arguments.items() if value is not None})
 
     def on_start(self, run: RunStarted, /) -> None:
-        """The run begins or goes on. Told at every start."""
+        """The run begins or goes on. Called at every start."""
 
     def on_episode(self, episode: EpisodeEnded, /) -> None:
         """An episode is over."""
@@ -176,7 +176,7 @@ class Callback:
         """A held-out set is measured."""
 
     def on_end(self, end: RunEnded, /) -> None:
-        """The run is over, however it ended. Told at every end, and not if the process is killed."""
+        """The run is over, however it ended. Called at every end, but not if the process is killed."""
 
 
 def overridden(callback: Callback) -> list[str]:
@@ -191,7 +191,8 @@ def name_of(callback: Callback) -> str:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks as a list. Raises UsageError for what would never be called, or could not be told apart."""
+    """The callbacks as a list. Raises UsageError for one that would never be called, or that has the name of
+    another."""
     names: set[str] = set()
     for callback in callbacks:
         if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,7 +1,7 @@
-"""Tells callbacks what happens in a run: each in a thread of its own, which reads the run's store.
+"""Delivers the events of a run to its callbacks: each in a thread of its own, which reads the run's store.
 
-Owns these threads, the places up to which they have told, and the line that names a callback that hangs. The run waits
-for none of them but at its end, for as long as they get on. Never knows what an event means.
+Owns these threads, the places up to which they have delivered, and the line that names a callback that hangs. The run
+waits for none of them but at its end, for as long as they get on. Never knows what an event means.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Call:
 
 
 class Teller:
-    """Tells one callback. `call` is under way, `handled` have ended."""
+    """Delivers events to one callback. `call` is under way, `handled` have ended."""
 
     def __init__(self, callback: Callback, run: RunDir, config: RunConfig, stop: StopRequest) -> None:
         self.label = name_of(callback)
@@ -206,7 +206,7 @@ async def _watch(tellers: Sequence[Teller]) -> None:
 
 
 def _finish(tellers: Sequence[Teller], finished: bool) -> None:
-    """Wait until all have told, as long as they get on."""
+    """Wait until all have delivered their events, as long as they get on."""
     for teller in tellers:
         teller.close(finished)
     for teller in tellers:
@@ -233,8 +233,8 @@ def _finish(tellers: Sequence[Teller], finished: bool) -> None:
 async def telling(
     callbacks: Sequence[Callback], run: RunDir, config: RunConfig, stop: StopRequest
 ) -> AsyncGenerator[None]:
-    """Tell callbacks what happens in a run whose supervisor this process is, and at the end what is not told yet. A
-    callback that wants the run to end says so to `stop`."""
+    """Deliver the events of a run whose supervisor this process is to callbacks, the last ones at its end. A callback
+    that wants the run to end says so to `stop`."""
     tellers = [Teller(callback, run, config, stop) for callback in callbacks]
     for teller in tellers:
         teller.thread.start()

@@ -1,8 +1,8 @@
-"""The events of a run that one callback has not been told of yet, read from the run's store.
+"""The events of a run that one callback has not received yet, read from the run's store.
 
-Owns the place up to which it was told, as JSON: the store keeps it under `place_key`. Episodes do not end in the order
-of their numbers, so their place is a number up to which all have ended, and those above it that were told. Never calls
-anybody.
+Owns the place up to which it has received them, as JSON: the store keeps it under `place_key`. Episodes do not end in
+the order of their numbers, so their place is a number up to which all have ended, and those above it that were
+delivered. Never calls anybody.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class FeedPosition:
 
 
 class EventFeed:
-    """Reads events for hooks of the names `hooks`, from `place` on. Whoever tells an event calls `mark`, and has told
-    all that `read` returned before the next `read`."""
+    """Reads events for hooks of the names `hooks`, from `place` on. Whoever delivers an event calls `mark`, and has
+    delivered all that `read` returned before the next `read`."""
 
     def __init__(self, hooks: Collection[str], place: FeedPosition) -> None:
         self._hooks, self.place = hooks, place
@@ -79,7 +79,7 @@ class EventFeed:
         return [event for _, event in sorted(timed_events, key=lambda timed: timed[0])]
 
     def mark(self, event: Event) -> None:
-        """The event was told."""
+        """Record that the event was delivered."""
         place = self.place
         match event:
             case StepEnded():

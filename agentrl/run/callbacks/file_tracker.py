@@ -1,6 +1,6 @@
 """Writes the events of a run to a CSV or JSON Lines file, each once, whatever happened to run, file and machine.
 
-Every start tells everything from the first step on; what the file has already is not written again. So a line that a
+Every start delivers all events from the first step on; what the file has already is not written again. So a line that a
 crash cut off, or a file that was lost, comes back.
 """
 

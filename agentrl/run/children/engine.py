@@ -95,7 +95,7 @@ class WatchedEngines:
 
     @property
     def troubles(self) -> list[str]:
-        """Why engines could not be given the current weights."""
+        """Why engines did not get the current weights."""
         return [watch.trouble for watch in self.watches.values() if watch.trouble]
 
 

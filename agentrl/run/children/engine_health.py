@@ -7,8 +7,8 @@ while its pusher holds the engine's lock, which ends with the pusher, and nothin
 An engine that sleeps is paused: it sleeps on for as long as the learner that put it to sleep lives and goes on.
 If weights go from memory to memory, the learner sends them. It never starts a process.
 
-At random moments the canary of the current version is asked again: weights that somebody else sent between two syncs,
-under the version that the engine had, would be sampled from until the next one.
+At random moments the canary of the current version runs again: weights that somebody else sent between two syncs, under
+the version that the engine had, would be sampled from until the next one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _say(line: str) -> None:
 @dataclass(slots=True, kw_only=True)
 class EngineWatch:
     """Watches the engine at `url`. `weights` gives the weights that it has to serve, None for a model that does not
-    learn; `locks` is the folder of the engines' locks. `trouble` is why the engine could not be given its weights.
-    `chance` gives numbers from 0 to 1, `say` gets a line about what somebody else did to the engine."""
+    learn; `locks` is the folder of the engines' locks. `trouble` is why the engine did not get its weights. `chance`
+    gives numbers from 0 to 1, `say` gets a line about what somebody else did to the engine."""
 
     url: str
     config: RunConfig

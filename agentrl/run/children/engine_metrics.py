@@ -37,8 +37,8 @@ class AskedEngine(Protocol):
 
 @dataclass(slots=True)
 class EngineFigures:
-    """Figures of an engine: `text` is its newest answer ("" if it gave none), from `time_s`. `asked` counts the
-    requests since the supervisor started, `failed` the ones that failed."""
+    """Figures of an engine: `text` is its newest answer ("" if it gave none), from `time_s`. It counts the requests
+    since the supervisor started, and those that `failed`."""
 
     engine: str
     time_s: float = 0.0

@@ -430,8 +430,8 @@ async def _sleeps(client: EngineClient, deadline_s: float) -> bool:
 
 
 async def go_on(client: EngineClient, *, deadline_s: float) -> None:
-    """Have an engine that was paused, or put to sleep, go on with the weights it has. Raises EngineError if it cannot:
-    it was told to forget them."""
+    """Have an engine that was paused, or put to sleep, go on with the weights it has. Raises EngineError if its sleep
+    dropped them."""
     if await _sleeps(client, deadline_s):
         await sleep.wake(client, deadline_s=deadline_s)
     else:

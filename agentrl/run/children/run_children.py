@@ -165,7 +165,7 @@ class RunChildren:
 
     @property
     def troubles(self) -> list[str]:
-        """Why engines could not be given the current weights, and whether the disk is full."""
+        """Why engines did not get the current weights, and whether the disk is full."""
         return [*self.engines.troubles, *filter(None, [no_space_on(self.run.path)])]
 
     # --- the end

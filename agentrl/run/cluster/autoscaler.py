@@ -1,7 +1,7 @@
 """Moves places between engines and the learner's ranks while a run trains (`[cluster.controller]`).
 
     steps and episodes of a window ─► simulated with each neighbouring split ─► Judge
-      ─► the row of what is asked for ─► Scaler (engines), the learner (ends between two steps, starts with other ranks)
+      ─► the row of the requested split ─► Scaler (engines), learner (ends between two steps, starts with other ranks)
 
 Owns what it measured of the run: the learner's pace by its ranks, and what a move costs. After each look a row of kind
 `controller` says what it saw and decided. Never starts or ends a process.
@@ -170,7 +170,7 @@ class Controller:
                 self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
 
     def _rows(self, store: RunStore) -> tuple[dict[str, Any], Split, list[Metric]]:
-        """The learner that runs, the split that was asked for, and the steps of this learner."""
+        """The learner that runs, the requested split, and the steps of this learner."""
         learner = LEARNER_STARTED.of(store.meta)
         split = Split(wanted(self.config, store.meta).engines, scale_requests.ranks(self.config, store.meta))
         return learner, split, store.metrics.values("step", after=int(learner["step"])) if learner else []

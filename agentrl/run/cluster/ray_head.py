@@ -200,7 +200,7 @@ async def beside(*others: Callable[[], Awaitable[object]]) -> AsyncGenerator[Non
 
 
 async def called(function: Callable[[], _T], limiter: trio.CapacityLimiter | None = None) -> _T:
-    """The result of a call that waits for the head. It may be given up: then its thread goes on alone."""
+    """The result of a call that waits for the head. It may be cancelled: then its thread goes on alone."""
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 

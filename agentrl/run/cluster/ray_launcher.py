@@ -145,7 +145,7 @@ class Seat:
 
 @dataclass(slots=True)
 class RayProcess:
-    """A child on some node; the launcher tells it what it looked like last."""
+    """A child on some node; the launcher writes its latest state into `last`."""
 
     last: Look = Look()
     seat: Any = None  # the actor's handle, once the child is started
@@ -447,8 +447,8 @@ async def connected(
     meanwhile: Callable[[], Awaitable[object]] = trio.sleep_forever,
 ) -> AsyncGenerator[RayLauncher]:
     """A launcher on the cluster at `cluster.address`, for a run that begins with `size`, and a learner of as many
-    `ranks` as it is to have whenever it gets a place; all that it placed is given back at the end. `meanwhile` runs
-    until the body begins, which may be long after: what it raises ends the wait.
+    `ranks` as it is to have whenever it gets a place; all that it placed is released at the end. `meanwhile` runs until
+    the body begins, which may be long after: what it raises ends the wait.
 
     Raises UsageError if there is no such cluster, or no room in it."""
     ours, cluster = not _RAY.is_initialized(), config.cluster

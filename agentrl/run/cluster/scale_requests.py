@@ -1,5 +1,5 @@
-"""The row of a run's store that says how many engines, workers and ranks somebody asked for; it counts before the run
-file. Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and a learner reads its ranks as it starts.
+"""The row of a run's store with the requested numbers of engines, workers and ranks; it counts before the run file.
+Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and a learner reads its ranks as it starts.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def take_back(store: RunStore, why: str) -> None:
 
 
 def refused(meta: Meta) -> str | None:
-    """Why the last split that was asked for was taken back, if it was."""
+    """Why the last requested split was taken back, if it was."""
     return cast("str | None", asked(meta).get("refused"))

@@ -1,9 +1,9 @@
-"""How many engines and workers a run has: asked for by anybody beside it, and brought about by its supervisor.
+"""How many engines and workers a run has: requested by anybody beside it, and brought about by its supervisor.
 
-    agentrl scale ─► WANTED_SIZE ─► Scaler ─► RunChildren.join, leave ─► engine_urls, WORKERS ─► workers, learner
+    agentrl scale ─► row of the store ─► Scaler ─► RunChildren.join, leave ─► engine_urls, WORKERS ─► workers, learner
 
-What is asked for lies in the run's store, so that it outlives the supervisor; it counts before the run file. Owns these
-rows, what may be asked for, and when which child comes or goes; never a process.
+The request lies in the run's store, so that it outlives the supervisor; it counts before the run file. Owns these rows,
+what may be requested, and when which child comes or goes; never a process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ScaledChild(NamedTuple):
 
 
 def wanted(config: RunConfig, meta: Meta) -> Size:
-    """The numbers asked for last; those of the run file, if none were."""
+    """The numbers requested last; those of the run file, if none were."""
     request, size = asked(meta), Size.of(config)
     return Size(request.get("engines", size.engines), request.get("workers", size.workers))
 
@@ -85,7 +85,8 @@ def workers_of(config: RunConfig, meta: Meta) -> list[int]:
 
 
 def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
-    """Ask for these numbers; None leaves one as it is. Returns what is wanted now. Raises ConfigError, UsageError."""
+    """Request these numbers; None leaves one as it is. Returns the size requested now. Raises ConfigError,
+    UsageError."""
     config = run.config()
     if engines is None and workers is None:
         raise UsageError(f"say how many: agentrl scale {run.path} --engines N --workers M")
@@ -164,10 +165,10 @@ class Elastic(Protocol):
 # children that are none.
 @dataclass(slots=True)
 class Scaler:
-    """Brings about what is wanted, every child in a task of its own. `tell` writes a row of the store.
+    """Brings about the requested size, every child in a task of its own. `tell` writes a row of the store.
 
-    A child that finds no place is asked for again and again, so that a cluster that can grow knows of it. One that
-    fails otherwise is given up until somebody asks anew; the run goes on without it."""
+    A child that finds no place is requested again and again, so that a cluster that can grow knows of it. One that
+    fails otherwise is not tried again before the next request; the run goes on without it."""
 
     config: RunConfig
     looks: Looks[RunStore]
@@ -254,8 +255,8 @@ class Scaler:
 
 
 def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
-    """Describe the size of a run for `agentrl status --json`: `wanted`, and for a live run the sizes `present`, the
-    children `coming` and `going`, and by name the `trouble` of children that do not start."""
+    """Describe the size of a run for `agentrl status --json`: the requested one, and for a live run the sizes
+    `present`, the children `coming` and `going`, and by name the `trouble` of children that do not start."""
     state: dict[str, Any] = {"wanted": asdict(wanted(config, meta))}
     if live:
         urls = len(ENGINE_URLS.of(meta)) - len(config.engine.urls)
@@ -265,7 +266,7 @@ def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    """Format the result of `told` as one line for a person."""
+    """Format the description of a size as one line for a person."""
     present = cast("dict[str, int] | None", found.get("present"))
     counts = list[str]()
     for name, count in found["wanted"].items():

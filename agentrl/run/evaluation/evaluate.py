@@ -40,10 +40,10 @@ def evaluate(
     """Play `n` held-out tasks of each set (None: as many as it has, all rows of a file, or 256) and return the means,
     one result a set. No training.
 
-    `model` is a run's folder (its newest checkpoint is measured, on the run's environment unless `env` is given) or its
-    file (the model that it begins with), a model's folder or id, or the http(s) URL of a server with an
-    OpenAI-compatible API. Only there `name` counts, by which the server knows the model (None: its only one),
-    `api_key`, and `concurrency`, the episodes at once.
+    `model` is a run's folder (its newest checkpoint is measured, by default on the run's environment) or its file (the
+    model that it begins with), a model's folder or id, or the http(s) URL of a server with an OpenAI-compatible API.
+    Only there `name` counts, by which the server knows the model (None: its only one), `api_key`, and `concurrency`,
+    the episodes at once.
     `env` is an id, a reference or a class; `settings` are those of a run file, as `section.key=value`. The episodes are
     kept in the folder `out`, which `agentrl.load_run` reads; of a server in `out`/results.jsonl, and what is there is
     not played again.

@@ -125,7 +125,7 @@ def evaluate(
 
 
 def conversations(out: Path, n: int) -> Iterator[tuple[dict[str, Json], tuple[Message, ...]]]:
-    """The first `n` episodes of a results file by seed, each with what was said."""
+    """The first `n` episodes of a results file by seed, each with its messages."""
     rows = sorted(_ResultsFile(out, {}).finished(), key=lambda row: cast("int", row["seed"]))
     for row in rows[:n]:
         yield row, plain_messages(cast("list[Message]", row["messages"]))
@@ -248,7 +248,7 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
 
 
 def _limits(settings: Rollout) -> Rollout:
-    """The settings with the limits that hold where a server is asked."""
+    """The settings with the limits that hold for a server."""
     return settings.model_copy(update={"max_turns": _most_turns(settings), "turn_deadline_s": _turn_s(settings)})
 
 

@@ -15,8 +15,8 @@ from agentrl.config.changes import at_a_resume
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """Something is wrong: `name` is the check's, `cause` says what, in a sentence, `evidence` by which figures.
-    `settings` are `section.key=value` of the run file that may mend it, `commands` are command lines that say more, as
-    a shell takes them."""
+    `settings` are `section.key=value` of the run file that may fix it, `commands` are command lines that say more, as a
+    shell takes them."""
 
     name: str
     cause: str
@@ -25,7 +25,7 @@ class Advice:
     commands: tuple[str, ...] = ()
 
     def typed(self, path: object) -> list[str]:
-        """Command lines to type, the likeliest mend first. A setting that a run keeps for its life needs a new run."""
+        """Command lines to type, the likeliest fix first. A setting that a run keeps for its life needs a new run."""
         lines: list[str] = []
         for_new_run = [setting for setting in self.settings if not at_a_resume(setting.partition("=")[0])]
         if now := [setting for setting in self.settings if setting not in for_new_run]:

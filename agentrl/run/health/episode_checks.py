@@ -97,7 +97,7 @@ def calls_not_read(facts: RunFacts) -> Advice | None:
 
 
 def tool_fails(facts: RunFacts) -> Advice | None:
-    """A tool answers with an error whatever it is asked."""
+    """A tool answers every call with an error."""
     for tool in sorted({name for turn in facts.turns for name in turn.tool_errors}):
         failed = sum(turn.tool_errors.get(tool, 0) for turn in facts.turns)
         worked = sum(

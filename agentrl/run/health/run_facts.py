@@ -47,7 +47,7 @@ _LEAST = 16  # episodes, where fewer ended in the last steps: then some of those
 class TurnFacts:
     """A turn of the policy that learns. `behind`: the optimizer steps that its first token's weights are older than
     those that engines served when it began, None if its weights are not known any more. `parse_failure` is "" if its
-    calls could be read, `tool_errors` how many calls of each tool failed, `scores` what reward sources said."""
+    calls could be read, `tool_errors` how many calls of each tool failed, `scores` the values of reward sources."""
 
     text: str
     tokens: int

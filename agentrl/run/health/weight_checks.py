@@ -17,7 +17,7 @@ _STEADY_ESS = 0.5  # below, a mean ratio is that of a few tokens
 
 
 def engine_left_behind(facts: RunFacts) -> Advice | None:
-    """Some engines could not be given the last versions."""
+    """Some engines did not get the last versions."""
     if not facts.lasts(lambda row: bool(row.get("engines_behind"))):
         return None
     counts = ", ".join(f"{n:.0f}" for n in facts.values("engines_behind"))

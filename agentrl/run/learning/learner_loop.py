@@ -13,7 +13,7 @@
     push           an engine that takes the weights                    workers sample on with the version before (law 6)
     start          the checkpoint before                               an episode counts as trained once it is durable
     checkpoint
-    checkpoint     the push of its step                                wrong weights are found by the push's canary
+    checkpoint     the push of its step                                the push's canary detects wrong weights
 
 An error of a job reaches the loop when it settles the job, so a step under way is finished and can be saved. Owns the
 order of these calls; each of them is a file beside this one.

@@ -49,7 +49,7 @@ class StepEdge:
         return config
 
     async def make_way(self) -> None:
-        """Save and end if another number of ranks is wanted. The next learner of this run has that number."""
+        """Save and end if another number of ranks is requested. The next learner of this run has that number."""
         ranks, wanted = self._learner.ranks.size, await self._settings.requested_ranks()
         if wanted == ranks:
             return

@@ -52,7 +52,7 @@ def give_up(role: str, why: str) -> None:
 
 
 def leave_note(line: str) -> None:
-    """Say to whoever keeps this process alive that it ends on purpose, and why; nobody is told if nobody does."""
+    """Tell whoever keeps this process alive, if anybody does, that it ends on purpose, and why."""
     target = os.environ.get("AGENTRL_ERROR_FILE")
     if target:
         with suppress(OSError):

@@ -5,7 +5,7 @@ when the count stands still. A mark proves different things:
 
     worker       a task of its event loop marks: the loop turns, so no environment blocks it, and it is not stopped
     learner      the training thread marks between two passes and two files: training goes on. A separate thread of
-                 marks would prove less. One pass may take long, so the deadline is long; a stopped learner is found
+                 marks would prove less. One pass may take long, so the deadline is long; a stopped learner shows
                  earlier, by its state in the kernel (`stopped`), which needs no mark
     supervisor   as a worker; its owner is the parent of `agentrl train --keep-alive`
     engine       none: `agentrl.run.children.engine_health` asks it over HTTP

@@ -2,7 +2,7 @@
 (`agentrl.run.cluster.ray_launcher`).
 
 A launcher knows no role and no budget: `agentrl.run.children.restart_loop` decides what is started again, and
-`agentrl.run.processes.heartbeat` what hangs. A child dies with the process that asked for it, by whatever means it was
+`agentrl.run.processes.heartbeat` what hangs. A child dies with the process that requested it, by whatever means it was
 started.
 """
 
@@ -87,7 +87,7 @@ class Launcher(Protocol):
     async def place(self, name: str, port: int) -> tuple[str, int]:
         """The host and port where the child `name`, which is started next, will serve: `port` if it can be had.
 
-        Raises RunFailed if no place for it is found in time."""
+        Raises RunFailed if there is no place for it in time."""
         ...
 
     async def reserve(self, name: str) -> None:

@@ -1,6 +1,6 @@
 """A child process that cannot outlive its owner (law 4), as its supervisor has it.
 
-A launcher starts it, here or on another host. Its standard input is its lifeline: the end of file tells it that the
+A launcher starts it, here or on another host. Its standard input is its lifeline: the end of file shows it that the
 supervisor is gone, however that ended. A child that fails leaves one line in `logs/NAME.error`.
 """
 

@@ -246,8 +246,8 @@ async def _follow(
 
 
 def _counts(worker: Worker) -> Mapping[str, Json]:
-    """How many episodes ended in this process, and how many of them infrastructure failed: by these,
-    `agentrl health` tells a bad host from a bad run."""
+    """How many episodes ended in this process, and how many of them infrastructure failed: by these, `agentrl health`
+    distinguishes a bad host from a bad run."""
     return {"worker": worker.name, "host": socket.gethostname(), "ended": worker.ended, "failed": worker.failed}
 
 

@@ -1,7 +1,7 @@
 """An engine by itself: started, announced, ended with its owner. Other runs attach to it by its URL.
 
 It has only the weights of the model's folder; a run that attaches sends its own. The engine never outlives this
-process, however that ends. It asks for a key, unless it is told not to.
+process, however that ends. It asks for a key, unless that is switched off.
 """
 
 from __future__ import annotations

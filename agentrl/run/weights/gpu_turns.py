@@ -6,7 +6,8 @@
 
 Owns the order of a turn, its lock and what a turn costs. The lock is the kernel's: if the learner dies in its turn, or
 is ended because it hangs, the supervisor's watch gets it and wakes the engines. An engine that cannot sleep now, since
-it died or hangs, is tried again for as long as a restart takes; meanwhile the lock is free, so that it can be mended.
+it died or hangs, is tried again for as long as a restart takes; meanwhile the lock is free, so that it can be
+restarted.
 """
 
 from __future__ import annotations
