@@ -81,7 +81,7 @@ class Counts:
 
 
 class Pool:
-    """See the module. Satisfies `SandboxBackend`, so that it can stand wherever a backend is asked for."""
+    """See the module. Satisfies `SandboxBackend`, so that it can stand wherever a backend is expected."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class Background:
 
 
 class NeverStarted:
-    """Stands for a command that could not be run as asked: it has ended before it began."""
+    """Stands for a command that could not be run: it has ended before it began."""
 
     def __init__(self, result: ExecResult) -> None:
         self._result = result

@@ -16,7 +16,7 @@ _MAX_ONE = (128 << 10) - 1  # of one argument, Linux's MAX_ARG_STRLEN
 
 
 class CommandRefused(Exception):
-    """The command cannot be run as asked; `result` says so as a shell would."""
+    """The command cannot be run; `result` says so as a shell would."""
 
     def __init__(self, why: str, code: int = REFUSED) -> None:
         super().__init__(why)

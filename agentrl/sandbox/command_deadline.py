@@ -110,7 +110,7 @@ def fair_deadline(nursery: trio.Nursery, timeout_s: float, used: CpuTime) -> Gen
     """Cancel the block after `timeout_s` seconds, without those in which this machine starved the processes of `used`.
 
     Starved seconds are taken off the deadlines of `agentrl.host.clocks` around the block, too. After HOST_DEADLINE_S of
-    them no more are given back: `used.starved_out` then says so."""
+    them no more are taken off: `used.starved_out` then says so."""
     deadline = FairDeadline(timeout_s, used)
     with deadline.running(nursery):
         yield deadline

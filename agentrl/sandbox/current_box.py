@@ -14,8 +14,8 @@ from agentrl.sandbox.recording import Tape, bytes_of_json, result_as_json, resul
 
 class CurrentBox:
     """Stands for the box of the running episode: set `box` when an episode opens one. Satisfies `Sandbox`; raises
-    SandboxError while there is none. Closing it closes the box. With a `tape` it records what it is asked, or answers
-    as recorded."""
+    SandboxError while there is none. Closing it closes the box. With a `tape` it records its calls, or answers as
+    recorded."""
 
     box: Sandbox | None = None
     tape: Tape | None = None

@@ -1,7 +1,7 @@
 """A host process under trio: spawned, fed, drained within a bound, and reaped. Knows nothing of boxes or namespaces.
 
-`trio.open_process` spawns from a worker thread, and Linux ties `PR_SET_PDEATHSIG` (bubblewrap's `--die-with-parent`)
-to the thread that forked: when trio retires the idle thread the process would die. So `HostProcess` spawns from the
+`trio.open_process` spawns from a worker thread, and Linux ties PR_SET_PDEATHSIG (bubblewrap's `--die-with-parent`) to
+the thread that forked: when trio retires the idle thread the process would die. So `HostProcess` spawns from the
 calling thread; that costs the event loop the time of a vfork.
 """
 

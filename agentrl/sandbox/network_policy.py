@@ -4,10 +4,10 @@
 
 The box stays without a network: what leaves it are bytes on the pipes of one background process, and here they must
 be requests to an HTTP proxy for a host and port that the policy names. Names are resolved here, an address that is not
-public is refused, the TLS of a tunnel has to name the host that was asked for, and each request is counted and logged.
-When the phase ends the process is ended, and nothing is left that could carry a byte. Works on every backend. The box
-needs python3. `forwarded` carries connections the same way to one port of this machine: a program in a box reaches its
-model, and nothing else. Knows nothing of episodes or tools.
+public is refused, the TLS of a tunnel has to name the host of its request, and each request is counted and logged. When
+the phase ends the process is ended, and nothing is left that could carry a byte. Works on every backend. The box needs
+python3. `forwarded` carries connections the same way to one port of this machine: a program in a box reaches its model,
+and nothing else. Knows nothing of episodes or tools.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class NetworkRequest:
 
 @dataclass(slots=True)
 class Network:
-    """Network access of a box while the phase lasts. `requests` are the first requests; `asked` counts all, `refused`
-    the refused ones."""
+    """Network access of a box while the phase lasts. `requests` are the first requests; the counters below it count all
+    requests, and the refused ones."""
 
     policy: NetworkPolicy
     requests: list[NetworkRequest] = field(default_factory=list[NetworkRequest])
@@ -428,7 +428,7 @@ class _Connection:
         raise _Refused(f"{request.host}:{request.port} does not answer")
 
     async def _hello(self, host: str) -> bytes:
-        """The first bytes of a tunnel, which have to be TLS for the host that was asked for."""
+        """The first bytes of a tunnel, which have to be TLS for the host of its request."""
         while (name := _server_name(bytes(self._buffer))) is None:
             if len(self._buffer) > _HEAD_BYTES or not await self._more():
                 raise _Refused("a tunnel without TLS")

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class Tape:
-    """The calls so far, in the order of their answers. While it `plays`, calls are answered from it, by what was asked:
-    an answer is given once, the oldest first."""
+    """The calls so far, in the order of their answers. While it `plays`, a call gets the recorded answer of an equal
+    call: each answer once, the oldest first."""
 
     def __init__(self, most_bytes: int, entries: Sequence[tuple[str, Json]] | None = None) -> None:
         """`most_bytes` bounds the answers; 0: none are kept. With another tape's `entries` it plays until `end`."""

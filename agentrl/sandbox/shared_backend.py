@@ -1,4 +1,4 @@
-"""A backend that the episodes of a trio loop share, with boxes made ahead if asked. Knows nothing of their use.
+"""A backend that the episodes of a trio loop share, with boxes made ahead on request. Knows nothing of their use.
 
 boxes = shared("docker", ready=4)       # the same for all who ask for the same in this loop
 await boxes.enter()
@@ -109,7 +109,7 @@ class SharedBackend:
 
 
 def once_a_loop(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache`, anew in every trio loop: a result belongs to the loop that asked for it."""
+    """`functools.cache`, anew in every trio loop: a result belongs to the loop that computed it."""
     caches: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
 
     @functools.wraps(function)

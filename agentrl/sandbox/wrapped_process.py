@@ -1,4 +1,4 @@
-"""Boxes whose commands are processes of this host behind a wrapper of yours (`firejail`, `unshare`, a remote shell).
+"""Boxes whose commands are processes of this host behind a wrapper of yours (firejail, unshare, a remote shell).
 
 A backend derives from `ProcessBackend`, says in `wrap` how a command is started, and gets the rest: work folders,
 files, snapshots, forks, deadlines, bounded output, background processes, the end. The wrapper makes

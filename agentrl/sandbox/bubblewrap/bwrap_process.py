@@ -157,7 +157,7 @@ class BoxCommand:
         self.admitted.set()
 
     async def _meet_tree(self) -> None:
-        """Learn process 1 of the box, and kill it if that was asked for meanwhile. Not to be cancelled: were bwrap
+        """Learn process 1 of the box, and kill it if that was requested meanwhile. Not to be cancelled: were bwrap
         killed before, the process that it had made already would become our orphan, and nobody would know its id."""
         if self._reported:
             return

@@ -3,15 +3,15 @@
 The compiled programs lie beside this file (`seccomp-<machine>.bpf`), so that nothing but the kernel is needed to use
 them; `python -m agentrl.sandbox.bubblewrap.seccomp` compiles them again (extra `seccomp`), and a test compares. Other
 calls answer ENOSYS, as on a kernel that lacks it, or EPERM where programs expect a refusal. Like docker's default
-profile, but stricter: neither `ptrace` nor `process_vm_*`, no name spaces, no keyrings, no io_uring, and sockets of
-four families only. Other instruction sets (32-bit, x32) are killed.
+profile, but stricter: neither ptrace nor process_vm_*, no name spaces, no keyrings, no io_uring, and sockets of four
+families only. Other instruction sets (32-bit, x32) are killed.
 
 No control group of version 1 counts a socket's buffer, so a request for a larger one has no effect. A box without a
 control group has a narrower list (`uncounted`): there only rlimits bound memory, and none counts what the kernel keeps
-outside of an address space: files without a name, System V's objects, large pipes, pages given to a pipe.
+outside of an address space: files without a name, System V's objects, large pipes, pages moved into a pipe.
 
-A third, far shorter list is that of code which only computes (`agentrl.sandbox.warm_python`): it may use its own
-memory and read and write what it was given open. Any other call ends it by SIGSYS.
+A third, far shorter list is that of code which only computes (`agentrl.sandbox.warm_python`): it may use its own memory
+and read and write the files that were open at its start. Any other call ends it by SIGSYS.
 """
 
 from __future__ import annotations

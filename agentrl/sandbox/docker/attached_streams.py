@@ -70,7 +70,7 @@ class AttachedStreams:
     """Both directions of one command. Has the parts that `Background` uses of a `HostProcess`."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream, said: bytes, *, output_bytes: int) -> None:
-        """Takes over a connection; `said` was read from it before."""
+        """Take over a connection, and the bytes that were read from it before."""
         self._stream, self._said = stream, said
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
         self.changed = trio.Event()

@@ -312,7 +312,7 @@ class DockerEngine:
 
     async def processes(self, container: str) -> int:
         """How many processes a container has, threads among them where its control group can be read. The engine's own
-        answer is the last resort: it starts a `ps` for it."""
+        answer is the last resort: it starts ps for it."""
         if counter := self._counters.get(container):
             with contextlib.suppress(OSError, ValueError):
                 return int(counter.read_text())

@@ -3,7 +3,7 @@ certificate. Owns docker's own variables (DOCKER_HOST, DOCKER_TLS_VERIFY, DOCKER
 when they are wrong. Knows nothing of the docker SDK and of boxes.
 
 TLS always verifies the engine: there is no setting that turns this off. The input of a command ends while its output
-goes on: over TLS that is a `close_notify` of ours alone, as `docker` sends it. trio's SSLStream has no such half-close.
+goes on: over TLS that is a close_notify of ours alone, as `docker` sends it. trio's SSLStream has no such half-close.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
             await self._flush()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Return the bytes that have come, b"" after the other side's `close_notify`. An end without one raises
+        """Return the bytes that have come, b"" after the other side's close_notify. An end without one raises
         trio.BrokenResourceError: somebody in between may have cut it."""
         self._decrypt()
         while not (self._read or self._ended):

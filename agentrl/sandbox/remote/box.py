@@ -598,7 +598,7 @@ class RemoteBackend:
         return box
 
     async def _beat(self, scope: trio.CancelScope) -> None:
-        """Tell the boxes that their owner lives. One that cannot be told is found lost when it is used."""
+        """Show the boxes that their owner lives. One that cannot be reached fails as lost when it is used."""
         with scope:
             while self.boxes:
                 await trio.sleep(_WATCH_S / 4)

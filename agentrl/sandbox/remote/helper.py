@@ -61,7 +61,7 @@ def inside(work, path):
 
 
 def memory_kills():
-    """How often the kernel ended a process of this box for want of memory, as far as it can be told."""
+    """How often the kernel ended a process of this box for want of memory; 0 where it does not count that."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
             return int(dict(line.split() for line in file)["oom_kill"])
@@ -501,7 +501,7 @@ def touch(request):
 
 
 def watch(path, seconds):
-    """End all of the box once nobody has said for `seconds` that its owner lives."""
+    """End all of the box once its owner has shown no life for `seconds`."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd)

@@ -2,9 +2,9 @@
 and others by its plug-ins).
 
 inspect_ai's docker boxes have no network unless their compose file gives one; what others reach is their own matter,
-so for these the backend has to be told `network=True`. `kind="local"` has no wall at all. What ends a box whose owner
-died: for local the janitor of this machine; elsewhere, where commands start as root, a watch in the box after ten
-minutes of silence; else the provider's own time limit, or `inspect sandbox cleanup KIND`.
+so for these the backend needs `network=True`. `kind="local"` has no wall at all. What ends a box whose owner died: for
+local the janitor of this machine; elsewhere, where commands start as root, a watch in the box after ten minutes of
+silence; else the provider's own time limit, or `inspect sandbox cleanup KIND`.
 """
 
 from __future__ import annotations

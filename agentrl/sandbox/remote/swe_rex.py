@@ -1,7 +1,7 @@
 """The backend `swe-rex`: boxes that SWE-ReX deploys (local, docker, modal, fargate, daytona, remote).
 
 A box of SWE-ReX is reached over HTTP, so it has a network, and who it can reach is the deployment's matter: docker's
-bridge, a provider's rules. That is not the closed box that a spec asks for by default, so the backend has to be told
+bridge, a provider's rules. That is not the closed box that a spec asks for by default, so the backend needs
 `network=True`. `deployment="local"` has no wall at all. What ends a box whose owner died: for local the janitor of this
 machine; elsewhere, where commands start as root, a watch in the box after ten minutes of silence; else the provider's
 own time limit.

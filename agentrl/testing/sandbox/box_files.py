@@ -91,7 +91,7 @@ async def _(bench: Bench) -> None:
 
 @promise()
 async def _(bench: Bench) -> None:
-    """a file of more bytes than asked for is refused, also one that only looks large"""
+    """a file of more bytes than the caller allows is refused, also one that only looks large"""
     async with bench.box(files={"f": b"12345"}) as box:
         await output(box, "truncate -s 60M sparse")
         assert await box.read("f", most_bytes=5) == b"12345"

@@ -175,7 +175,7 @@ async def _(bench: Bench) -> None:
 
 @promise()
 async def _(bench: Bench) -> None:
-    """HOME is a folder that can be written, and python3 is found"""
+    """HOME is a folder that can be written, and python3 is in the PATH"""
     async with bench.box() as box:
         assert await output(box, 'touch "$HOME/x" && python3 -c "print(1)"') == "1\n"
 

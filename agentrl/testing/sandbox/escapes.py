@@ -255,7 +255,7 @@ async def _(bench: Bench) -> None:
 
 @attack()
 async def _(bench: Bench) -> None:
-    """capabilities, new privileges, and the system call filter as /proc/self/status tells them"""
+    """capabilities, new privileges, and the system call filter as /proc/self/status shows them"""
     async with bench.box() as box:
         lines = (await output(box, "cat /proc/self/status")).splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
