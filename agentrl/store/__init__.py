@@ -246,7 +246,8 @@ class RunStore(Closing):
 
     @retried
     def signal(self, role: Role) -> Signal:
-        """Tells `role` when to look at the store again, see `change_signal`. One for each role of this handle."""
+        """The signal by which `role` learns when to look at the store again, see `change_signal`. One for each role of
+        this handle."""
         if role not in self._signals:
             self._signals[role] = Signal(self._db.upkeep.watch(), role, remote=self.remote)
         return self._signals[role]

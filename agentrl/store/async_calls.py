@@ -68,7 +68,7 @@ class Looks(Generic[_R]):
 
 
 class Newest(Generic[_T]):
-    """One read for all who ask meanwhile: what they get was read after they asked. If the server does not answer, they
+    """One read for all who call meanwhile: what they get was read after their call. If the server does not answer, they
     get what was read last, which is `first` to begin with."""
 
     def __init__(self, read: Callable[[], Awaitable[_T]], first: _T) -> None:
@@ -87,7 +87,7 @@ class Newest(Generic[_T]):
 
 
 class Signalling(Protocol):
-    """A store that tells of changes."""
+    """A store that signals changes."""
 
     def signal(self, role: Role) -> Signal: ...
 

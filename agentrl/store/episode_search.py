@@ -1,8 +1,8 @@
 """Find episodes: by how they went, by their place in the run, by a text of theirs; their relatives. Never writes.
 
 A filter costs one pass over the episodes and their groups, without their turns. A text is looked for in what the model
-wrote, in what it was answered and in what it was asked, newest episodes first, for a bounded time: no index of the
-texts is kept beside a run.
+wrote, in the answers to it and in its prompts, newest episodes first, for a bounded time: no index of the texts is kept
+beside a run.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class EpisodeFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The episodes in which a text was found, newest first; `back_to` is the oldest that was searched, None if all
-    were."""
+    """The episodes that contain a text, newest first; `back_to` is the oldest that was searched, None if all were."""
 
     ids: tuple[int, ...]
     back_to: int | None
@@ -85,8 +84,8 @@ class TurnSize:
 
 @dataclass(frozen=True, slots=True)
 class TurnTime:
-    """Time at which a turn was sampled, Unix time, and its lengths in tokens. `trial` tells one that was set aside from
-    those of the trial that the episode went on with."""
+    """Time at which a turn was sampled, Unix time, and its lengths in tokens. `trial` separates turns that were set
+    aside from those of the trial that the episode went on with."""
 
     episode_id: int
     trial: int
@@ -159,8 +158,7 @@ class EpisodeSearch(StorePart):
         before: int | None = None,
     ) -> Searched:
         """Find at most `limit` episodes with a text in their last trial, and with ids below `before`, after about
-        `budget_s` seconds at most. Letters of ASCII are found in either case; on PostgreSQL not in what the model
-        wrote."""
+        `budget_s` seconds at most. Letters of ASCII match in either case; on PostgreSQL not in what the model wrote."""
         until, matches = time.monotonic() + budget_s, list[int]()
         with self._db.read():
             row = self._db.row("SELECT MAX(id) FROM episodes")
@@ -253,7 +251,8 @@ class EpisodeSearch(StorePart):
 
 
 def _found(wanted: EpisodeFilter) -> tuple[str, list[str | int | float]]:
-    """FROM and WHERE of a filter, with their parameters. Groups are looked up only if they are asked for something."""
+    """FROM and WHERE of a filter, with their parameters. Groups are joined only if the filter has a condition on
+    them."""
     conditions, parameters = ["TRUE"], list[str | int | float]()
     compared: dict[str, str | int | float | None] = {
         "e.evaluation = ?": 0 if wanted.purpose == TRAIN else None,

@@ -6,7 +6,7 @@
 
 A run's store answers them through `agentrl.store.journal_writer.JournalWriter`. What other processes need of a store,
 the learner and the supervisor for example, are the parts of `RunStore` themselves: they have one implementation.
-Nothing here tells how a store keeps its rows, and no call takes a function: a store may be on another host. Errors are
+Nothing here says how a store keeps its rows, and no call takes a function: a store may be on another host. Errors are
 those of `agentrl.errors`: LeaseLost, DiskFull, StoreBusy, StoreError. Each call is described where the part has it.
 """
 

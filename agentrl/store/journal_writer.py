@@ -7,9 +7,9 @@ one. A `JournalWriter` answers `RolloutStore` and `RewardStore` of `agentrl.stor
     task of an episode   await journal_turn(…) ──► queue ──► thread: one transaction for all that is queued
                          goes on  ◄── result, in passes of the loop ◄──┘
 
-Invariants: writes take effect in the order in which they were asked for, but for those of the journal, which go before
-others of the same moment where the database lets processes journal at once; each caller gets the result or the error of
-its own write alone; a write that was asked for is made, also if its caller was cancelled meanwhile.
+Invariants: writes take effect in the order of their calls, but for those of the journal, which go before others of the
+same moment where the database lets processes journal at once; each caller gets the result or the error of its own write
+alone; a write, once called, is made, also if its caller was cancelled meanwhile.
 
 Other programs have few writes, and make them through `agentrl.store.async_calls`. Never knows what a call writes.
 """
@@ -59,7 +59,7 @@ _AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait 
 
 
 class Write:
-    """A write that was asked for. `result` is None until it is committed or has failed."""
+    """A requested write. `result` is None until it is committed or has failed."""
 
     __slots__ = ("call", "result", "shared", "task")
 

@@ -3,11 +3,11 @@
 Never knows what a kind means. Values of steps that a rollback undid are kept and flagged: a curve shows the lineage
 that counts, and the others can still be looked at.
 
-`Bias` tells whether what was trained is like what was played: lengths, and the gradient as far as rewards show it
-(law 5). It compares all episodes that left the buffer with those of them that entered the loss, and never knows which
-rule made the difference: orders of groups, close policies and deadlines all show here. Groups without signal that were
-skipped are in neither set: their gradient is 0. Episodes that may still be trained are in neither. One that was cut off
-while it ran counts with the length it had.
+`LengthBias` and `TrainingBias` show whether what was trained is like what was played: lengths, and the gradient as far
+as rewards show it (law 5). They compare all episodes that left the buffer with those of them that entered the loss, and
+never know which rule made the difference: orders of groups, close policies and deadlines all show here. Groups without
+signal that were skipped are in neither set: their gradient is 0. Episodes that may still be trained are in neither. One
+that was cut off while it ran counts with the length it had.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _TAKEN: Final = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A value, an array of `shape` or, if `ragged`, a head and its numbers for each sampled token. It is kept as
-    `dtype`, in the journal and in tensors; `default` stands for it where nobody said it, for a ragged one a head 0."""
+    `dtype`, in the journal and in tensors; `default` stands for it where no value came, for a ragged one a head 0."""
 
     name: str
     dtype: Dtype = "float32"

@@ -5,8 +5,8 @@ knows who cut, nor what is computed over a set. Standard library only.
 
 A token's part of the column is a head and its numbers: `3, 5, 9, 40` is the set {5, 9, 40}. A large set is a bitmap, as
 soon as that is shorter: head -2 and two 32-bit words, the lowest bit first, say of tokens 0 to 63 which are in the set.
-Head 0 stands alone: nobody cut, or nobody said. So a set costs a token at most one bit for each token of the
-vocabulary, whatever an engine sends.
+Head 0 stands alone: nobody cut, or the engine did not report it. So a set costs a token at most one bit for each token
+of the vocabulary, whatever an engine sends.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
 
 
 def decode(values: Sequence[float]) -> list[tuple[int, ...]]:
-    """The set of each token of a column, ascending where it was a bitmap; empty for one of which nobody said it."""
+    """The set of each token of a column, ascending where it was a bitmap; empty for one without a reported set."""
     return [_decoded(head, numbers) for head, numbers in parts(values)]
 
 

@@ -13,5 +13,5 @@
     recorded_run     the run that a page shows to somebody who has none
     assets/          the page: HTML, style, JavaScript modules without a build step
 
-What a policy wrote is data all the way: JSON in an answer, `textContent` on the page.
+What a policy wrote is data all the way: JSON in an answer, set as textContent on the page.
 """

@@ -1,7 +1,7 @@
 """Episodes as JSON: lists with filters, one turn by turn, the members of a group, what a step trained.
 
-Texts that a policy or its tools wrote go out as they are, as strings of JSON; long ones are cut unless all is asked
-for. Knows nothing of HTTP.
+Texts that a policy or its tools wrote go out as they are, as strings of JSON; long ones are cut unless the request is
+for all. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _turn(tokenizer: Tokenizer | None, turn: Turn, size: TurnSize, cut: int | No
 
 
 def _columns(turn: Turn, dumped: Mapping[str, Sequence[Any]], cut: int | None) -> dict[str, list[float | None]]:
-    """Return, by name, a number of each token that is shown: what the engine said of it, and what the step did to
+    """Return, by name, a number of each token that is shown: what the engine reported of it, and what the step did to
     it."""
     n = len(turn.token_ids)
     shown = n if cut is None else min(n, _MOST_TOKENS)

@@ -29,7 +29,7 @@ _MOST = 50  # edits of a turn
 
 def edits_of(text: str) -> list[dict[str, str | None]]:
     """The edits that the calls in a turn's text ask for, in their order: the tool's `name`, the `path` and the `place`
-    if it names them, and either `old` (None: not said) and `new`, or a `patch`."""
+    if it names them, and either `old` (None: unknown) and `new`, or a `patch`."""
     edits = [edit for call in _calls(text) for edit in _of(call.name, call.arguments, "")]
     return edits[:_MOST]
 

@@ -47,8 +47,8 @@ def change(run: RunDir, said: Any) -> Json:
 
 
 def requeue(run: RunDir, said: Any) -> Json:
-    """Play again what failed through no doing of the policy, and what was given up, in all groups or in one `group`.
-    Raises UsageError as `steering.requeue`, and for a run that is not under way."""
+    """Play again what failed because of infrastructure, and what the run no longer retries, in all groups or in one
+    `group`. Raises UsageError as `steering.requeue`, and for a run that is not under way."""
     is_one_group = isinstance(said, dict) and "group" in said
     document, groups, option = _document(said, *["group"] * is_one_group), None, "--failed"
     if is_one_group:
@@ -62,8 +62,8 @@ def requeue(run: RunDir, said: Any) -> Json:
 
 
 def steered(opened: OpenedRun) -> Json:
-    """How it is paused, the settings that were asked for and no step has yet, and those that may change, with the
-    values that they have now."""
+    """How it is paused, the requested settings that no step has yet, and those that may change, with the values that
+    they have now."""
     with opened.store() as store:
         paused, wanted = PAUSED.of(store.meta), WANTED_SETTINGS.of(store.meta)
     current = changes.values(opened.config)

@@ -1,5 +1,5 @@
 """Figures of runs for Prometheus, read from their folders when it asks: a part that hangs holds no answer up. Those of
-an engine itself are what it told the run's supervisor last.
+an engine itself are what it last reported to the run's supervisor.
 
 Serves names, counts and numbers; no text of a model. Every sample has the label `run`.
 """

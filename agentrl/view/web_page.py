@@ -228,7 +228,8 @@ class _Guard:
 
 
 def loopback_hosts(host: str) -> frozenset[str]:
-    """The names by which a server that listens on `host` may be asked; none, if it listens beyond this machine."""
+    """The names by which requests may address a server that listens on `host`; none, if it listens beyond this
+    machine."""
     try:
         inside = all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(host, None))
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ class ClosePolicy(Protocol):
 
     @property
     def at_least(self) -> int:
-        """A group with fewer scored members than this never closes early, and `closes` is not asked."""
+        """A group with fewer scored members than this never closes early, and `closes` is not called."""
         ...
 
     def closes(self, scored_s: Sequence[float], now: float) -> bool:

@@ -41,7 +41,7 @@ _MARKS: dict[Role, str | None] = {
 
 
 class Signal:
-    """Tells one waiting role of changes. The first look is a change."""
+    """Shows one waiting role that the store has changed. The first look is a change."""
 
     def __init__(self, watch: ChangeWatch, role: Role, *, remote: bool = False) -> None:
         """`remote`: a look asks a server, which may answer late."""

@@ -35,7 +35,7 @@ class Cursor(Protocol):
 
 
 class ChangeWatch(Protocol):
-    """Tells whether the store was written."""
+    """Detects that the store was written."""
 
     @property
     def wakes(self) -> int | None:
@@ -43,7 +43,7 @@ class ChangeWatch(Protocol):
         ...
 
     def written(self) -> bool:
-        """Whether anybody has committed since this was last asked; True at first."""
+        """Whether anybody has committed since the last call; True at first."""
         ...
 
     def row(self, sql: str) -> Row | None:
@@ -142,7 +142,7 @@ class Driver(ABC):
         return list(self.execute(sql, parameters))
 
     def all_rows(self, *queries: Query) -> list[list[Row]]:
-        """All rows that each of several statements returns: asked at once, of a server."""
+        """All rows that each of several statements returns: a server gets them at once."""
         return [self.rows(sql, parameters) for sql, parameters in queries]
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:

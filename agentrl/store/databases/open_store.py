@@ -54,7 +54,7 @@ def refuse_copy(address: Path) -> None:
 
 
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
-    """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if that is given.
+    """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if there is one.
 
     Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
     if path.suffix != SUFFIX:

@@ -1,7 +1,7 @@
 """How episodes end: as they were played, held until reward sources have scored them, or cut off by a deadline.
 
 Owns what an ending writes, and the closing of groups whose last open member it was. However many episodes of a process
-end at once, one look says how they stand, and a server is asked no more often than for one. An ending that may not be
+end at once, one look says how they stand, and a server gets no more requests than for one. An ending that may not be
 written leaves the others as they are. Never knows a token.
 
 Failures of one cause at one time are one outage: an engine that hangs fails a hundred episodes, and counts once.

@@ -80,7 +80,8 @@ class TurnRows:
     images: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by digest
 
     def turn(self, id: int, episode_id: int, trial: int, turn: PackedTurn, text: str | bytes, *, asked: bool) -> None:
-        """Add a turn whose place was checked; `text` is what its column takes. `asked`: sources may score it."""
+        """Add a turn whose place was checked; `text` is what its column takes. The last argument says whether reward
+        sources may score it."""
         sampled = turn.turn
         where = (
             id,

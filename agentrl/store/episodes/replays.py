@@ -2,7 +2,7 @@
 
     failed member of an open group           waits again, in a new trial
     … of a closed group that no step took    the same, as a late member: the group's record stays as it is
-    lost group that was given up             its task is played again, in a group of its own (see `groups`)
+    lost group without replays left          its task is played again, in a group of its own (see `groups`)
 
 Nothing that a step took changes, and no task has two groups for one loss (law 2). What was sampled before is set aside
 with the reason, as of any episode that began anew. Owns which failures may be played again; never knows why one failed.
@@ -51,7 +51,7 @@ class Requeued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replays:
-    """Counts of tasks lost to infrastructure: `played` again, `waiting` for it, and `given_up`."""
+    """Counts of tasks lost to infrastructure: `played` again, `waiting` for it, and without replays left."""
 
     played: int
     waiting: int
@@ -63,7 +63,7 @@ class ReplayedFailures(StorePart):
 
     @retried
     def counts(self, max_replays: int) -> Replays:
-        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
+        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task has none left."""
         with self._db.read():
             played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
             lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {LOST}")
@@ -171,7 +171,7 @@ def _next_step(db: Database) -> int:
 
 
 def _never(fork: bool, task: str, kept_out: Collection[str]) -> str:
-    """Why a failure cannot be played again whenever it is asked for; "" if it can."""
+    """Why a failure can never be played again; "" if it can."""
     if fork:
         return "of a fork, which cannot begin anew"
     if kept_out and pack_identity(unpack_task(task)) in kept_out:

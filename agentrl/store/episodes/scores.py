@@ -3,7 +3,7 @@
 The environment's step reward is stored with its answer. Any other source writes values by turn id, during the episode
 or after it. Training episodes wait for the sources that a run declares: one that was played to its end is held until
 each source has scored each turn of the learning policy, or until the source's deadline, when its `late` rule applies.
-Then it ends as it was played. Owns that join; never knows what a source is or how it is asked.
+Then it ends as it was played. Owns that join; never knows what a source is or how it is called.
 
 A value counts if an episode waited for it when it came: it is of a declared source, in its declared version, for a turn
 of an episode that had not ended. Any other value is kept and shown, and changes nothing in training.

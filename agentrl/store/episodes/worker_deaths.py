@@ -110,7 +110,7 @@ class Deaths(StorePart):
 
     @retried
     def clear_suspects(self, but: int = 0) -> None:
-        """No episode is suspected any more, but for those of group `but`: the guilty one was found."""
+        """Clear the suspicion of all episodes but those of group `but`: the guilty one is known."""
         with self._db.write():
             self._clear(but)
 
@@ -124,7 +124,7 @@ class Deaths(StorePart):
 
     @retried
     def quarantined(self) -> list[Quarantined]:
-        """The tasks that are not admitted again, in the order in which they were found."""
+        """The tasks that are not admitted again, in the order of their detection."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT g.task, q.episode_id, q.reason, q.time_s FROM quarantine q"

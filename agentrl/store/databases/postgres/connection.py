@@ -211,7 +211,7 @@ class Notices:
         return None
 
     def written(self) -> bool:
-        """Whether anybody has committed since this was last asked; also if nobody can tell."""
+        """Whether anybody has committed since the last call; also if that is not known."""
         written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
         if written:
             self._told_s = time.monotonic()

@@ -11,7 +11,7 @@ Every commit waits for the server's disk: the server may fall and come back unde
 not have seen what it lost. A write holds an advisory lock of its run until it commits, so writers take turns as they do
 with SQLite; but those of the journal share it: each writes only rows of an episode whose fence it checked, and fences
 rise under the lock that nobody shares. Statements of a transaction go out without waiting for each other, its end with
-them; only the lock, and statements whose rows are asked for, wait for the server.
+them; only the lock, and statements that return rows, wait for the server.
 
 A session that is silent between two statements is ended by whoever waits for its lock. So a process that hangs, or is
 cut off, gives the lock up and leaves nothing of its transaction.

@@ -113,7 +113,7 @@ class Session:
         raise AssertionError("unreachable")
 
     def _end_silent(self) -> None:
-        """End sessions that hold the run's lock and have said nothing for too long. The server does that by itself, but
+        """End sessions that hold the run's lock and have sent nothing for too long. The server does that by itself, but
         for one that fell silent between statements that it sent without waiting."""
         with suppress(psycopg.Error):
             self.connection.execute(_END_SILENT, (self.lock_id, SILENT_S))

@@ -100,7 +100,7 @@ _INSERT = re.compile(r"INSERT INTO (?P<table>\w+)( \((?P<columns>[\w, ]+)\))? VA
 
 @lru_cache
 def plain_insert(sql: str) -> PlainInsert | None:
-    """A statement that inserts a row as it is given; None if it is another."""
+    """A statement that inserts the row of its parameters as it is; None if it is another."""
     match = _INSERT.fullmatch(sql)
     columns = match["columns"] if match else None
     return match and PlainInsert(match["table"], tuple(columns.split(", ")) if columns else ())
@@ -108,6 +108,6 @@ def plain_insert(sql: str) -> PlainInsert | None:
 
 @lru_cache
 def many(sql: str, types: tuple[int, ...]) -> bytes:
-    """A plain insert of many rows, given an array for each column."""
+    """A plain insert of many rows, with an array for each column."""
     values = ", ".join(f"unnest(${number}::{NAMES[type]}[])" for number, type in enumerate(types, 1))
     return f"{sql.partition(' VALUES ')[0]} SELECT {values}".encode()
