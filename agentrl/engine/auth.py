@@ -53,7 +53,7 @@ _SAMPLES = frozenset(
         "/detokenize",
     }
 )
-"""What is asked with POST and changes nothing."""
+"""Paths whose POST requests change nothing."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

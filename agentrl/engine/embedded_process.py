@@ -144,7 +144,7 @@ async def end_group(leader: int) -> None:
     """End the process group of a leader that has ended. What it left may end by itself for a moment: a resource tracker
     of Python's has the shared memory of the dead to remove, and would leave it if it were killed."""
     with trio.CancelScope(shield=True), trio.move_on_after(_LINGER_S):
-        while _lives(leader):  # noqa: ASYNC110 - of processes that are not our children nobody tells us
+        while _lives(leader):  # noqa: ASYNC110 - processes that are not our children send no signal
             await trio.sleep(_POLL_S)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

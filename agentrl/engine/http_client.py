@@ -199,7 +199,7 @@ class _Connection:
             self._headers = []
             return
         self._status = status
-        # A server that failed may close the connection behind its answer without having said so: uvicorn does.
+        # A server that failed may close the connection behind its answer without announcing it: uvicorn does.
         self._kept = status < 500 and self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:

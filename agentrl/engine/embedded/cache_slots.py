@@ -40,7 +40,7 @@ class CacheSlots:
         self.busy = np.zeros(count, dtype=np.bool_)
         self.family: Ints = np.arange(count, dtype=np.int64)
         self.kin: Ints = np.full(count, length, dtype=np.int64)
-        self._families = count  # ids given so far
+        self._families = count  # ids assigned so far
         self._clock = 0
 
     @property
@@ -61,7 +61,7 @@ class CacheSlots:
             if not idle.size:
                 return None
             free = idle[(self.computed[idle] == 0) | (self.version[idle] != version)]
-            # The best donor is given up last: the prefix is copied from it.
+            # The best donor is reused last: the prefix is copied from it.
             age = self.used[idle] + (valid[idle] == valid.max()) * (self._clock + 1)
             slot = int(free[0] if free.size else idle[np.argmin(age)])
         self._cut(slot, min(int(valid[slot]), len(tokens) - 1))

@@ -155,7 +155,7 @@ class Chat:
             return {"role": "assistant", "content": text}, reason
         parsed = self._parser.parse(text)
         calls = [_call(call) for call in parsed.calls if hasattr(call, "arguments")]
-        if not calls or len(calls) < len(parsed.calls):  # a broken call is text, for whoever asked to judge
+        if not calls or len(calls) < len(parsed.calls):  # a broken call is text, for the client to judge
             return {"role": "assistant", "content": text}, reason
         if reason != "length":  # else the end of what stood behind the calls is lost
             reason = "tool_calls"

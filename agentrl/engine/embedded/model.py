@@ -98,7 +98,7 @@ class PassRows:
     longest: int  # positions that are looked at for single rows: what none of them sees is masked
     shortest: int  # of the single rows
     runs: tuple[TokenRun, ...]
-    wanted_N: torch.Tensor  # rows whose logits are asked for
+    wanted_N: torch.Tensor  # rows whose logits are computed
     shared: Shared | None = None  # what single rows have in common; None: each reads its own
     adapted: tuple[Adapted, ...] = ()  # the rows that run with an adapter
     turned_N3: torch.Tensor | None = None  # time, row and column of each token, where some differ; None: `positions_N`

@@ -42,7 +42,7 @@ class SamplingRequest:
     token_ids: list[int]
     sampling: SamplingParams
     stream: bool
-    score: bool  # the prompt's log-probs are asked for too
+    score: bool  # the prompt's log-probs are requested too
     model: str | None = None  # the name of an adapter, or the engine's own
     images: dict[int, Image] = field(default_factory=dict[int, Image])  # by their token
 

@@ -24,7 +24,7 @@ _ASKED: Final[Message] = {"role": "user", "content": "."}
 _ANSWER: Final[Message] = {"role": "tool", "content": "."}
 
 
-# Why the rest of a conversation is found by a sentinel, and not by rendering the conversation again.
+# Why a sentinel marks where the rest of a conversation begins, and the conversation is not rendered again.
 #
 # The tokens of a turn are those that were sampled (law 1). To render the whole conversation as text and encode it again
 # gives others: a tokenizer merges over the border between two messages, a template strips blanks, drops the thoughts of

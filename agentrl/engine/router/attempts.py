@@ -49,14 +49,14 @@ async def check_version(chunk: Chunk, url: str, knows: Knows) -> None:
 # into one of the infrastructure (law 3), and one ill engine must not end healthy episodes. So three outcomes differ:
 #
 #   taken and failed     The engine is broken and leaves the fleet until it answers again. The turn goes on at another.
-#                        After `max_faults` such failures the turn is given up: it may be the cause.
-#   refused (400, 422)   The engine says that the request is at fault. One other engine is asked. If it refuses too,
+#                        After `max_faults` such failures the turn is abandoned: it may be the cause.
+#   refused (400, 422)   The engine says that the request is at fault. One other engine gets it. If it refuses too,
 #                        the request is at fault. If it takes the request, the first engine was, and is broken.
 #   gone or silent       Nobody took the request, so it cannot be at fault. The engine leaves the fleet, and the wait
 #                        counts against `outage_deadline_s`, never against the turn.
 #
 # Silence is not death: a long prefill, a queue and a pause for new weights are silent as well. A silent engine is
-# asked whether it lives before it is given up (`health.py`), and no wait is longer than half of the deadline, so that
+# probed before it counts as broken (`health.py`), and no wait is longer than half of the deadline, so that
 # one engine that hangs leaves time to try another. `tests/engine/test_failover.py` has a case for each line above.
 class Attempts:
     """Makes attempts at turns. A wait at one silent replica is bounded by half of `outage_deadline_s`. `knows` says

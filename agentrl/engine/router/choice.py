@@ -31,7 +31,7 @@ class Choice:
                 if roomy:
                     turn.waited_s += trio.current_time() - started
                     return self._homes.choose(turn.request.session, roomy)
-                if not ready and turn.refusals:  # nobody else can be asked any more
+                if not ready and turn.refusals:  # no other replica is left to try
                     raise next(iter(turn.refusals.values()))
                 await (self._health.changed.wait() if ready else self._health.ask_next())
         raise self._too_late(turn)

@@ -22,7 +22,7 @@ from agentrl.engine.router.concurrency import Aimd
 from agentrl.engine.router.replica import Replica, ReplicaState, Wait
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 
-_ASK_S: Final = 5.0  # deadline for a broken replica's answer; it is asked again later
+_ASK_S: Final = 5.0  # deadline for a broken replica's answer; it is probed again later
 _MUTE: Final = "it does not answer"
 
 
@@ -197,4 +197,4 @@ class Health:
         if replica.heard_at == asked_at:
             replica.heard_at = -math.inf
             return False
-        return True  # a token came while it was asked
+        return True  # a token came while it was probed

@@ -31,7 +31,7 @@ _SHARE = 0.1  # of the running requests, that may be second ones: if all engines
 # Dean and Barroso ("The Tail at Scale", 2013) ask a second server once a request has taken longer than 95 of 100 do.
 # That is right for many servers with a rare bad moment. A run has few engines, and the case to help in is one engine
 # that is slow for a while. If one of four is slow, a quarter of all waits are its own, and the 95th percentile is the
-# wait at the slow engine: the second one would be asked too late. The median is the wait at a healthy engine until half
+# wait at the slow engine: the second one would start too late. The median is the wait at a healthy engine until half
 # of them are slow.
 #
 # A setting in seconds would be simpler still. But the time to a first token depends on model, machine, prompt and load,

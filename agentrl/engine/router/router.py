@@ -175,7 +175,7 @@ class Fleet:
             self.drain(url, move=True)
             self._gone.append(current[url])
         clients = {url: client(url) for url in addresses if url not in current}
-        # A new one is asked before it gets a turn.
+        # A new one is probed before it gets a turn.
         joined = {url: Replica(new, new.version, state=ReplicaState.BROKEN) for url, new in clients.items()}
         self._health.replicas = [current.get(url) or joined[url] for url in addresses]
         self._health.announce()

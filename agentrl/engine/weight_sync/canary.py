@@ -116,7 +116,7 @@ class Canary:
 # weights that did not sample them (law 1). And the learner's numbers must be of weights in the engine's dtype, since an
 # engine in bfloat16 rightly stays where it is while steps are smaller than its grid (`rounded`).
 #
-# `tests/engine/test_canary.py` has an engine that takes no step any more. It has to be found while no token is off by a
+# `tests/engine/test_canary.py` has an engine that takes no step any more. It must fail while no token is off by a
 # third of the tolerance, and an engine that follows must never be.
 @dataclass(frozen=True, slots=True)
 class CanaryResult:

@@ -31,7 +31,7 @@ from agentrl.engine.weight_sync.weight_lock import WeightLock, exclusive, name_o
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
-_PATIENCE_S = 10.0  # before it is told that no engine takes the weights: a restart is shorter
+_PATIENCE_S = 10.0  # before it reports that no engine takes the weights: a restart is shorter
 _ASK_S = 5.0  # deadline to ask an engine that was left behind: shorter than that of a push that it will not take
 KEPT = 2  # weight files: an engine may restart from the older one while the newer is sent
 

@@ -71,7 +71,7 @@ async def exclusive(folder: Path, url: str, *, deadline_s: float) -> AsyncGenera
     if somebody else holds it for `deadline_s`."""
     with _open(folder, url.rstrip("/")) as file:
         with trio.move_on_after(deadline_s) as scope:
-            while not _taken(file.fileno()):  # noqa: ASYNC110 - of a lock that another process lets go nobody tells us
+            while not _taken(file.fileno()):  # noqa: ASYNC110 - another process that lets a lock go sends no signal
                 await trio.sleep(_POLL_S)
         if scope.cancelled_caught:
             doing = "was the learner's" if url == _GPU else "was being given other weights"

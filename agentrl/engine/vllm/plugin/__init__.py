@@ -63,5 +63,5 @@ def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()  # None for a program that vLLM started otherwise
-    if os.getppid() == 1 if parent is None else os.getppid() != parent.pid:  # it died before we asked
+    if os.getppid() == 1 if parent is None else os.getppid() != parent.pid:  # it died before this call
         os.kill(os.getpid(), signal.SIGKILL)

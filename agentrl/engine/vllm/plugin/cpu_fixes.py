@@ -36,7 +36,7 @@ def install() -> None:
     from vllm.lora.punica_wrapper import punica_cpu
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    # Linux lends AMX tiles only to a process that asked. Nobody asks where threads are not bound, and the first
+    # Linux lends AMX tiles only on request. Nobody requests them where threads are not bound, and the first
     # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
     torch.cpu._init_amx()
     shrink, add_logits = lora_ops.bgmv_shrink, punica_cpu.PunicaWrapperCPU.add_lora_logits

@@ -17,9 +17,9 @@ import torch
 
 from agentrl.engine.weight_sync import fingerprints as fingerprint
 
-_ROWS = 4  # random inputs a layer is given
+_ROWS = 4  # random inputs of each layer
 # How far an output may be from the expected one, by its own size: far above rounding, and in float32 below what one
-# optimizer step changes. In bfloat16 a small step is not to be told from rounding.
+# optimizer step changes. In bfloat16 a small step looks like rounding.
 _APART, _APART_FLOAT32 = 2e-2, 1e-4
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -27,7 +27,7 @@ class _Taken:
     """Rows of one running request by the position after them: those of the whole prompt, then one a token."""
 
     prompt: int
-    start: int  # rows of so many first prompt tokens are not wanted
+    start: int  # the client needs no rows of so many first prompt tokens
     rows: dict[int, Any] = field(default_factory=dict)
     sampled: int = 0
 
