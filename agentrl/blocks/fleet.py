@@ -30,7 +30,7 @@ from agentrl.models.resolve import engine_dtype, model_dir, vocabulary
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Finish, Json, Message, SamplingParams
 
-_MOST_CONTEXT = 4096  # tokens of a conversation, unless more are asked for
+_MOST_CONTEXT = 4096  # tokens of a conversation, unless the caller wants more
 _CLOSE_S = 2.0  # for connections to close
 
 Prompt = str | Sequence[Message] | Sequence[int]

@@ -105,7 +105,7 @@ class Env(gymnasium.Env[Messages, str]):
     """The most bytes of text in one answer that its driver keeps. The driver sets it before the reset."""
 
     snapshot_bytes: int = 4 << 20
-    """The most bytes that a snapshot may have; 0: none will be asked for. The driver sets it before the reset."""
+    """The most bytes that a snapshot may have; 0: none will be taken. The driver sets it before the reset."""
 
     _loop: LoopThread | None = None
     _abandoned: trio.Event | None = None

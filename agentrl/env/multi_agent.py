@@ -23,7 +23,7 @@ from agentrl.errors import PolicyFault, UsageError
 from agentrl.records import Json, Message, Messages, StopReason
 
 Policy = Callable[[Messages, np.random.Generator], str | Awaitable[str]]
-"""A role's given player: its conversation so far, and a seeded generator, to its next text."""
+"""A role's fixed policy: maps its conversation so far and a seeded generator to its next text."""
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class ToolEnv(Recorded):
     tool_timeout_s: float = 30.0
     tool_output_bytes: int = 16_384
     max_calls: int = 16
-    """Calls of one turn that are run; the model is told of the others."""
+    """Calls of one turn that are run; of the others the model reads an error."""
     boxed: ClassVar[bool] = False
     """Whether every episode has a box, `self.box`, from before `prompt` to its end; without it only tools that ask for
     one bring one."""

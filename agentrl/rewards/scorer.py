@@ -39,7 +39,7 @@ from agentrl.tokens.columns import NONE
 TurnRewarder = Callable[[Trajectory], "float | Verdict | Awaitable[float | Verdict]"]
 """Scores the last turn of an episode as far as it went. A plain one runs in a thread, an async one in trio."""
 
-_LOOK_S: Final = 1.0  # a source looks so often for turns that may be asked for again
+_LOOK_S: Final = 1.0  # a source looks so often for turns that may be tried again
 _PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
 _OWN_SHARE: Final = 0.9  # of a call's deadline, after which a client ends it itself: it can say what a server answered
 

@@ -25,7 +25,7 @@ class Prompt:
     """The turn that `prompt_ids` extend; None if a conversation starts with them."""
     prompt_ids: tuple[int, ...]
     context: tuple[int, ...]
-    """All that `role` has read and said, from the start of its conversation."""
+    """All messages that `role` has read and written, from the start of its conversation."""
 
 
 class Prompts:

@@ -16,7 +16,7 @@ from agentrl.rollout.env_calls import EnvCalls, TimeUp, one_line
 from agentrl.rollout.journal import EpisodeJournal
 
 MAX_SNAPSHOT_BYTES: Final = 4 << 20
-"""An environment that gives more is not asked again in its episode: each turn would write so much to the store."""
+"""From an environment that gives more, its episode takes no further one: each turn would write so much to the store."""
 
 _ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn and their paths: more is no source that anyone wrote
 _ARTIFACT_FILES: Final = 1000  # of a turn: each costs its test a file of a box

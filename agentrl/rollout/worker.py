@@ -25,7 +25,7 @@ from agentrl.store.episodes.endings import FAILURES
 from agentrl.store.interfaces import RolloutStore
 from agentrl.store.run_values import PHASE
 
-_LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
+_LOOK_S = 1.0  # a worker looks so often for expired leases, which no write signals
 _DISK_S = 1.0  # between two tries to renew leases on a full disk
 _AT_ONCE = 16  # episodes that start before the loop's other tasks run again
 

@@ -24,7 +24,7 @@ from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json, Message, Messages
 
 _OF_THE_HOST: Final = ("SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
-_COUNTED: dict[tuple[str, str, str, int], int] = {}  # tasks that a set was found to have, up to those asked for
+_COUNTED: dict[tuple[str, str, str, int], int] = {}  # tasks of a set, counted up to the requested ones
 
 
 class Verifiers(ProgramEnv):

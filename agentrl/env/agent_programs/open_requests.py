@@ -82,7 +82,7 @@ class LostAnswer:
 # opposite is a cache, which gives one conversation one answer for ever. It breaks programs that ask the same question
 # several times on purpose, to choose among samples: they would get one sample many times.
 #
-# What tells the two apart is whether an answer was read. As long as a client waits, the same conversation from another
+# The difference is whether an answer was read. As long as a client waits, the same conversation from another
 # client is a question of its own. Once the client has left without the answer, the next request takes its place if it
 # has the same conversation, and gets its answer, even one that is sampled already. Once the answer was read, the
 # conversation is a new question again. And we may see the new request before we see that the old connection has closed:
@@ -102,7 +102,7 @@ class OpenRequests:
         self._shares_box = shares_box
         self._queue: list[Pending] = []
         self._current: Pending | None = None
-        self._left: LostAnswer | None = None  # what the current request is lost by, unless it is asked again
+        self._left: LostAnswer | None = None  # why the current request is lost, unless it is repeated
         self._lost: list[LostAnswer] = []
         self._answers = 0
         self._longest_s = _LEAST_S  # the longest wait for an answer that was read

@@ -104,7 +104,7 @@ class _Server:
             response = await handler(Request(method, rest, headers, content))
         except UnservedRequest as error:
             response = Response(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
-        except Exception as error:  # a connection's boundary: whatever it was, the program is answered and told
+        except Exception as error:  # a connection's boundary: whatever it was, the program gets an answer that says so
             response = Response(500, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
         return _written(response)
 
@@ -201,7 +201,8 @@ def _written(response: Response) -> tuple[int, Typed]:
 
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
-"""An agent program: an async function, or a plain one (in a thread of its own), given where the model is."""
+"""An agent program: an async function, or a plain one (in a thread of its own), called with the address of the
+model."""
 
 OUTPUT_BYTES: Final = 64 << 10
 _RETRIES: Final = "x-stainless-retry-count"  # OpenAI's and Anthropic's clients count in it
