@@ -29,7 +29,7 @@ from agentrl.registration import make
 from agentrl.rollout.text_policy import TextAnswer, TextPolicy, cause_of, play_text
 
 _AT_ONCE: Final = 8  # episodes
-_IN_A_ROW: Final = 64  # tasks without a demonstration, after which there is none to be found
+_IN_A_ROW: Final = 64  # tasks without a demonstration, after which the search ends
 _LIMITS: Final = Rollout(max_context=1 << 30, max_turns=TURNS)
 
 

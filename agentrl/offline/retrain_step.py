@@ -170,7 +170,7 @@ def retrain(
     Raises UsageError if the step cannot be trained again, or a folder or file cannot be written; ConfigError for a
     setting."""
     config = run.config()
-    _otherwise(config, settings)  # a bad setting is told at once
+    _otherwise(config, settings)  # a bad setting fails at once
     if out is not None and out.resolve().is_relative_to(run.path.resolve()):
         raise UsageError(f"--out {str(out)!r} is inside the run, which must not change: give another folder")
     if out is not None and out.exists():

@@ -48,7 +48,7 @@ _SIZES: dict[str, Any] = {
 _ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
     *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after", "colocated", "weights_url"),
 )
-_FAMILIES = (  # models of the hub whose architecture their name tells, without a network
+_FAMILIES = (  # models of the hub whose architecture follows from their name, without a network
     (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
     (r"Qwen/Qwen3-[\d.]+B.*", "qwen3"),
     (r"Qwen/Qwen2\.5-.*", "qwen2"),

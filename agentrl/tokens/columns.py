@@ -81,7 +81,7 @@ _KEPT: Final = Column(name=KEPT, dtype="int32", default=0, ragged=True)
 
 
 TEACHER: Final = Column(name="teacher", default=1.0)
-"""Log-prob in nats of each token under a teacher; 1, which is none, if it told nothing of the token."""
+"""Log-prob in nats of each token under a teacher; 1, which is none, if it did not score the token."""
 
 
 def register(column: Column) -> None:

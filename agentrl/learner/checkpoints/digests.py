@@ -21,7 +21,7 @@ from agentrl.learner.checkpoints.folders import DIGESTS, STATE
 _PIECE: Final = 16 << 20  # bytes between two calls of `progress`
 
 _compared: dict[Path, frozenset[tuple[str, int, int, int]]] = {}
-"""Per folder, the files as they were when this process last found them intact: path, size, time of change, inode."""
+"""Per folder, the files as they were when this process last verified them: path, size, time of change, inode."""
 
 
 def write(folder: Path, progress: Callable[[], None] = lambda: None) -> None:

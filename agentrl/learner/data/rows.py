@@ -61,7 +61,7 @@ class Row:
     ragged: Mapping[str, Ragged] = field(
         default_factory=dict[str, Ragged]
     )  # the ragged ones of `agentrl.tokens.columns`
-    chosen: Tensor | None = None  # [T, L, K], the experts of each token if a turn told them, see `routes.told`
+    chosen: Tensor | None = None  # [T, L, K], the experts of each token if a turn has any, see `expert_records`
     observed_O: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     images: Mapping[int, Image] = field(default_factory=dict[int, Image])  # those of its tokens, by token
     observed_weight: float = 1.0  # share of the loss on observations that each of them has

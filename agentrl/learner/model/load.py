@@ -63,7 +63,7 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
             module, info = loaded("eager")
     except ConfigError:  # the model cannot be cut so
         raise
-    except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
+    except Exception as error:  # transformers raises many kinds for a broken folder; the user must fix each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
     finally:
@@ -164,6 +164,6 @@ def _hollow(folder: Path, attention: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         attends = _attending(folder, attention)
         return _kind(folder).from_config(config, dtype=torch.float32, attn_implementation=attends)
-    except Exception as error:  # of many kinds; the user must mend each
+    except Exception as error:  # of many kinds; the user must fix each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error

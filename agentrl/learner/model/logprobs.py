@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 _COPIES = 4  # of a block's logits in float32 that are held at once
 _BLOCK_BYTES = {"cpu": 4 << 20}  # of a block in float32: what a cache holds
-_BLOCK_BYTES_ELSEWHERE = 64 << 20  # on a device that has to be given much at a time
+_BLOCK_BYTES_ELSEWHERE = 64 << 20  # on a device that needs much work at a time
 _PROBE = 200.0  # logits as large as a model may say, to see what becomes of them
 
 

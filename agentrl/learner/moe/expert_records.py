@@ -19,7 +19,7 @@ from torch import Tensor
 from agentrl.records import RoutedExperts
 
 UNTOLD = -1
-"""Stands for the experts of a token of which the engine said nothing."""
+"""Stands for the experts of a token for which the engine reported none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class Parking:
         self._device = models.policy.device
         self._places: dict[int, Tensor] = {}  # in host memory, by the id of the tensor
         self._away: list[Tensor] = []
-        self._begun: set[int] = set()  # ids of tensors whose copies to host memory were asked for
+        self._begun: set[int] = set()  # ids of tensors whose copies to host memory have begun
         cuda = self._device.type == "cuda"
         self._beside = torch.cuda.Stream(self._device) if cuda else None
         self._rest_back: Any = None  # an event of the device

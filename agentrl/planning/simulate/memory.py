@@ -91,7 +91,7 @@ class MemoryBuffer:
         self._fresh: list[int] = []  # sorted ids of those in `_scored` that step `_checked` may take
         self._unchecked: list[int] = []
         self._checked = -1
-        self._blocks: SimulatedMember | None = None  # the last one found that the learner waits for
+        self._blocks: SimulatedMember | None = None  # the member that the learner waited for at the last look
         self.skipped: list[SimulatedGroup] = []  # those that the last `take` let go without signal
         self._skips = Counter[int]()  # how many left so for the step that is to come
 
