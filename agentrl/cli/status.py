@@ -36,7 +36,7 @@ def status(
     for place in places:
         if not place.is_dir():
             raise UsageError(f"{place} is no folder: name a run or the folder of your runs; agentrl train makes one")
-    # A folder of runs is told from a run by the store in it: `agentrl status` alone lists ./runs.
+    # A run has a store in it, a folder of runs has none: `agentrl status` alone lists ./runs.
     if len(places) == 1 and RunDir(places[0]).store_path.exists():
         _show_run(places[0], as_json=as_json)
     else:

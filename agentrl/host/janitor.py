@@ -97,7 +97,7 @@ def _of(label: str) -> tuple[int, str] | None:
 # every machine has.
 #
 # It learns of the end by a pipe. This process alone has the writing end, and the kernel closes it whatever ended the
-# process. Nothing has to be asked again and again, and no process id can be mistaken for that of a later process. The
+# process. Nothing has to be polled, and no process id can be mistaken for that of a later process. The
 # janitor is in a session of its own, so that Ctrl-C and a signal to the process group, which end its owner, miss it.
 #
 # It knows what belongs to the owner by an inherited variable. Process groups do not suffice: a program leaves its group

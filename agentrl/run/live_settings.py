@@ -60,7 +60,7 @@ def take_up(run: RunDir, store: RunStore, step: int) -> RunConfig | None:
     note(store, changes.changed(before, after), step)
     run.write_config(after, store)
     while not WANTED_SETTINGS.swap(store, now := WANTED_SETTINGS.of(store.meta), now[len(wanted) :]):
-        pass  # somebody asked meanwhile
+        pass  # somebody made a request meanwhile
     return after
 
 

@@ -64,7 +64,7 @@ def _reopen(run: RunDir, before: RunConfig, store: RunStore) -> None:
     for held_out in before.eval.sets:
         ended = evaluation.label(held_out.name, "after")
         store.groups.rename_purpose(ended, evaluation.label(held_out.name, f"during@{done}"))
-    if run.summary.exists():  # it tells of the earlier end
+    if run.summary.exists():  # it describes the earlier end
         run.summary.replace(run.path / f"summary-{done}.json")
     if stopped:
         STOPPED_EARLY.set(store, None)  # last: a crash before it does all of this again

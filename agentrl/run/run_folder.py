@@ -142,7 +142,7 @@ class RunDir:
             with RunStore.create(place, configuration.to_json(config), url=url) as store:
                 CREATED_S.set(store, time.time())
                 run.write_config(config, store)
-        except BaseException:  # a database that is not there, say: the mended command must find the folder free
+        except BaseException:  # a database that is not there, say: the corrected command needs the folder free
             with suppress(AgentRLError):
                 open_store.remove(run.store_path)
             run._leave_logs()

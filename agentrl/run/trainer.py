@@ -379,7 +379,7 @@ def _check_dialect(config: RunConfig, env: Any) -> str | None:
         hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {choices}"
         raise ConfigError("env.kwargs.tool_format", None, hint)
     if dialect is not None and not get_format(dialect).native:
-        return None  # the environment tells the tools itself
+        return None  # the environment describes the tools itself
     if dialect is not None and renderer.untold and dialect != renderer.tool_format:
         hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
         raise ConfigError("env.kwargs.tool_format", dialect, hint)

@@ -177,7 +177,7 @@ class OpenedRuns:
         self._places: Final = [place.resolve() for place in places]
         self._lock = threading.Lock()
         self._known: dict[Path, OpenedRun] = {}
-        self.closing = threading.Event()  # then nobody is told of news any more
+        self.closing = threading.Event()  # then no client gets news any more
 
     def all(self) -> list[OpenedRun]:
         """Every run that is there now, those that were begun last first."""

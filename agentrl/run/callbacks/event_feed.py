@@ -18,7 +18,7 @@ from agentrl.run.evaluation import held_out
 from agentrl.store import EpisodeRow, RunStore
 
 MOST = 500
-"""At most so many episodes are read at once: what is not told yet may be a whole run."""
+"""At most so many episodes are read at once: the events that are not delivered yet may be those of a whole run."""
 _ALL = 1 << 30
 
 

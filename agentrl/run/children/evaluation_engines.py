@@ -12,7 +12,7 @@ from agentrl.run.children.engine import WatchedEngine, WatchedEngines
 from agentrl.run.children.engine_process import SupervisedEngine, fit
 from agentrl.run.evaluation import pinned
 
-_PIN_RETRY_S = 1.0  # until an engine that is away is asked again
+_PIN_RETRY_S = 1.0  # until an engine that is away is tried again
 
 
 @dataclass(slots=True)

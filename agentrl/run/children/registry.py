@@ -28,7 +28,7 @@ from agentrl.store.async_calls import Aside
 from agentrl.store.run_values import RESTARTED, Value
 
 DISK_RETRY_S = 2.0
-"""Seconds until the next attempt of a child, or of a write, that found the disk full or the database away."""
+"""Seconds until the next attempt of a child, or of a write, after a full disk or a lost database."""
 
 _MAX_DEATHS = 50  # newest deaths that the store keeps
 _PINNED = {

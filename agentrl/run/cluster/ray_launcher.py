@@ -202,7 +202,7 @@ class RayLauncher:
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
         self._head, self._job = ray_head.here(), ray_head.job()
-        self.lost = False  # the head is: it is asked no more
+        self.lost = False  # the head is: it gets no more calls
         self._asking: set[trio.CancelScope] = set()
         self._marker = run.path.resolve() / ".seen-by-all-nodes"
         self._text = secrets.token_hex(8)

@@ -30,7 +30,7 @@ Kind = Literal["engine", "worker"]
 KINDS: tuple[Kind, ...] = ("engine", "worker")
 
 _LOOK_S = 1.0
-_AGAIN_S = 1.0  # until the next try, after Ray found no place in time
+_AGAIN_S = 1.0  # until the next try, after Ray had no place in time
 
 
 class NoRoom(RunFailed):
@@ -146,18 +146,18 @@ class Elastic(Protocol):
 # never. Two people could command at once, and one command may meet another that is half done. Each case would need an
 # answer of its own.
 #
-# So the row holds the wanted number and nothing about the way there. At each look the scaler compares it with the
+# So the row holds the requested number and nothing about the way there. At each look the scaler compares it with the
 # children that are present, and starts or ends what differs. It needs no memory of earlier requests: a supervisor that
-# was just started does the same as one that was there when somebody asked. A child that is no longer wanted while it
+# was just started does the same as one that was there at the request. A child that is no longer needed while it
 # starts is called off by the same comparison. Numbers are taken away from the last, so worker 0, which serves rewards,
 # stays.
 #
 # Each child has a task of its own, since a start may take minutes and may fail: an engine without a place must hold up
 # neither the other children nor the looks (law 6). What happens after a failure depends on its kind:
 #
-#   NoRoom          The request is made again for as long as it is wanted. A cluster that can grow does so because
+#   NoRoom          The request is made again for as long as it stands. A cluster that can grow does so because
 #                   somebody waits for a place.
-#   other failures  A few starts, then the child is given up, and the run goes on without it. A request that is newer
+#   other failures  A few starts, then no more, and the run goes on without the child. A request that is newer
 #                   than the failed one tries it again; the same request does not, or it would fail for ever.
 #
 # The price is up to a second until a look sees the row. A smaller size loses no sampled token (law 1): a child ends

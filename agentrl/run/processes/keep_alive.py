@@ -135,7 +135,7 @@ class _Kept(heartbeat.Here):
         if self._process.poll() is None:
             self.hung = why
             # It may end by itself, and the thread in `wait` may reap it, between the look and the signal. The process
-            # that was asked for its stacks before it could answer does so: the signal ends it.
+            # that got the signal for its stacks before it could handle it does so: the signal ends it.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

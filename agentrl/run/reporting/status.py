@@ -42,7 +42,7 @@ from agentrl.store.run_values import (
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
 _RECENT = 10  # steps in a mean
-_PACE = 20  # steps from which the next ones' time is told
+_PACE = 20  # steps from which the time of the next ones is estimated
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
 _POLL_S = 0.1
@@ -174,7 +174,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for name, newest in found["pass_at"].items():
         passes = ", ".join(evaluation.said(k, rate) for k, rate in newest.items() if k != "step")
         yield f"held-out  {name} at {newest['step']}: {passes}"
-    dropped = (GroupState.EXPIRED, GroupState.FAILED)  # told by their reasons
+    dropped = (GroupState.EXPIRED, GroupState.FAILED)  # shown by their reasons
     groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
     groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]
     yield f"groups    {', '.join(groups) or 'none'}"
