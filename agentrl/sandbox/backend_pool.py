@@ -76,7 +76,7 @@ class Counts:
     made: int = 0
     warm: int = 0  # handed out ready
     cold: int = 0  # made while the taker waited
-    dead: int = 0  # found dead at hand-out
+    dead: int = 0  # were dead at hand-out
     failed: int = 0  # could not be made
 
 

@@ -37,7 +37,7 @@ def checked_wall_s(timeout_s: float | None, limits: Limits) -> float:
 # after one second at first and after ten at most, and when the rest of the time is over. Each look reads /proc for
 # every thread of the command: more of them would slow down the machine whose slowness they measure.
 #
-# The seconds are given to the deadlines around the command too (`credit_host`). Otherwise the step of the episode would
+# The seconds extend the deadlines around the command too (`credit_host`). Otherwise the step of the episode would
 # time out while its command may still run. Patience ends as well (law 4): after `HOST_DEADLINE_S` starved seconds the
 # clock alone counts, and a command that then times out raises HostBusy, for which nobody is scored.
 #

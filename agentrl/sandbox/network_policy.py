@@ -333,7 +333,7 @@ class _Refused(Exception):
 #                         within an IPv6 address (mapped, NAT64, 6to4, Teredo).
 #   it changes            Public when it is looked at, private when the connection is made ("DNS rebinding"). So it is
 #                         resolved once, here, and the connection goes to the address that was looked at.
-#   another host is asked The tunnel leads to an allowed host of a provider, and what goes through it asks for another
+#   another host is named The tunnel leads to an allowed host of a provider, and what goes through it asks for another
 #                         site there. So its first bytes must be TLS that names the same host, and TLS that encrypts
 #                         this name is refused.
 #

@@ -28,7 +28,7 @@ from agentrl.sandbox.bubblewrap import seccomp
 
 _MOST: Final = 32 << 10  # bytes that go in, or out: a pipe that nobody reads yet must hold them
 _START_S: Final = 20.0
-_TRIES: Final = 3  # in a row, before it is given up
+_TRIES: Final = 3  # in a row, after which no more follow
 _CANNOT: Final = 3  # how a parent ends that cannot shut its children in
 _SIZE: Final = 4  # bytes of a length
 

@@ -105,7 +105,7 @@ class Waiting:
         looking = self._looks.setdefault(role, _Looking(signal))
         with trio.move_on_after(timeout_s):
             reported = looking.reported
-            while await looking() <= reported:  # other processes write, and no event of ours tells of it
+            while await looking() <= reported:  # other processes write, and no event of ours shows it
                 with trio.move_on_after(signal.pause_s):
                     await _woken(signal.wakes)
             looking.reported = looking.changes

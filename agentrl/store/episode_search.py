@@ -129,7 +129,7 @@ class EpisodeSearch(StorePart):
         """Find at most `limit` episodes that a filter lets through, in an order; those without a value come last."""
         condition, parameters = _found(wanted)
         column, way = _COLUMNS[by], "DESC" if descending else "ASC"
-        # the newest are found without a look at all others, unless an expression hides that ids are in order
+        # the newest come without a look at all others, unless an expression hides that ids are in order
         last = "" if by in _ALWAYS else f"{column} IS NULL, "
         with self._db.read():
             ids = self._db.rows(

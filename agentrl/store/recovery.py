@@ -20,8 +20,8 @@ JOURNAL_LOST = "journal_lost"
 """Why a group, or a late member, left that a checkpoint trained, and whose end the store has lost."""
 
 LINEAGE_LOST = "lineage_lost"
-"""Why a group, or a late member, left that may have been trained in steps of which neither the store nor a checkpoint
-tells."""
+"""Why a group, or a late member, left that may have been trained in steps that neither the store nor a checkpoint
+records."""
 
 _SPARE = 1000  # ids skipped, as lost rows may have used them
 

@@ -91,7 +91,7 @@ WENT_BACK: Final = _text("went_back")
 STOP_WANTED: Final = _text("stop_wanted")
 """The run's lock, as it stands there, of the supervisor that shall end."""
 WANTED_SETTINGS: Final = _json("wanted_settings", cast("list[dict[str, Any]]", []))
-"""What was asked for, and no step has yet: `settings` by their keys, `asked_s`; see `agentrl.run.live_settings`."""
+"""Requests that no step has yet: `settings` by their keys, and the time `asked_s`; see `agentrl.run.live_settings`."""
 CHANGES: Final = _json("changes", cast("list[dict[str, Any]]", []))
 """The settings that changed since the run began: from which `step` on, `was` and `settings` by their keys, `time_s`."""
 RESTARTED: Final = _json("restarted", cast("list[dict[str, Any]]", []))
@@ -99,8 +99,8 @@ RESTARTED: Final = _json("restarted", cast("list[dict[str, Any]]", []))
 PAUSED: Final = _json("paused", cast("dict[str, Any]", {}))
 """Of a run that stands still: `since_s`, and whether turns stop amid their tokens (`now`). Empty if it goes on."""
 TAKES_NO_SIGNALS: Final = _text("takes_no_signals")
-"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
-of another machine."""
+"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it gets the request to
+end as one of another machine does."""
 ROWS_DIGESTS: Final = _json("rows_digests", cast("dict[str, str]", {}))
 """A digest of each data set as the run last began or went on."""
 
@@ -141,7 +141,7 @@ ATTEMPT: Final = Value[int]("attempt", 1, int)
 NEXT_TASK: Final = Value[int]("next_task", 0, int)
 """The index of the next training task."""
 LEARNER: Final = Value[int]("learner", 0, int)
-"""Which of the run's learners leads: the last that said so."""
+"""The learner of the run that leads: the last one that wrote itself here."""
 SUPERVISOR: Final = _text("supervisor")
 """Who supervises a run on a server, or did last, in words."""
 

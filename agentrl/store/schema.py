@@ -15,7 +15,7 @@ from agentrl.errors import FormatError
 SCHEMA_VERSION: Final = 1
 
 APPLICATION_ID: Final = 0x6152_4C31
-"""`PRAGMA application_id`, "aRL1": tells our file from any other SQLite database."""
+"""`PRAGMA application_id`, "aRL1": distinguishes our file from any other SQLite database."""
 
 BYTES: Final = ("tokens", "experts", "artifacts")
 """The tables of large arrays, by turn: what retention drops."""

@@ -49,7 +49,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
                 await self._fetch()
             except ssl.SSLError:
                 with contextlib.suppress(trio.BrokenResourceError):
-                    await self._flush()  # the other side is told why
+                    await self._flush()  # the other side reads why
                 raise
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:

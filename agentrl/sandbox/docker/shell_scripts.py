@@ -13,7 +13,7 @@ from agentrl.errors import SandboxPathError
 from agentrl.sandbox.work_folder import WORKSPACE
 
 MARK = "AGENTRL_RUN"
-"""The variable that tells the processes of a command from those of others."""
+"""The variable that marks the processes of a command."""
 
 REFUSED = 91
 

@@ -28,7 +28,7 @@ DRAIN_S = 1.0  # for pipes that something still holds
 KEPT_S = 600.0  # for the answer to be fetched
 POLL_S = 0.05
 LOOK_S = 5.0  # between two looks at whether the machine starves the command
-STARVED_S = 600.0  # more than this is given back to no command
+STARVED_S = 600.0  # no command's deadline is extended by more
 
 
 def b64(data):
@@ -234,7 +234,7 @@ class CommandSupervisor:
         for connection, request, until in self.waiting:
             channel, number = request["channel"], request["number"]
             if channel in self.answers and self.answers[channel][0] == number:
-                answer = self.answers[channel][1]  # asked again: the first answer did not arrive
+                answer = self.answers[channel][1]  # a repeated request: the first answer did not arrive
             else:
                 answer = self.answer(channel, request, time.monotonic() >= until)
                 if answer is None:

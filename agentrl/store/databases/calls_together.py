@@ -103,7 +103,7 @@ def _alone(transactions: Transactions, batch: Batch, call: Callable[[], Any]) ->
         return Result(value=call())
     except StoreAway:
         raise
-    except Exception as error:  # it belongs to whoever asked for this call
+    except Exception as error:  # it belongs to the caller of this call
         _raise_if_undone(transactions, batch, error)
         return Result(error=error)
 

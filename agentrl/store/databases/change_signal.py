@@ -18,7 +18,7 @@ for turns."""
 
 _LEAST_S, _MOST_S = 0.001, 0.02
 _GROWTH = 1.5
-_WAKES_S = 0.25  # where a descriptor tells of writes
+_WAKES_S = 0.25  # where a descriptor signals writes
 
 _PHASE = f"(SELECT value FROM meta WHERE key = '{PHASE.key}')"
 _ENDED = "(SELECT TOTAL(n) FROM ending_counts)"

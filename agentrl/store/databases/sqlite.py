@@ -179,7 +179,7 @@ class CommitCounter:
 
     @property
     def wakes(self) -> None:
-        return None  # no file tells
+        return None  # no file shows writes
 
     def written(self) -> bool:
         row = self.row("PRAGMA data_version")

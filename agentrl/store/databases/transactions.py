@@ -27,7 +27,7 @@ from agentrl.store.databases.driver import Driver, damaged
 
 _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeDecodeError)
 _Part = AbstractContextManager[None] | None
-"""A write that was begun: its transaction or savepoint; None if the writes of its batch are not told apart."""
+"""A write that was begun: its transaction or savepoint; None if the writes of its batch share one."""
 
 
 @dataclass(slots=True)

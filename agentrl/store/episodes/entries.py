@@ -32,7 +32,7 @@ from agentrl.store.databases.database import Database
 from agentrl.store.episodes.leases import check_held
 from agentrl.store.episodes.partial_turns import Partial, pack_part
 
-# Per episode: what tells whether it is held, its trial, whether sources score its turns, its last turn and whether that
+# Per episode: what shows whether it is held, its trial, whether sources score its turns, its last turn and whether that
 # is answered, the tokens of the turn under way. However a server plans it, it reads no row but these.
 _OWN = "FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial ORDER BY t.idx DESC LIMIT 1"
 _LOOK = f"""

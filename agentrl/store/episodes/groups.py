@@ -98,7 +98,7 @@ class Groups(StorePart):
         A quarantined task is passed over, as is one whose index is in `skipped`. If the next task of the run is not
         `first`, somebody else admitted meanwhile: nothing is started."""
         # The room is counted again, in the transaction that fills it. Tasks are made before, as that may be the user's
-        # code and take long; by then somebody else may have used the place in the source, and `first` tells.
+        # code and take long; by then somebody else may have used the place in the source, and `first` shows it.
         with self._db.write():
             room, step = self._room(bounds, limit)
             if room.first != first:

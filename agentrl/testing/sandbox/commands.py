@@ -263,7 +263,7 @@ async def _(bench: Bench) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sh, box, "while :; do date +%N > beat; sleep 0.02; done")
             with trio.fail_after(GUARD_S):
-                while not await _holds(box, "beat"):  # noqa: ASYNC110 - of a file nobody tells us
+                while not await _holds(box, "beat"):  # noqa: ASYNC110 - no event announces a file
                     await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
         with trio.fail_after(GUARD_S):

@@ -41,7 +41,7 @@ class Session:
 
     def __init__(self, path: Path, address: Address, *, reads: bool) -> None:
         self._path, self._address, self._reads = path, address, reads
-        self._ahead_s, self._clock_set_s = 0.0, 0.0  # of the server's time before `_host_s`; when it was asked for
+        self._ahead_s, self._clock_set_s = 0.0, 0.0  # of the server's time before `_host_s`; when it was read
         self.lock_id = 0
         """The number of the run's advisory lock; 0 if the database has no schema of the run."""
         self.connect()
@@ -88,7 +88,7 @@ class Session:
         """Begin a transaction that holds the run's lock; set the clock if that was long ago."""
         how = "_shared" if shared else ""
         asks = f"; SELECT {_NOW}" if _host_s() - self._clock_set_s > _CLOCK_S else ""
-        # The number is read after a lost connection was replaced: the new one may have found another schema.
+        # The number is read after a lost connection was replaced: the new one may have another schema.
         answer = self.begin("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self.lock_id}){asks}")
         while answer.nextset():
             pass
