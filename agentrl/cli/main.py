@@ -194,7 +194,7 @@ def train(
     else:
         report.show(tables.console(), path, summary)
     if summary["unmeasured"]:
-        _fail(f"the run is trained, and not measured: {summary['unmeasured']}; mend it and: agentrl eval {path}", 1)
+        _fail(f"the run is trained, and not measured: {summary['unmeasured']}; fix it and run: agentrl eval {path}", 1)
 
 
 @app.command("eval")

@@ -48,7 +48,7 @@ def set_(
 
 def requeue(
     path: _RUN,
-    failed: Annotated[bool, typer.Option("--failed", help="All that failed or was given up")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="All that failed or is no longer retried")] = False,
     groups: Annotated[list[int] | None, typer.Option("--group", metavar="ID", help="Only of this group; again")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be played again, and change nothing")

@@ -188,7 +188,7 @@ class _Connection:
 
     def on_message_begin(self) -> None:
         if self._ended:
-            raise httpx.RemoteProtocolError("an answer that nobody asked for")
+            raise httpx.RemoteProtocolError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))

@@ -25,7 +25,7 @@ async def sleep(engine: EngineCalls, *, level: Level, deadline_s: float) -> None
     await engine.call("POST", "/sleep", params=params, deadline_s=deadline_s)
     state = parse_json(await engine.call("GET", "/is_sleeping", deadline_s=deadline_s))
     if not state.get("is_sleeping"):
-        raise EngineError(f"{engine.url} was asked to sleep and does not", url=engine.url)
+        raise EngineError(f"{engine.url} was sent to sleep and is still awake", url=engine.url)
 
 
 async def sleeps(engine: EngineCalls, *, deadline_s: float) -> bool:

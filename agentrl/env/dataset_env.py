@@ -147,7 +147,7 @@ class RowsEnv(Env):
             raise UsageError(f"the row's column {self._column!r} is a single message: give a list of messages")
         else:
             if isinstance(column, str) and is_talk(column):
-                case = f"the column {self._column!r} holds chat messages as JSON text, which is asked as a text"
+                case = f"the column {self._column!r} holds chat messages as JSON text, which is the prompt as it is"
                 notices.note("data rows", case, by_policy=True)  # read in an episode, which nothing may end
             try:
                 messages = [Message(role="user", content=_Cells().vformat(self._prompt, (), row))]

@@ -52,7 +52,7 @@ class EnvCalls:
             finally:
                 self.seconds += watch.seconds if acted else 0.0
         if watch.over is Whose.POLICY and acted:
-            raise TimeUp(f"{where}: what the policy asked for took over {policy_s:g} s") from failed
+            raise TimeUp(f"{where}: the policy's action took over {policy_s:g} s") from failed
         if watch.over is not None:
             raise EnvError(f"{where} took over {deadline_s:g} s") from failed
         assert failed is not None

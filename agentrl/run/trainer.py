@@ -126,7 +126,7 @@ class Trainer:
             if dataset is None or (not reward_funcs and trl_class is None) or (env is not None and trl_class is None):
                 arguments = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
                 hint = "give dataset and reward_funcs, or env; all of them go with agentrl/TRL-v0 and classes for TRL"
-                raise UsageError(f"Trainer was given {arguments}: {hint}")
+                raise UsageError(f"Trainer got {arguments}: {hint}")
             document = document_of(
                 Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document, trl_class=trl_class
             )

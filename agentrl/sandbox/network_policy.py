@@ -164,9 +164,9 @@ class Network:
             self.requests.append(request)
         target = f"{request.host[:200]!r}:{request.port}"
         if request.refused:
-            log.warning("a box asked for %s, refused: %s", target, request.refused)
+            log.warning("a box requested %s, refused: %s", target, request.refused)
         else:
-            log.info("a box asked for %s", target)
+            log.info("a box requested %s", target)
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ class Tape:
     def __init__(self, most_bytes: int, entries: Sequence[tuple[str, Json]] | None = None) -> None:
         """`most_bytes` bounds the answers; 0: none are kept. With another tape's `entries` it plays until `end`."""
         self.entries: list[tuple[str, Json]] = []
-        self.flaw = "" if most_bytes else "no snapshots were wanted when the episode began"
+        self.flaw = "" if most_bytes else "snapshots were off when the episode began"
         self.plays = entries is not None
         self.copies_open = 0
         self._copies = 0
@@ -65,7 +65,7 @@ class Tape:
         """Let the box itself answer from now on. Raises EnvError if calls of the record were not made again."""
         self.plays = False
         if unasked := sum(map(len, self._waiting.values())):
-            raise EnvError(f"the environment did not ask its box {unasked} of the things that it had asked before")
+            raise EnvError(f"the environment did not repeat {unasked} of its calls to its box")
 
     def _keep(self, key: str, answer: Json) -> None:
         self._size += len(key) + len(repr(answer))
@@ -80,7 +80,7 @@ class Tape:
         await trio.lowlevel.checkpoint()
         if not self._waiting[key]:
             shown = " ".join([what, *(repr(each) for each in about[:1])])[:200]
-            raise EnvError(f"the environment asked its box for something that it had not asked before: {shown}")
+            raise EnvError(f"the environment made a call to its box that it had not made before: {shown}")
         answer = self._waiting[key].popleft()
         self._keep(key, answer)
         if "refused" in answer:

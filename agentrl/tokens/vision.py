@@ -70,7 +70,7 @@ class Vision:
             if not token:
                 break
             if token not in known:
-                raise ValueError(f"no image is given for token {token}")
+                raise ValueError(f"there is no image for token {token}")
             rows, columns = self.grid(known[token])
             if stop - start != rows * columns:
                 raise ValueError(f"the image at token {start} has {stop - start} tokens, not {rows} x {columns}")

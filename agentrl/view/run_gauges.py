@@ -38,7 +38,7 @@ FAMILIES: Final = {
     "agentrl_parts": ("gauge", "engines, workers and learner ranks that are there"),
     "agentrl_engine_requests": ("gauge", "requests of a worker under way at an engine"),
     "agentrl_engine_ready": ("gauge", "1 if an engine takes requests, by its state"),
-    "agentrl_engine_scrapes": ("counter", "how often an engine was asked for its own metrics, since the run started"),
+    "agentrl_engine_scrapes": ("counter", "requests for an engine's own metrics, since the run started"),
     "agentrl_engine_scrapes_failed": ("counter", "how often it gave none within its deadline"),
     "agentrl_weights_lag_seconds": ("gauge", "from the minting of the newest weights until engines served them"),
 }

@@ -51,7 +51,7 @@ async def test_two_engines_are_given_weights_at_once(tmp_path: Path) -> None:
 
 async def test_waiting_has_a_deadline(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with exclusive(tmp_path, URL, deadline_s=1):
-        with pytest.raises(WeightSyncError, match=r"http://engine was being given other weights for 30 s"):
+        with pytest.raises(WeightSyncError, match=r"http://engine was taking other weights for 30 s"):
             async with exclusive(tmp_path, URL, deadline_s=30):
                 raise AssertionError
 

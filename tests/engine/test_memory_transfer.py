@@ -280,7 +280,7 @@ async def test_a_sender_that_was_given_up_can_stamp_nothing(scene: Scene) -> Non
     with pytest.raises(WeightSyncError):
         await scene.push(4)
     await trio.to_thread.run_sync(scene.sender.ended.wait)
-    assert [str(error) for error in scene.sender.after_the_end] == ["this update was given up"]
+    assert [str(error) for error in scene.sender.after_the_end] == ["this update was abandoned"]
     assert [engine.version for engine in scene.engines] == ["3", "3"]
 
 

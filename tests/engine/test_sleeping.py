@@ -150,7 +150,7 @@ async def test_an_engine_that_does_not_sleep_is_said_to(autojump_clock: MockCloc
         with pytest.raises(EngineError, match="Sleep mode is not enabled"):
             await asleep(client)
         fake.answers["/sleep"] = 200, b"{}"
-        with pytest.raises(EngineError, match="was asked to sleep and does not"):
+        with pytest.raises(EngineError, match="was sent to sleep and is still awake"):
             await asleep(client)
         fake.silent.add("/sleep")
         with pytest.raises(EngineTimeout):

@@ -163,7 +163,7 @@ def test_a_vllm_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
 def test_drafts_are_refused_with_the_build_that_tells_wrong_log_probs_of_them(given: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
     one = replace(server(build=CPU, arguments=given), model=tmp_path, plugin_folder=tmp_path / "p")
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.spec.*CPU build tells wrong log-probs of drafted tokens"):
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.spec.*CPU build returns wrong log-probs of drafted tokens"):
         one.prepare()
     replace(one, build=CUDA).prepare()
 

@@ -153,7 +153,7 @@ async def test_an_environment_that_goes_another_way_is_noticed() -> None:
 
     for make, words in (
         (Otherwise, "reset gave another first observation"),
-        (Curious, "asked its box for something that it had not asked before: exec ['git', 'diff']"),
+        (Curious, "made a call to its box that it had not made before: exec ['git', 'diff']"),
         (Lazy, "reset gave another first observation"),
         (Tidy, "turn 0 was answered differently"),
     ):
@@ -219,7 +219,7 @@ async def test_without_a_wish_for_snapshots_nothing_is_kept() -> None:
     env.snapshot_bytes = 0
     await env.areset(seed=3)
     await env.astep(RUN)
-    with pytest.raises(SandboxError, match="no snapshots were wanted when the episode began"):
+    with pytest.raises(SandboxError, match="snapshots were off when the episode began"):
         await env.snapshot()
 
 

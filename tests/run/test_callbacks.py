@@ -236,7 +236,7 @@ def test_one_that_hangs_is_named_with_its_line_and_holds_nobody_up(
     place = re.escape(f"{__file__}:{line}")
     said = rf"callback slow: on_step \(step:1:1\) has not returned for \d+ s, at {place}; the run goes on"
     assert re.search(said, printed), printed
-    assert "the run ends without it, and tells it the rest when it goes on" in capfd.readouterr().err
+    assert "the run ends without it, and delivers the rest when it goes on" in capfd.readouterr().err
     assert notes.told[-1] == "end:1:True"
     tell(run, Callback(name="slow", on_step=(told := list[StepEnded]()).append))
     assert [event.step for event in told] == [1], "what it was in is told again"

@@ -227,7 +227,7 @@ def test_a_server_that_takes_no_tools_is_told_of_them_as_text(tmp_path: Path) ->
             return httpx.Response(400, json={"error": {"message": message}})
         return says('I try.\n{"name": "submit", "arguments": {"answer": "12"}}')
 
-    with pytest.warns(UserWarning, match="is told of the tools as text"):
+    with pytest.warns(UserWarning, match="reads the tools as text"):
         result = measured(without, tmp_path, n=1, env="agentrl/Calculator-v0")
     assert (result.n, result.failed) == (1, 0)
     taught = asked[1]["messages"]

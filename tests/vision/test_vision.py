@@ -85,7 +85,7 @@ def test_positions_are_those_of_transformers(tmp_path: Path, family: str) -> Non
     assert torch.tensor(vision.positions(ids, known)).T.tolist() == expected[:, 0].tolist()
     with pytest.raises(ValueError, match="the image at token 2 has 5 tokens, not 3 x 2"):
         vision.positions(ids[:2] + ids[3:], known)
-    with pytest.raises(ValueError, match="no image is given for token"):
+    with pytest.raises(ValueError, match="there is no image for token"):
         vision.positions(ids, {one.token: one})
 
 

@@ -56,7 +56,7 @@ def request_json(request: GenerateRequest) -> dict[str, Json]:
         raise ConfigError("engine.routed_experts", True, "SGLang's answer does not say their shape: leave it out")
     if request.kept:
         if not 0 < sampling.top_k <= _MOST_KEPT:
-            hint = f"SGLang tells the set that a token is drawn from for 1 to {_MOST_KEPT}: give rollout.top_k"
+            hint = f"SGLang returns the set that a token is drawn from for 1 to {_MOST_KEPT}: give rollout.top_k"
             raise ConfigError("rollout.top_k", sampling.top_k, hint)
         body["return_sampling_mask"] = True
     return body if request.model is None else body | {"lora_path": request.model}
@@ -80,7 +80,7 @@ def prompt_logprobs(document: Mapping[str, Json], tokens: Sequence[int]) -> tupl
     try:
         entries = cast("list[Any]", document["meta_info"]["input_token_logprobs"])
         if [entry[1] for entry in entries] != list(tokens):
-            raise EngineError("the engine scored other tokens than it was asked for (input_token_logprobs)")
+            raise EngineError("the engine scored other tokens than the request has (input_token_logprobs)")
         return tuple(float(entry[0]) for entry in entries[1:])
     except MALFORMED as error:
         raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error

@@ -258,7 +258,7 @@ class VLLMServer:
             raise ConfigError("engine.colocated", True, hint)
         for name in ("speculative-config", "spec-method", "spec-model"):
             if self.build.cpu and name in self.arguments:
-                hint = "vLLM's CPU build tells wrong log-probs of drafted tokens: leave it out"
+                hint = "vLLM's CPU build returns wrong log-probs of drafted tokens: leave it out"
                 raise ConfigError(f"engine.vllm.{name}", self.arguments[name], hint)
         if self.build.cpu and self.lora_rank:
             _check_adapters(self.model, self.lora_targets)

@@ -184,7 +184,7 @@ class _Calls:
                 raise
 
         if self._over:
-            raise WeightSyncError("this update was given up")
+            raise WeightSyncError("this update was abandoned")
         trio.from_thread.run(call, trio_token=self._token)
 
     # --- vLLM's VLLMWeightSyncClient

@@ -74,7 +74,7 @@ async def exclusive(folder: Path, url: str, *, deadline_s: float) -> AsyncGenera
             while not _taken(file.fileno()):  # noqa: ASYNC110 - another process that lets a lock go sends no signal
                 await trio.sleep(_POLL_S)
         if scope.cancelled_caught:
-            doing = "was the learner's" if url == _GPU else "was being given other weights"
+            doing = "was the learner's" if url == _GPU else "was taking other weights"
             raise WeightSyncError(f"{url} {doing} for {deadline_s:g} s")
         yield
 

@@ -122,7 +122,7 @@ class OpenRequests:
                 self._answers -= pending.is_read
                 pending.is_read = False
                 self._left = None if pending is self._current else self._left
-                note("a client gave up before its answer and asked again: it gets the same answer")
+                note("a client left before its answer and repeated its request: it gets the same answer")
                 return pending
         if len(self._queue) >= MOST_QUEUED:
             return None

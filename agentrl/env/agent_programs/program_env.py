@@ -132,7 +132,7 @@ class ProgramEnv(Env):
         await running.start()
         event = await self._next(running)
         if not isinstance(event, Pending):
-            raise EnvError(f"the program ended before it asked anything: {_why(event)}")
+            raise EnvError(f"the program ended before its first request: {_why(event)}")
         self._pending = event
         return _copied(event.conversation.messages), {}
 
@@ -309,7 +309,7 @@ def _why(event: Ended | Pending | None) -> str:
     if isinstance(event, Pending):
         return "the most turns are played"
     if event is None:
-        return "it asked nothing in time"
+        return "it made no request in time"
     error: BaseException | None = event.error
     while isinstance(error, BaseExceptionGroup):  # of a program's tasks
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]

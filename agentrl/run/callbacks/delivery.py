@@ -84,7 +84,7 @@ class Teller:
             with RunStore.open(path, away_s=0) as writes, RunStore.read(path, away_s=0) as reads:
                 self._tell_all(reads, writes)
         except StoreError as error:
-            self.warn(f"is told nothing more until the run goes on: {error}")
+            self.warn(f"gets no more events until the run goes on: {error}")
 
     def _tell_all(self, reads: RunStore, writes: RunStore) -> None:
         place = FeedPosition()
@@ -173,7 +173,7 @@ class Teller:
             writes.set_meta(place_key(self.label), place.to_json())
         except StoreError as error:
             if self._closing:
-                self.warn(f"what it was told last is told again when the run goes on: {error}")
+                self.warn(f"its last events come again when the run goes on: {error}")
 
     def warn(self, line: str) -> None:
         print(f"agentrl: warning: callback {self.label}: {line}", file=sys.stderr)
@@ -201,7 +201,7 @@ async def _watch(tellers: Sequence[Teller]) -> None:
                     **{earlier: limit_s for earlier, limit_s in limit_by_call.items() if earlier is teller.call},
                     call: 2 * due_s,
                 }
-                teller.warn(f"{teller.stands(call)}; the run goes on, and what happens is told later")
+                teller.warn(f"{teller.stands(call)}; the run goes on, and its events come later")
         await trio.sleep(_LOOK_S)
 
 
@@ -222,11 +222,11 @@ def _finish(tellers: Sequence[Teller], finished: bool) -> None:
                 teller.abandon()
                 call = teller.call
                 state = "has not ended" if call is None else teller.stands(call)
-                teller.warn(f"{state}; the run ends without it, and tells it the rest when it goes on")
+                teller.warn(f"{state}; the run ends without it, and delivers the rest when it goes on")
                 break
             if silent and now - began_s > _LATE_S:
                 silent = False
-                teller.warn("the run is over; it is told what happened until then")
+                teller.warn("the run is over; it gets the events until then")
 
 
 @asynccontextmanager

@@ -100,7 +100,7 @@ async def watch(address: str, job: str | None = None, *, away_s: float, silent_s
         if now - since.get(HeadAnswer.REFUSES, now) >= away_s:
             return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
         if now - since.get(HeadAnswer.SILENT, now) >= silent_s:
-            return f"has said nothing for {silent_s:g} s (cluster.place_deadline_s)"
+            return f"has not answered for {silent_s:g} s (cluster.place_deadline_s)"
         await trio.sleep(_LOOK_S)
 
 

@@ -72,7 +72,7 @@ class ServedModel:
                 # Some servers refuse the very field that they answer with. Only a try can tell: they agree on no words.
                 answer = await self._request_without_thoughts(messages, tools, error)
             elif not self._has_answered and not self._writes_calls_as_text and tools and "tool" in error.reason:
-                warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
+                warnings.warn(f"{error}: its model reads the tools as text, and writes calls so", stacklevel=2)
                 self._writes_calls_as_text = True
                 return await self._ask(messages, news, tools)
             else:

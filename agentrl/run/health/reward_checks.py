@@ -55,7 +55,7 @@ def tasks_too_hard(facts: RunFacts) -> Advice | None:
     env = facts.config.env.id
     return Advice(
         name="tasks_too_hard",
-        cause="no episode succeeds, so the members of a group cannot be told apart",
+        cause="no episode succeeds, so no member of a group is better than another",
         evidence=f"{_groups(facts)}; 0 of {len(played)} episodes succeeded",
         settings=(f"rollout.group_size={2 * facts.config.rollout.group_size}", "curriculum.pool=10000"),
         commands=(f"agentrl validate {env}", f"agentrl play {env}"),

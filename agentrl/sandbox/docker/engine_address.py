@@ -256,8 +256,8 @@ class EngineAddress:
         if isinstance(error, ssl.SSLError | ConnectionResetError | BrokenPipeError | http.client.RemoteDisconnected):
             why = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
             return (
-                f"it ends the connection ({why}); {CERTIFICATE} of {folder} must be signed by the CA that the engine "
-                "was given (--tlscacert) and not be out of date"
+                f"it ends the connection ({why}); {CERTIFICATE} of {folder} must be signed by the engine's CA "
+                "(--tlscacert) and not be out of date"
             )
         return ""
 

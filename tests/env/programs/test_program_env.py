@@ -335,14 +335,14 @@ async def test_a_program_that_fails_is_named_with_its_cause():
         raise ZeroDivisionError("oh")
 
     async with ProgramEnv(fails_first) as env:
-        with pytest.raises(EnvError, match="ended before it asked anything: ZeroDivisionError: oh"):
+        with pytest.raises(EnvError, match="ended before its first request: ZeroDivisionError: oh"):
             await env.areset(seed=0)
 
     async def asks_nothing(session):
         return 3
 
     async with ProgramEnv(asks_nothing) as env:
-        with pytest.raises(EnvError, match="ended before it asked anything: it returned 3"):
+        with pytest.raises(EnvError, match="ended before its first request: it returned 3"):
             await env.areset(seed=0)
 
 
