@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,15 @@ class Kept:
 
     A life marks last, if at all: until its first mark it has the minutes of a start, however busy the machine is."""
 
-    def __init__(self, folder: Path, *lives: str, hang_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, *lives: str, hang_s: float = 30.0, start_s: float = 600.0) -> None:
         self.folder, self.lives, self.started = folder, lives, 0
         self.settings = RunConfig.model_validate(
-            {"model": "unused", "env": {"id": "test/none"}, "train": {"liveness_deadline_s": hang_s}}
+            {
+                "model": "unused",
+                "env": {"id": "test/none"},
+                "train": {"liveness_deadline_s": hang_s},
+                "engine": {"start_deadline_s": start_s},
+            }
         )
 
     def command(self) -> list[str]:
@@ -155,6 +161,20 @@ def test_it_gives_up_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
         f"go on with agentrl train --resume {tmp_path / 'run'}"
     )
     assert kept.started == 6
+
+
+@pytest.mark.parametrize(("life", "start_s"), [("time.sleep(600)", 0.5), (STANDS, 600.0)])
+def test_law_4_one_that_hangs_at_every_start_uses_up_the_restarts(
+    life: str, start_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hang is noticed after 0.5 s, which is longer than the time for which a supervisor has to be well here."""
+    monkeypatch.setattr(
+        "agentrl.run.processes.keep_alive.RestartBudget", partial(restart_budget.RestartBudget, allowed=2, window_s=0.2)
+    )
+    kept = Kept(tmp_path, life, life, life, "beat.retire()\nsys.exit(0)", hang_s=0.5, start_s=start_s)
+    with pytest.raises(RunFailed):
+        kept.status()
+    assert kept.started == 3
 
 
 def test_what_has_nothing_left_but_its_summary_is_not_taken_for_hung(tmp_path: Path) -> None:

@@ -165,26 +165,43 @@ def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:
         os.close(watched)
 
 
-async def test_a_restart_budget_is_for_a_stretch_in_which_the_child_is_never_well(autojump_clock: MockClock) -> None:
+@each_case(
+    ("signs_s", "is_reset"),
+    [
+        ([], False),  # it dies, or hangs, while it starts
+        ([500], False),  # it starts slowly, and hangs at once
+        ([500, 509], False),
+        ([500, 505, 510], True),
+        ([0, 10], True),  # and hangs then: it had worked
+    ],
+)
+async def test_only_a_life_with_the_windows_time_between_two_signs_resets_a_restart_budget(
+    signs_s: list[float], is_reset: bool, autojump_clock: MockClock
+) -> None:
     budget = RestartBudget(allowed=2, window_s=10)
     for _ in range(2):
+        budget.begin()
+        began = trio.current_time()
+        for sign_s in signs_s:
+            await trio.sleep_until(began + sign_s)
+            budget.lives()
+        await trio.sleep(600)  # until its death is noticed
         await budget.spend("died")
-        budget.well()
-        await trio.sleep(9)
+    if is_reset:
+        budget.begin()
+        await budget.spend("died")
     with pytest.raises(RunFailed, match=r"died \(started again 2 times, never well for 10 s\)"):
         await budget.spend("died")
-    budget.well()
-    await trio.sleep(11)
-    await budget.spend("died")
 
 
-async def test_what_takes_long_to_start_is_not_well_meanwhile(autojump_clock: MockClock) -> None:
-    """An engine that is always killed while it starts, for longer than the window, uses the budget up."""
-    budget = RestartBudget(allowed=2, window_s=10)
+async def test_signs_of_two_lives_are_not_added_up(autojump_clock: MockClock) -> None:
+    """A life that ends without costs, such as that of a worn out child, spends nothing and resets nothing."""
+    budget = RestartBudget(allowed=0, window_s=10)
     for _ in range(2):
-        await budget.spend("died")
-        await trio.sleep(600)
-    with pytest.raises(RunFailed, match="died"):
+        budget.begin()
+        budget.lives()
+        await trio.sleep(20)
+    with pytest.raises(RunFailed):
         await budget.spend("died")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,64 @@ async def test_a_child_that_never_comes_up_again_uses_up_its_budget(tmp_path: Pa
         error = await raised_by(engine, nursery)
     assert isinstance(error, RunFailed)
     assert str(error) == "engine-0 was not ready (started again 5 times, never well for 60 s)"
+
+
+class Hangs(Mortal):
+    """A child that makes `marks` marks, one a second, and then does nothing until it is killed."""
+
+    def __init__(self, marks: int) -> None:
+        super().__init__(0)
+        self.marks, self.began, self.killed = marks, 0.0, trio.Event()
+
+    def start(self) -> None:
+        super().start()
+        self.began, self.killed = trio.current_time(), trio.Event()
+
+    async def wait(self) -> int:
+        await self.killed.wait()
+        return self.status
+
+    def kill(self, why: str) -> None:
+        self.killed.set()
+
+    def count(self) -> int:
+        return min(self.marks, int(trio.current_time() - self.began))
+
+
+class Pulsing(WatchedChild):
+    def __init__(self, child: Child, registry: ChildRegistry) -> None:
+        super().__init__(child, registry)
+        self._pulse = registry.pulse(child, silent_s=90, stopped_s=90, names=("silent_s", "stopped_s"))
+
+    async def watch(self, lives: Callable[[], None]) -> None:
+        await self._pulse.run(self.child.kill, lives)
+
+
+@pytest.mark.parametrize("marks", [0, 30])
+async def test_law_4_a_child_that_hangs_soon_after_every_start_uses_up_its_budget(
+    marks: int, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Its hang is noticed after 90 s, which is longer than the time for which a child has to be well."""
+    child = Hangs(marks)
+    with trio.fail_after(100_000):
+        async with trio.open_nursery() as nursery:
+            child.start()
+            with pytest.raises(RunFailed):
+                await Pulsing(child, registry(tmp_path, nursery, Values())).keep()
+            nursery.cancel_scope.cancel()
+    assert child.starts == 1 + 5
+
+
+async def test_a_child_that_works_for_a_while_before_each_hang_is_restarted_for_ever(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    child = Hangs(70)
+    async with trio.open_nursery() as nursery:
+        child.start()
+        nursery.start_soon(Pulsing(child, registry(tmp_path, nursery, Values())).keep)
+        await trio.sleep(20 * (70 + 90))
+        nursery.cancel_scope.cancel()
+    assert child.starts > 10
 
 
 async def test_after_an_error_that_is_final_there_is_no_other_attempt(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Scene:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.hung, self.config = folder, list[str](), FILES
+        self.signs_s = list[float]()
         self.server = FakeVLLM(version="3")
         self.store = RunStore.create(folder / "store.sqlite", "{}")
         self.store.versions.confirm_version(self.store.versions.mint_version(0))
@@ -77,7 +78,7 @@ class Scene:
             locks=self.folder,
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(found.run, self.hung.append)
+            nursery.start_soon(found.run, self.hung.append, lambda: self.signs_s.append(trio.current_time()))
             yield found
             nursery.cancel_scope.cancel()
 
@@ -128,6 +129,19 @@ async def test_an_engine_that_hangs_is_said_to_within_its_deadline_and_a_busy_on
         assert not scene.hung
         await trio.sleep(3)
     assert scene.hung == ["did not answer for 60 s (engine.liveness_deadline_s)"]
+
+
+async def test_law_4_only_answers_are_an_engines_signs_of_life(scene: Scene, autojump_clock: MockClock) -> None:
+    """A restart budget counts the time between them, and not the silence until a hang is noticed."""
+    stop_core(scene.server)
+    async with scene.watched():
+        await trio.sleep(50)
+        assert scene.signs_s == []
+        scene.server.mend()
+        await trio.sleep(10)
+        stop_core(scene.server)
+        await trio.sleep(50)
+    assert 8 <= scene.signs_s[-1] - scene.signs_s[0] <= 11
 
 
 async def test_an_engine_that_was_silent_for_less_than_its_deadline_lives(

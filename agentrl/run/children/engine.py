@@ -112,8 +112,8 @@ class WatchedEngine(WatchedChild):
         self.engine, self._engines = engine, engines
         self._health = engines.watch(engine.child.name, engine.url, weights)
 
-    async def watch(self) -> None:
-        await self._health.run(self.child.kill)
+    async def watch(self, lives: Callable[[], None]) -> None:
+        await self._health.run(self.child.kill, lives)
 
     async def restart(self) -> None:
         url_before = self.engine.url

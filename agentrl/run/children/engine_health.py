@@ -55,8 +55,9 @@ class EngineWatch:
     chance: Callable[[], float] = _CHANCE.random
     say: Callable[[str], None] = _say
 
-    async def run(self, hangs: Callable[[str], None] | None = None) -> None:
-        """Watch for ever. `hangs` is called when the engine has been silent for `engine.liveness_deadline_s`.
+    async def run(self, hangs: Callable[[str], None] | None = None, lives: Callable[[], None] = lambda: None) -> None:
+        """Watch for ever. `lives` is called at each answer, `hangs` when the engine has been silent for
+        `engine.liveness_deadline_s`.
 
         Raises WrongWeights if the engine took its weights but computes with others."""
         deadline_s = self.config.engine.liveness_deadline_s
@@ -70,6 +71,7 @@ class EngineWatch:
                 now = trio.current_time()
                 if version is not None:
                     heard = now
+                    lives()
                     with suppress(StoreAway):  # then nobody knows which weights are current
                         halted = await self._halted(client)
                         if halted:

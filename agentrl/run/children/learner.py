@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from agentrl.run.children.child_secrets import engine_key_variables, withheld_from_learner
@@ -33,8 +35,8 @@ class WatchedLearner(WatchedChild):
         self.child.start()
         self.start_keeping()
 
-    async def watch(self) -> None:
-        await self._pulse.run(self.child.kill)
+    async def watch(self, lives: Callable[[], None]) -> None:
+        await self._pulse.run(self.child.kill, lives)
 
     def is_done(self, status: int) -> bool:
         if status == 0:

@@ -22,6 +22,8 @@ The loop owns no kind of child: what differs between engine, worker and learner 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, UsageError, WornOut
@@ -43,8 +45,8 @@ class WatchedChild:
 
     # --- override these; they stand in the order of a child's life
 
-    async def watch(self) -> None:
-        """Watch the running child until cancelled, and kill it if it hangs."""
+    async def watch(self, lives: Callable[[], None]) -> None:
+        """Watch the running child until cancelled, call `lives` at each sign of life, and kill it if it hangs."""
         await trio.sleep_forever()
 
     def is_done(self, status: int) -> bool:
@@ -84,8 +86,8 @@ class WatchedChild:
         Raises RunFailed if its budget is spent or a restart would not help."""
         budget = RestartBudget()
         while True:
-            budget.well()
-            status = await self._wait()
+            budget.begin()
+            status = await self._wait(budget)
             if self.registry.is_closing or self.is_done(status):
                 return
             why = self.child.failure(status)
@@ -109,10 +111,10 @@ class WatchedChild:
                         await self.drop()
                         return
 
-    async def _wait(self) -> int:
+    async def _wait(self, budget: RestartBudget) -> int:
         """Wait under `watch` until the child has ended. Returns its exit status."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.watch)
+            nursery.start_soon(self.watch, budget.lives)
             status = await self.child.wait()
             nursery.cancel_scope.cancel()
         return status

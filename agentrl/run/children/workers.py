@@ -7,6 +7,7 @@ go on from the journal.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -104,8 +105,8 @@ class WatchedWorker(WatchedChild):
         self._number, self._workers = number, workers
         self._pulse = self.registry.pulse(self.child, silent_s=silent_s, stopped_s=silent_s, names=(setting, setting))
 
-    async def watch(self) -> None:
-        await self._pulse.run(self.child.kill)
+    async def watch(self, lives: Callable[[], None]) -> None:
+        await self._pulse.run(self.child.kill, lives)
 
     async def was_innocent(self, budget: RestartBudget) -> bool:
         return await self._workers.release_dead_worker(self.child, budget)

@@ -184,8 +184,9 @@ class Pulse:
     stopped_s: float
     names: tuple[str, str]
 
-    async def run(self, hangs: Callable[[str], None]) -> None:
-        """Listen until the process hangs, have it log its stacks if it can, then call `hangs` with the reason."""
+    async def run(self, hangs: Callable[[str], None], lives: Callable[[], None] = lambda: None) -> None:
+        """Listen until the process hangs, have it log its stacks if it can, then call `hangs` with the reason. `lives`
+        is called when there are new marks."""
         count, heard = 0, trio.current_time()
         ran = heard
         while True:
@@ -193,6 +194,7 @@ class Pulse:
             now = trio.current_time()
             if (new_count := self.process.count()) != count or new_count == _RETIRED:
                 count, heard = new_count, now
+                lives()
             if not self.process.stopped():
                 ran = now
             # Before its first mark a process loads its libraries and models, which has the time of a start.

@@ -175,9 +175,9 @@ async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) ->
         await nursery.start(_pass_on, kept)
         while True:
             kept.start()
-            budget.well()
+            budget.begin()
             async with trio.open_nursery() as listening:
-                listening.start_soon(pulse.run, kept.kill)
+                listening.start_soon(pulse.run, kept.kill, budget.lives)
                 status = await kept.wait()
                 listening.cancel_scope.cancel()
             lost = status == ClusterLost.exit_code

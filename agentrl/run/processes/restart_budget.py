@@ -14,23 +14,33 @@ _PAUSE_S = 4.0  # pause before the second restart in a row
 
 @dataclass(slots=True)
 class RestartBudget:
-    """How often a child may be restarted: `allowed` times in a row; the count is reset once it was well for `window_s`
-    seconds. The first restart is immediate, then pauses double, so that an outage of a minute does not spend it all."""
+    """How often a child may be restarted: `allowed` times in a row. A life with `window_s` seconds between its first
+    and its last sign resets the count. The first restart is immediate, then pauses double, so that an outage of a
+    minute does not spend it all.
+
+    The time from its start to its end would not do: it contains the silence until a hang is noticed, which is longer
+    than the window, so a child that hangs at every start would be restarted for ever."""
 
     allowed: int = 5
     window_s: float = 60.0
     _spent: int = 0
-    _well_since: float = math.inf
+    _first_sign: float = math.inf
+    _last_sign: float = -math.inf
 
-    def well(self) -> None:
-        """Note that the child is up and well from now on."""
-        self._well_since = trio.current_time()
+    def begin(self) -> None:
+        """Note that a life of the child begins: signs of an earlier one do not count for it."""
+        self._first_sign, self._last_sign = math.inf, -math.inf
+
+    def lives(self) -> None:
+        """Record a sign of life."""
+        self._last_sign = trio.current_time()
+        self._first_sign = min(self._first_sign, self._last_sign)
 
     async def spend(self, why: str) -> None:
         """Record that the child ended; returns when it may be started. Raises RunFailed if the budget is spent."""
-        if trio.current_time() - self._well_since >= self.window_s:
+        if self._last_sign - self._first_sign >= self.window_s:
             self._spent = 0
-        self._well_since = math.inf
+        self.begin()
         if self._spent >= self.allowed:
             raise RunFailed(f"{why} (started again {self.allowed} times, never well for {self.window_s:g} s)")
         if self._spent:
