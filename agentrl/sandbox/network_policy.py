@@ -18,9 +18,10 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -127,7 +128,7 @@ def _socket_path() -> str:
 
 @dataclass(slots=True)
 class NetworkRequest:
-    """One request of a box. `refused` says why it was not served; empty if it was. Bytes are counted both ways."""
+    """One request of a box. `refused` says why it was not let through; empty if it was. Bytes are counted both ways."""
 
     host: str
     port: int
@@ -177,7 +178,7 @@ async def opened(box: Sandbox, policy: NetworkPolicy) -> AsyncGenerator[Network]
     async def connect(tunnel: _Tunnel, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
         await _Connection(tunnel, name, pieces, network).run()
 
-    async with _relayed(box, network.path, connect):
+    async with _relayed(box, network.path, connect, lambda why: network.note(NetworkRequest("", 0, refused=why))):
         yield network
 
 
@@ -206,7 +207,7 @@ async def forwarded(box: Sandbox, port: int) -> AsyncGenerator[Forward]:
             nursery.cancel_scope.cancel()
 
     forward = Forward(_socket_path())
-    async with _relayed(box, forward.path, connect):
+    async with _relayed(box, forward.path, connect, lambda why: log.warning("a box asked for its model: %s", why)):
         yield forward
 
 
@@ -221,18 +222,19 @@ async def _up(pieces: trio.MemoryReceiveChannel[bytes], stream: trio.SocketStrea
 
 
 _Connect = Callable[["_Tunnel", int, "trio.MemoryReceiveChannel[bytes]"], Awaitable[None]]
+_Note = Callable[[str], None]
 
 
 @asynccontextmanager
-async def _relayed(box: Sandbox, path: str, connect: _Connect) -> AsyncGenerator[None]:
-    """`async with`: a process of the box carries the connections of a Unix socket at `path`, each served by
-    `connect`."""
+async def _relayed(box: Sandbox, path: str, connect: _Connect, note: _Note) -> AsyncGenerator[None]:
+    """`async with`: a process of the box carries the connections of a Unix socket at `path`, each served by `connect`.
+    `note` is called with the reason why a connection is refused."""
     process = await box.start(["python3", "-I", "-c", _RELAY, path])
     failure: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
             try:  # what fails is raised outside the nursery, so that it is no group
-                await nursery.start(_Tunnel(process, connect, nursery).run)
+                await nursery.start(_Tunnel(process, connect, note, nursery).run)
                 yield
             except Exception as error:
                 failure = error
@@ -247,8 +249,8 @@ async def _relayed(box: Sandbox, path: str, connect: _Connect) -> AsyncGenerator
 class _Tunnel:
     """The frames of one box. What comes from the box is hostile: its sizes and counts are bounded."""
 
-    def __init__(self, process: BoxProcess, connect: _Connect, nursery: trio.Nursery) -> None:
-        self._process, self._connect, self._nursery = process, connect, nursery
+    def __init__(self, process: BoxProcess, connect: _Connect, note: _Note, nursery: trio.Nursery) -> None:
+        self._process, self._connect, self._note, self._nursery = process, connect, note, nursery
         self._sending = trio.Lock()
         self._inputs: dict[int, trio.MemorySendChannel[bytes]] = {}
 
@@ -280,6 +282,9 @@ class _Tunnel:
         if kind == _OPEN:
             # The number comes from the box: a hostile one may open connections without end, or the same one twice.
             if len(self._inputs) >= _CONNECTIONS or name in self._inputs:
+                refused = _Refused(f"it has {_CONNECTIONS} connections already", HTTPStatus.SERVICE_UNAVAILABLE)
+                self._note(str(refused))
+                await self.say(name, _DATA, refused.answer())
                 await self.say(name, _END)
             else:
                 self._inputs[name], pieces = trio.open_memory_channel[bytes](8)
@@ -306,7 +311,6 @@ class _Tunnel:
             trio.TooSlowError,
             trio.BrokenResourceError,
             trio.ClosedResourceError,
-            ValueError,
             SandboxError,
         ):
             pass  # the other side is gone, or says nothing
@@ -318,7 +322,15 @@ class _Tunnel:
 
 
 class _Refused(Exception):
-    """A request that is not served, and why."""
+    """A request that is not served, and why; the client gets the status."""
+
+    def __init__(self, why: str, status: HTTPStatus = HTTPStatus.FORBIDDEN) -> None:
+        super().__init__(why)
+        self.status = status
+
+    def answer(self) -> bytes:
+        head = f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nConnection: close\r\n\r\n"
+        return f"{head}agentrl: {self}\n".encode()
 
 
 # Why this side, and not the box, decides which host a name is.
@@ -355,31 +367,33 @@ class _Connection:
     async def run(self) -> None:
         request = NetworkRequest("", 0)
         try:
-            with trio.fail_after(_HEAD_S):
+            with _time_for("head of a request", HTTPStatus.REQUEST_TIMEOUT):
                 method, target, headers = await self._head()
             request.host, request.port = _target(method, target)
-            stream = await self._connected(request, headers if method != "CONNECT" else None)
+            literal = _allowed(self._network.policy, request.host, request.port)
+            plain = None if method == "CONNECT" else _rewritten(method, target, headers, request.host)
+            stream = await self._connected(request, literal)
         except _Refused as refused:
-            request.refused = str(refused)
-            self._network.note(request)
-            await self._say(f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\nagentrl: {refused}\n".encode())
+            self._refuse(request, refused)
+            await self._say(refused.answer())
             return
         async with stream:
-            if method == "CONNECT":
+            if plain is None:
                 await self._say(b"HTTP/1.1 200 OK\r\n\r\n")
                 try:
-                    with trio.fail_after(_HEAD_S):
-                        hello = await self._hello(request.host)
-                except _Refused as refused:
-                    request.refused = str(refused)
-                    self._network.note(request)
+                    with _time_for("TLS in a tunnel"):
+                        first, length = await self._hello(request.host), None
+                except _Refused as refused:  # the tunnel has its answer already: all that is left is to close it
+                    self._refuse(request, refused)
                     return
-                self._network.note(request)
-                await self._both(stream, request, hello, None)
             else:
-                self._network.note(request)
-                head, length = _rewritten(method, target, headers)
-                await self._both(stream, request, head, length)
+                first, length = plain
+            self._network.note(request)
+            await self._both(stream, request, first, length)
+
+    def _refuse(self, request: NetworkRequest, refused: _Refused) -> None:
+        request.refused = str(refused)
+        self._network.note(request)
 
     async def _more(self) -> bool:
         """Whether more bytes came."""
@@ -407,13 +421,8 @@ class _Connection:
             headers.append((name.lower(), value.strip()))
         return words[0], words[1], headers
 
-    async def _connected(self, request: NetworkRequest, headers: list[tuple[str, str]] | None) -> trio.SocketStream:
-        """Connect to what was asked for, if it is allowed, by an address that is looked at first."""
-        literal = _allowed(self._network.policy, request.host, request.port)
-        if headers is not None:
-            hosts = [value for name, value in headers if name == "host"]
-            if [_host_of(value) for value in hosts] not in ([], [request.host]):
-                raise _Refused(f"its Host header names another host than {request.host}")
+    async def _connected(self, request: NetworkRequest, literal: bool) -> trio.SocketStream:
+        """Connect to the host of a request by an address that is looked at first. `literal`: any address will do."""
         try:
             with trio.fail_after(_CONNECT_S):
                 infos = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
@@ -470,6 +479,16 @@ class _Connection:
         await self._tunnel.say(self._name, _DATA, data)
 
 
+@contextmanager
+def _time_for(part: str, status: HTTPStatus = HTTPStatus.FORBIDDEN) -> Generator[None]:
+    """`with`: time for a client to send a part of its request. Raises _Refused with `status` when the time is over."""
+    try:
+        with trio.fail_after(_HEAD_S):
+            yield
+    except trio.TooSlowError:
+        raise _Refused(f"no {part} within {_HEAD_S:g} s", status) from None
+
+
 def _target(method: str, target: str) -> tuple[str, int]:
     """Host and port of a request. Raises _Refused."""
     try:
@@ -516,15 +535,19 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]]) -> tuple[bytes, int]:
-    """The request for the server itself, and how long its body is: one request a connection. Raises ValueError."""
+def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]], host: str) -> tuple[bytes, int]:
+    """The request for the server itself, and how long its body is: one request a connection. Raises _Refused."""
     url = urlsplit(target)
-    lengths = {value for name, value in headers if name == "content-length"}
-    if any(name == "transfer-encoding" for name, _ in headers) or len(lengths) > 1:
-        raise ValueError("a body without a length")
-    length = lengths.pop() if lengths else "0"
-    if not re.fullmatch(r"\d{1,12}", length):
-        raise ValueError("a length that is none")
+    if [_host_of(value) for name, value in headers if name == "host"] not in ([], [host]):
+        raise _Refused(f"its Host header names another host than {host}")
+    if any(name == "transfer-encoding" for name, _ in headers):
+        raise _Refused("a body without a length: send Content-Length", HTTPStatus.LENGTH_REQUIRED)
+    lengths = {value for name, value in headers if name == "content-length"} or {"0"}
+    if len(lengths) > 1:
+        raise _Refused("a body with two lengths", HTTPStatus.BAD_REQUEST)
+    length = lengths.pop()
+    if not re.fullmatch(r"[0-9]{1,12}", length):
+        raise _Refused("a length that is none", HTTPStatus.BAD_REQUEST)
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     dropped = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
     kept_headers = [f"{name}: {value}" for name, value in headers if name not in dropped]

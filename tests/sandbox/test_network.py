@@ -233,6 +233,61 @@ t.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n"); print(t.recv(1000))
     ]
 
 
+@each_case(
+    ("headers", "status", "why"),
+    [
+        (b"Transfer-Encoding: chunked", b"411 Length Required", "a body without a length"),
+        (b"Content-Length: 3\r\nTransfer-Encoding: chunked", b"411 Length Required", "a body without a length"),
+        (b"Content-Length: 3\r\nContent-Length: 4", b"400 Bad Request", "a body with two lengths"),
+        (b"Content-Length: -3", b"400 Bad Request", "a length that is none"),
+        (b"Content-Length: 0x3", b"400 Bad Request", "a length that is none"),
+    ],
+)
+async def test_law_8_a_body_without_one_length_is_refused_with_a_status_and_is_not_noted_as_served(
+    box: Sandbox, server: tuple[int, list[bytes]], headers: bytes, status: bytes, why: str
+) -> None:
+    port, heads = server
+    async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
+        answer = await spoken(way, box, b"POST http://127.0.0.1:%d/ HTTP/1.1\r\n%s\r\n\r\nabc" % (port, headers))
+    assert answer.startswith(b"HTTP/1.1 %s\r\n" % status) and why in answer.decode()
+    assert not heads and (way.asked, way.refused) == (1, 1) and why in way.requests[0].refused
+
+
+@each_case(
+    ("begin", "status", "why"),
+    [
+        (b"", b"HTTP/1.1 408 Request Timeout\r\n", "no head of a request"),
+        (b"GET http://127.0.0.1:{port}/ HTTP/1.1\r\n", b"HTTP/1.1 408 Request Timeout\r\n", "no head of a request"),
+        (b"CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", "no TLS in a tunnel"),
+    ],
+)
+async def test_law_8_a_client_that_does_not_say_what_it_wants_in_time_is_answered_and_noted(
+    box: Sandbox,
+    server: tuple[int, list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    begin: bytes,
+    status: bytes,
+    why: str,
+) -> None:
+    monkeypatch.setattr(network_policy, "_HEAD_S", 1.0)
+    port, heads = server
+    async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
+        answer = await spoken(way, box, begin.replace(b"{port}", b"%d" % port))
+    assert answer.startswith(status)
+    assert not heads and (way.asked, way.refused) == (1, 1) and why in way.requests[0].refused
+
+
+async def test_law_8_a_connection_too_many_is_answered_and_noted(
+    box: Sandbox, server: tuple[int, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_policy, "_CONNECTIONS", 0)
+    port, _ = server
+    async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
+        answer = await spoken(way, box, b"")
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert (way.asked, way.refused) == (1, 1) and "connections already" in way.requests[0].refused
+
+
 async def test_a_second_request_of_a_connection_goes_nowhere(
     box: Sandbox, server: tuple[int, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
