@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 
-from agentrl.errors import SandboxError, boundary
+from agentrl.errors import SandboxError, SandboxLost, boundary
 from agentrl.host.clocks import policy_time
 from agentrl.host.cpu_time import CpuTime
 from agentrl.protocols import ExecResult
@@ -20,7 +20,7 @@ class Piped(Protocol):
 
     stdout: Output
     changed: trio.Event  # replaced whenever stdout grew or ended
-    drained: bool
+    drained: bool  # stdout has come to its end
 
     async def send(self, data: bytes) -> None: ...
 
@@ -54,6 +54,7 @@ class Background:
             self._failure = error
         finally:
             self._ended.set()
+            self._child.changed.set()
 
     @property
     def starved_s(self) -> float:
@@ -65,11 +66,14 @@ class Background:
         await self._child.send(data)
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
-        """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
+        """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed. Raises
+        SandboxLost: an output that the host cut has no end."""
         child = self._child
         with policy_time(), trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             while not len(child.stdout) and not child.drained and not self._ended.is_set():
                 await child.changed.wait()
+        if isinstance(self._failure, SandboxLost) and not len(child.stdout):
+            raise self._failure
         return child.stdout.take()
 
     async def wait(self, timeout_s: float | None = None) -> ExecResult | None:

@@ -119,6 +119,13 @@ class HostProcess:
                 if output.truncated:
                     await trio.sleep(_PAUSE_S)
 
+    def take_rest(self) -> None:
+        """Take what the command left in its pipes, if `drain` was cut off before it had read all of it."""
+        for stream, output in zip(self._streams, (self.stdout, self.stderr), strict=True):
+            with contextlib.suppress(OSError, trio.ClosedResourceError):  # nothing is left in it
+                while not output.truncated and (chunk := os.read(stream.fileno(), _CHUNK)):
+                    output.add(chunk)
+
     def _signal_change(self) -> None:
         self.changed.set()
         self.changed = trio.Event()

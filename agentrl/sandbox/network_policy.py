@@ -273,8 +273,8 @@ class _Tunnel:
                     continue
                 if not await self._frame(name, kind, piece):
                     return
+        result = await self._process.wait(1.0)  # raises if the host lost it: then the policy did not end it
         if not begun:
-            result = await self._process.wait(1.0)
             words = "" if result is None else result.stderr.decode(errors="replace").strip()[-200:]
             raise SandboxError(f"a box's way to the network does not start: it needs python3 ({words or 'no answer'})")
 

@@ -162,6 +162,7 @@ class ProcessBox(WorkBox):
                 timed_out = deadline.passed
                 await child.end(child.kill_group)
                 pipes.cancel_scope.deadline = trio.current_time() + _DRAIN_S
+            child.take_rest()
         finally:
             try:
                 await child.close(child.kill_group)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
+from each_case import each_case
 
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
 from agentrl.host import clocks
@@ -269,6 +270,112 @@ async def test_law_3_output_that_the_network_keeps_back_costs_no_box(autojump_cl
     held = Away(away_s=0.0, output_s=1000.0, left=9)
     assert (await Container(cast(ContainerEngine, held), SandboxSpec(), set()).exec(["true"])).exit_code == 137
     assert held.removed == 1
+
+
+class Wire:
+    """A connection that brings `pieces`, the last of them once `is_late` is set, and then ends or breaks off."""
+
+    def __init__(self, *pieces: bytes, breaks: bool) -> None:
+        self.pieces, self.breaks, self.is_late = list(pieces), breaks, trio.Event()
+
+    async def receive_some(self, most: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        if len(self.pieces) > 1:
+            return self.pieces.pop(0)
+        await self.is_late.wait()
+        if self.pieces:
+            return self.pieces.pop()
+        if self.breaks:
+            raise trio.BrokenResourceError
+        return b""
+
+    async def send_all(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def send_eof(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+class Cut(Away):
+    """An engine whose first command has the connection `wire`; with `runs`, it ends by a sweep alone. The last piece
+    comes once the engine has said that the command ended, or with `early` at once."""
+
+    def __init__(self, wire: Wire, *, runs: bool = False, early: bool = False) -> None:
+        super().__init__(away_s=0.0, output_s=0.0)
+        self.wire, self.wires, self.runs = wire, [wire], runs
+        if early:
+            wire.is_late.set()
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        if not self.wires:  # a sweep: it ends what runs
+            self.runs = False
+            self.wire.is_late.set()
+            return await super().execute(container, argv, uid, env, output_bytes)
+        return "execution", AttachedStreams(cast(Any, self.wires.pop()), b"", output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        if not self.runs:
+            self.wire.is_late.set()
+        return self.runs, None if self.runs else 0
+
+
+def frame(data: bytes, part: int | None = None) -> bytes:
+    return (b"\x01\0\0\0" + len(data).to_bytes(4) + data)[:part]
+
+
+@each_case(
+    ("pieces", "breaks", "early", "stdin"),
+    [
+        ([frame(b"one")], True, False, b""),  # after the engine has said that the command ended
+        ([frame(b"one")], True, True, b""),  # before
+        ([frame(b"one"), frame(b"two", 9)], True, True, b"input"),  # within a frame
+        ([frame(b"one"), frame(b"two", 3)], True, False, b"input"),  # within a frame's head
+        ([frame(b"one"), frame(b"two", 9)], False, True, b"input"),  # a proxy between ends it in order
+    ],
+)
+async def test_law_3_output_that_is_cut_after_a_commands_end_is_no_result(
+    pieces: list[bytes], breaks: bool, early: bool, stdin: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    engine = Cut(Wire(*pieces, breaks=breaks), early=early)
+    with pytest.raises(SandboxLost, match="output is not whole"):
+        await Container(cast(ContainerEngine, engine), SandboxSpec(), set()).exec(["true"], stdin=stdin)
+    assert not engine.removed
+
+
+async def test_output_is_whole_where_an_engine_drops_input_that_nobody_reads(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engine = Cut(Wire(frame(b"one"), frame(b"two"), breaks=True))
+    result = await Container(cast(ContainerEngine, engine), SandboxSpec(), set()).exec(["true"], stdin=b"input")
+    assert (result.stdout, result.exit_code, result.truncated) == (b"onetwo", 0, False)
+
+
+async def test_law_8_output_that_is_cut_as_its_command_is_killed_is_flagged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engine = Cut(Wire(frame(b"one"), frame(b"two", 9), breaks=True), runs=True)
+    box = Container(cast(ContainerEngine, engine), SandboxSpec(), set())
+    result = await box.exec(["true"], timeout_s=60.0)
+    assert (result.stdout, result.timed_out, result.truncated) == (b"onet", True, True)
+
+
+async def test_law_3_a_process_whose_connection_breaks_has_no_end_of_its_output(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its reader would take the end of the output for the end of the process."""
+    box = Container(
+        cast(ContainerEngine, Cut(Wire(frame(b"one"), breaks=True), runs=True, early=True)), SandboxSpec(), set()
+    )
+    process = await box.start(["cat"])
+    await process.send(b"input")
+    assert await process.receive() == b"one"
+    with pytest.raises(SandboxLost):
+        await process.receive()
 
 
 class Silent(Gone):

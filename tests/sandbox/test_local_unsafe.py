@@ -7,9 +7,11 @@ import warnings
 from collections.abc import AsyncGenerator
 
 import pytest
+import trio
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import SandboxSpec
+from agentrl.sandbox.host_process import HostProcess
 from agentrl.sandbox.local_unsafe import LocalUnsafe
 from agentrl.testing.sandbox.case import host_processes
 
@@ -54,6 +56,20 @@ async def test_what_escaped_its_command_ends_with_the_backend(backend: LocalUnsa
     assert host_processes(marker)
     await backend.aclose()
     assert not host_processes(marker)
+
+
+async def test_law_8_output_is_whole_also_where_nobody_had_time_to_read_it(
+    backend: LocalUnsafe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that escaped holds the output open, so the reading has a deadline; a busy machine reads nothing."""
+
+    async def reads_nothing(self: HostProcess, stream: object, output: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(HostProcess, "_drain", reads_nothing)
+    box = await backend.create()
+    result = await box.exec(["sh", "-c", "setsid sleep 600 & printf out; printf err >&2"])
+    assert (result.stdout, result.stderr, result.truncated) == (b"out", b"err", False)
 
 
 async def test_warns_once_and_loudly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,19 @@ async def test_a_process_gets_each_byte_once_over_a_connection_that_breaks(here:
     assert (await process.kill()).exit_code == 137
 
 
+async def test_law_8_output_is_whole_also_where_its_supervisor_had_no_time_to_read_it(
+    here: HereBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one read lies in the pipe when the command ends, and on a busy machine the time to read is over."""
+    text = remote_box._helper()  # pyright: ignore[reportPrivateUsage]
+    assert "DRAIN_S = 1.0" in text
+    monkeypatch.setattr(remote_box, "_helper", lambda: text.replace("DRAIN_S = 1.0", "DRAIN_S = 0.0"))
+    box = await here.create(SandboxSpec(limits=Limits(output_bytes=4 << 20)))
+    large = "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, b'x' * 1_000_000)"
+    result = await box.exec(["python3", "-c", large])
+    assert (len(result.stdout), result.truncated) == (1_000_000, False)
+
+
 async def test_a_command_whose_start_was_not_answered_is_lost_and_not_run_twice(here: HereBackend) -> None:
     box = await here.create()
     (remote,) = here.made

@@ -76,7 +76,14 @@ class AttachedStreams:
         self.changed = trio.Event()
         self.drained = False
         self.broken = self.fed = False  # the connection broke off; something was sent
+        self._in_frame = False
         self.ended = trio.Event()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the end of the output is missing: the connection ended within a frame, or it broke off although the
+        engine had no reason to. It has one where nobody read the input to its end."""
+        return self.ended.is_set() and (self._in_frame or (self.broken and not self.fed))
 
     async def send(self, data: bytes) -> None:
         """Write to stdin; nothing happens if the command has ended."""
@@ -105,6 +112,7 @@ class AttachedStreams:
                     output.add(part)
                     missing_bytes -= len(part)
                     del waiting[: len(part)]
+                self._in_frame = bool(missing_bytes or waiting)
                 self._tell()
                 if output.truncated:
                     await trio.sleep(_PAUSE_S)
@@ -112,8 +120,8 @@ class AttachedStreams:
                 if not chunk:
                     break
                 waiting += chunk
-        self.drained = True
         self.ended.set()
+        self.drained = not (self.broken or self._in_frame)
         self._tell()
 
     @contextlib.contextmanager

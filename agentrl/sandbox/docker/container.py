@@ -92,6 +92,7 @@ _END_S = 10.0  # for a killed command to be gone
 _AGAIN_S = 1.0  # until its processes are swept once more
 _FILE_S = 60.0  # for one of our own commands
 _WRITABLE: tuple[str, ...] = (WORKSPACE, "/tmp", "/dev/shm")
+_CUT = "docker: the connection to a command broke, and its output is not whole"
 _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
 
 
@@ -296,7 +297,10 @@ class Container:
     # The kernel reports the end of a child once and for all. Here there are three signs, and none is enough alone:
     #
     #   streams ended       Nobody holds the output open any more. A child of the command may hold it as long as it
-    #                       likes, and a connection that breaks looks alike from here.
+    #                       likes, and a connection that breaks looks alike from here. If it breaks within a frame, or
+    #                       without input that the engine could have dropped, output is missing (`is_cut`): SandboxLost,
+    #                       also after the command's end. The result of a command that we killed is known without it,
+    #                       so there the output is flagged as cut.
     #   engine: it ended    The first process has ended, and its status is known. Its children may run on, and the
     #                       engine may learn of the end some time after the streams have ended.
     #   process count       No more than the container's own are left. It does not say of which command the others are,
@@ -324,9 +328,9 @@ class Container:
             while running and command.streams.fed and trio.current_time() < deadline:
                 await trio.sleep(_POLL_S / 10)
                 running, command.exit_code = await self._engine.state(command.execution)
-            if running or not command.streams.fed:
+            if running:
                 await self._sweep(command)
-                raise SandboxLost("docker: the connection to a command broke, and its output is not whole")
+                raise SandboxLost(_CUT)
         others = self._running != {command}
         if running or (not ours and (others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
@@ -340,9 +344,12 @@ class Container:
         while running and trio.current_time() < deadline:
             await trio.sleep(_POLL_S / 10)
             running, command.exit_code = await self._engine.state(command.execution)
-        if not running and not command.streams.drained and await self._engine.processes(self.name) <= _OWN_PROCESSES:
+        if command.streams.is_cut and not (timed_out or command.stop.is_set()):
+            raise SandboxLost(_CUT)
+        has_streams_ended = command.streams.ended.is_set()
+        if not running and not has_streams_ended and await self._engine.processes(self.name) <= _OWN_PROCESSES:
             raise SandboxLost("docker: a command ended, and the end of its output did not come from the engine")
-        if running or not command.streams.drained:
+        if running or not has_streams_ended:
             await self._break("sandbox: the processes of a command could not be ended; the box was destroyed")
             command.exit_code = 137
         if command.exit_code == 137 and not (timed_out or command.stop.is_set() or self._broken):
@@ -392,7 +399,7 @@ class Container:
             stderr=streams.stderr.take(),
             timed_out=timed_out,
             oom=command.oom,
-            truncated=streams.stdout.truncated or streams.stderr.truncated,
+            truncated=streams.stdout.truncated or streams.stderr.truncated or streams.is_cut,
             duration_s=command.duration_s,
             cpu_s=command.used.cpu_s if command.used.known else None,
             starved_s=command.used.starved_s,

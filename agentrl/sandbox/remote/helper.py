@@ -112,6 +112,9 @@ class CommandSupervisor:
         until = time.monotonic() + DRAIN_S
         while {"out", "err"} & set(self.fds) and time.monotonic() < until:
             self.turn(POLL_S)
+        for name in ("out", "err"):
+            while name in self.fds and not self.truncated:  # what the command left, also where this machine was slow
+                self.take(name)
         for name in list(self.fds):
             self.shut(name)
         self.ended = True
