@@ -140,8 +140,9 @@ class BufferSettings(Section):
     the learner's working time."""
 
     keep_steps: Annotated[int, Field(ge=0)] = 50
-    """Number of most recent optimizer steps whose trained groups keep their token arrays in the store. Older groups
-    lose them, except for the share `buffer.keep_sample`. Lower it to save disk space."""
+    """Number of optimizer steps up to the oldest checkpoint whose trained groups keep their token arrays in the store,
+    as all later groups do. Older groups lose them, except for the share `buffer.keep_sample`. Lower it to save disk
+    space."""
 
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Share of the groups older than `buffer.keep_steps` steps that keep their token arrays too."""

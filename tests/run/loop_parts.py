@@ -92,6 +92,7 @@ class LoopScene:
         self.bound = LagBound(full=4, now=4)
         self.groups: Callable[[], Sequence[Group]] = list
         self.deliver: Callable[[], None] = lambda: None
+        self.mark: Callable[[], None] = lambda: None
         self.wait: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint
         self.behind, self.path, self.writer = False, folder, CheckpointWriter
         self.pushes: FakePushes
@@ -114,7 +115,7 @@ class LoopScene:
                 calls,
                 self.torch,
                 nursery,
-                lambda: None,
+                lambda: self.mark(),
                 train=config.train,
                 buffer=config.buffer,
             )
@@ -129,7 +130,7 @@ class LoopScene:
                 calls=calls,
                 versions=self.store.versions,
                 bound=self.bound,
-                mark=lambda: None,
+                mark=lambda: self.mark(),
             )
             await loop.run()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -44,6 +46,7 @@ class Scene(LoopScene):
 
     def __init__(self, folder: Path) -> None:
         self.step_s, self.saved, self.recorded, self.hashed = 1.0, list[int](), list[int](), list[int]()
+        self.retained = list[int]()
         self.urls: Callable[[], str] = lambda: '["http://engine"]'
         self.gate, self.began, self.room = threading.Event(), threading.Event(), True
         self.gate.set()
@@ -60,7 +63,7 @@ class Scene(LoopScene):
             lineage=SimpleNamespace(
                 still_leads=lambda: None,
                 checkpoint=lambda step, version, folder: self.recorded.append(step),
-                retain=lambda *_, **__: None,
+                retain=lambda step, **_: self.retained.append(step),
             ),
             metrics=SimpleNamespace(record=lambda kind, step, values: self.hashed.append(step)),
         )
@@ -138,6 +141,47 @@ def test_steps_go_on_beside_a_write_and_the_next_checkpoint_waits_for_it(scene: 
     scene.train(steps=5, checkpoint_every=2)
     assert seen[:6] == [(1, []), (2, []), (-2, []), (3, []), (4, []), (-4, [2])], "3 and 4 ran beside the write of 2"
     assert scene.saved == scene.recorded == [2, 4, 5]
+
+
+def test_law_2_tokens_are_kept_that_a_run_which_goes_back_to_its_oldest_checkpoint_trains_again(scene: Scene) -> None:
+    """The newest one may be damaged."""
+    older = scene.folder / "step-00000003"
+    older.mkdir()
+    (older / "state.json").touch()
+    scene.train(steps=6, checkpoint_every=2)
+    assert scene.recorded == [2, 4, 6]
+    assert scene.retained == [2, 3, 3]
+
+
+def test_law_4_a_write_that_goes_on_after_the_last_step_is_a_sign_of_life(scene: Scene) -> None:
+    """A learner that ends waits for its checkpoint as long as that takes. A silent one would be killed as hung."""
+    scene.gate.clear()
+    marked = threading.Event()
+
+    def copied(folder: Path) -> Callable[[Callable[[], None]], Path]:
+        def write(progress: Callable[[], None]) -> Path:
+            scene.began.set()
+            deadline = time.monotonic() + 20
+            while not marked.is_set() and time.monotonic() < deadline:
+                progress()
+                os.sched_yield()
+            return folder
+
+        return write
+
+    step = scene.learner.step
+
+    def fails(groups: object, **given: object) -> Report:
+        if scene.learner.step_index < 2:
+            return step(groups, **given)
+        assert scene.began.wait(60)
+        scene.mark = marked.set
+        raise RunFailed("a step that fails")
+
+    scene.learner.copy, scene.learner.step = copied, fails
+    with pytest.raises(RunFailed, match="a step that fails"):
+        scene.train(steps=5, checkpoint_every=2)
+    assert marked.is_set() and scene.recorded == [2]
 
 
 def test_without_room_for_a_copy_the_step_waits(scene: Scene) -> None:

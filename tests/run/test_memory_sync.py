@@ -69,7 +69,7 @@ class Scene:
             export=self._export,
         )
         self.sent: list[Parcel | MemoryParcel] = []
-        self.config = run_config()
+        self.config, self.mark = run_config(), lambda: None
 
     def _export(self, path: Path, dtype: torch.dtype, role: None) -> WeightFile:
         return export_weights(self.model.module, path, dtype=dtype)
@@ -99,11 +99,11 @@ class Scene:
                 InlineTorch(),
                 nursery,
                 Telemetry(self.store, self.folder / "metrics.jsonl", "learner"),
-                lambda: None,
+                lambda: self.mark(),
                 step=lambda: self.learner.step_index,
                 pin=lambda version, weights: None,
                 in_memory=config.syncs_memory,
-                patience_s=1.0,
+                patience_s=60.0,
             )
 
     async def _behind(self, version: int) -> bool:
@@ -120,6 +120,24 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         yield Scene(tmp_path, store)
+
+
+async def test_law_4_a_learner_that_ends_and_waits_for_its_push_gives_signs_of_life(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    marked, scene.mark = trio.Event(), lambda: None
+
+    async def deliver(parcels: object, held: object) -> dict[str, float]:
+        scene.mark = marked.set
+        with trio.move_on_after(100):
+            await marked.wait()
+        return {}
+
+    scene._deliver = deliver  # pyright: ignore[reportAttributeAccessIssue]
+    async with scene.pushes() as pushes:
+        await pushes.start({})
+        await pushes.end()
+    assert marked.is_set()
 
 
 async def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:

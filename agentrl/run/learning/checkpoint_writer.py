@@ -19,6 +19,7 @@ import trio
 from agentrl.config import Train
 from agentrl.config.sections import BufferSettings
 from agentrl.engine.weight_sync.publisher import NotDelivered
+from agentrl.learner.checkpoints.folders import complete, step_of
 from agentrl.learner.learner import Learner
 from agentrl.records import WeightVersion
 from agentrl.run.league import League
@@ -106,6 +107,7 @@ class CheckpointWriter:
     async def end(self) -> None:
         """Wait for the checkpoint under way, whatever becomes of it: what it saved counts."""
         if self._under_way is not None:
+            self._is_awaited = True
             await self._under_way.wait()
 
     async def save_what_is_trained(self) -> None:
@@ -137,9 +139,10 @@ class CheckpointWriter:
         await self._calls(lambda store: store.lineage.checkpoint(version.step, version, folder))
         if self._league is not None and self._joins_league(version.step):
             await trio.to_thread.run_sync(self._league.join, version, folder)
-        await self._calls(
-            lambda store: store.lineage.retain(version.step, keep_steps=keep_steps, keep_sample=keep_sample)
-        )
+        # A newest checkpoint that is damaged is set aside, and the run trains the steps since an older one again.
+        folders = await trio.to_thread.run_sync(complete, self._root)
+        oldest = min([version.step, *map(step_of, folders)])
+        await self._calls(lambda store: store.lineage.retain(oldest, keep_steps=keep_steps, keep_sample=keep_sample))
 
     def _joins_league(self, step: int) -> bool:
         return self._league is not None and self._league.is_due(step)

@@ -152,8 +152,9 @@ class WeightPush:
     async def end(self) -> None:
         """Let the attempt under way come to its end, and no other one begin; nobody gets its error any more."""
         self._meta.has_ended = True
+        started = trio.current_time()
         if self.under_way is not None:
-            await self.under_way.wait()
+            await self.under_way.wait(lambda: self._beat(started), BEAT_S)
 
     async def _send(
         self,
