@@ -142,9 +142,10 @@ class Recorded(Env):
         return self._record
 
     def _record_action(self, action: str, answer: StepResult) -> None:
-        observation, _, terminated, truncated, _ = answer
+        observation, _, terminated, truncated, info = answer
         assert self._record is not None
-        self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=(observation, terminated, truncated))
+        compared = (observation, info.get("history"), info.get("role"), terminated, truncated)
+        self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=compared)
 
 
 def read_past(data: bytes, snapshot_bytes: int) -> Past:

@@ -12,12 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from agentrl.errors import EnvError, InfrastructureError, PolicyFault
-from agentrl.records import Step, Turn
+from agentrl.records import POLICY, Step, Turn
 from agentrl.rollout.env_calls import TimeUp, one_line
 from agentrl.rollout.journal import EpisodeJournal
 from agentrl.rollout.live_env import LiveEnv
 
 Answer = Callable[[Turn], Awaitable[Step]]
+
+_COMPARED = ("observation", "history", "role", "terminated", "truncated")
+"""The fields of an answer on which the next turn rests. The others are the record's, whatever a replay says."""
 
 
 # Why an environment is restored before it is replayed, and why it has to answer as it did before.
@@ -32,9 +35,9 @@ Answer = Callable[[Turn], Awaitable[Step]]
 # numbers cannot promise the same answers (`replayable`). So the newest snapshot comes first, and only the turns after
 # it are repeated.
 #
-# In both ways the environment has to prove where it stands: each repeated action must get the messages and the end that
-# the journal has (law 2). A reward is not compared, since the recorded one counts. A snapshot that cannot be restored
-# spoils nothing: the environment may stand anywhere by then, so it is closed, and a fresh one is replayed.
+# In both ways the environment has to prove where it stands: each repeated action must get the messages, the end and the
+# next role that the journal has (law 2). A reward is not compared, since the recorded one counts. A snapshot that cannot
+# be restored spoils nothing: the environment may stand anywhere by then, so it is closed, and a fresh one is replayed.
 #
 # If neither way works, the episode starts anew as another trial. The turns so far stay in the store with the reason and
 # are never trained. A fork cannot start anew, because its siblings share its first turns: it fails and leaves the loss.
@@ -95,8 +98,12 @@ async def _by_snapshot(env: LiveEnv, journal: EpisodeJournal, answer: Answer) ->
 async def _by_replay(env: LiveEnv, journal: EpisodeJournal, answer: Answer) -> str:
     """Repeat all turns after a reset. Returns "", or the reason why that did not work."""
     # With turns, an environment without the promise gets the clearer reason of `_repeat`.
-    if (not journal.turns or env.env.replayable) and env.latest.observation != journal.start:
-        return "reset gave another first observation"
+    if not journal.turns or env.env.replayable:
+        first = journal.turns[0] if journal.turns else journal.partial
+        if env.latest.observation != journal.start:
+            return "reset gave another first observation"
+        if first is not None and first.role != (env.latest.role or POLICY):
+            return "reset gave another role the first turn"
     try:
         return await _repeat(env, journal.turns, answer)
     except (TimeUp, PolicyFault) as error:
@@ -112,10 +119,6 @@ async def _repeat(env: LiveEnv, turns: Sequence[Turn], answer: Answer) -> str:
         if turn.step is None:
             break
         step, recorded = await answer(turn), turn.step
-        if (step.observation, step.terminated, step.truncated) != (
-            recorded.observation,
-            recorded.terminated,
-            recorded.truncated,
-        ):
-            return f"turn {turn.index} was answered differently"
+        if differing := [field for field in _COMPARED if getattr(step, field) != getattr(recorded, field)]:
+            return f"turn {turn.index} was answered differently: {' and '.join(differing)}"
     return ""

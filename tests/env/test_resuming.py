@@ -151,11 +151,17 @@ async def test_an_environment_that_goes_another_way_is_noticed() -> None:
             """Run a command."""
             return (await self.box.exec(["sh", "-c", command], timeout_s=60.0)).stdout.decode()
 
+    class Forgetful(Boxed):
+        async def _play_turn(self, episode: Any, action: str) -> Any:
+            observation, *rest, info = await super()._play_turn(episode, action)
+            return (observation, *rest, {**info, "history": observation})
+
     for make, words in (
         (Otherwise, "reset gave another first observation"),
         (Curious, "made a call to its box that it had not made before: exec ['git', 'diff']"),
         (Lazy, "reset gave another first observation"),
         (Tidy, "turn 0 was answered differently"),
+        (Forgetful, "turn 0 was answered differently"),
     ):
         with pytest.raises(EnvError, match=words.replace("[", r"\[").replace("(", r"\(")):
             await make().restore(saved)

@@ -381,8 +381,51 @@ async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
     assert (await play(second, context(env))).stop_reason is StopReason.DONE
     assert len(store.reads.trajectory(first.episode_id).turns) == 2
     (restart,) = store.reads.restarts(first.episode_id)
-    assert restart.reason == "turn 0 was answered differently"
+    assert restart.reason == "turn 0 was answered differently: observation"
     assert len(restart.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("recorded", "repeated", "reason"),
+    [
+        ({"role": "buyer"}, {"role": "seller"}, "turn 0 was answered differently: role"),
+        ({"role": "buyer"}, {}, "turn 0 was answered differently: role"),
+        ({"history": said("x")}, {"history": said("y")}, "turn 0 was answered differently: history"),
+        ({"history": said("x")}, {"role": "seller"}, "turn 0 was answered differently: history and role"),
+        ({}, {"history": said("x")}, "turn 0 was answered differently: history"),
+    ],
+)
+async def test_law_2_a_replay_that_gives_the_turn_or_the_conversation_to_another_is_no_replay(
+    store: RunStore,
+    claim_one: Callable[..., Claim],
+    context: Any,
+    recorded: dict[str, Any],
+    repeated: dict[str, Any],
+    reason: str,
+) -> None:
+    first = claim_one("first", now=0.0)
+    await crash_after(first, context, [going("a", **recorded), going("b"), going("c")], "journal_turn", store)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    env = ScriptedEnv([going("a", **repeated), done()])
+    assert (await play(second, context(env))).stop_reason is StopReason.DONE
+    (restart,) = store.reads.restarts(first.episode_id)
+    assert restart.reason == reason
+
+
+async def test_law_2_a_reset_that_gives_another_role_the_first_turn_is_no_replay(
+    store: RunStore, claim_one: Callable[..., Claim], context: Any
+) -> None:
+    class Seller(ScriptedEnv):
+        async def areset(self, **_: Any) -> Any:
+            observation, info = await super().areset()
+            return observation, {**info, "role": "seller"}
+
+    first = claim_one("first", now=0.0)
+    await crash_after(first, context, [going("a"), going("b"), going("c")], "journal_turn", store)
+    second = next(c for c in store.leases.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    assert (await play(second, context(Seller([going("a"), done()])))).stop_reason is StopReason.DONE
+    (restart,) = store.reads.restarts(first.episode_id)
+    assert restart.reason == "reset gave another role the first turn"
 
 
 async def test_law_2_an_environment_without_the_promise_is_not_replayed(

@@ -59,7 +59,7 @@ async def test_law_3_a_fork_that_cannot_be_brought_to_its_turn_fails_with_the_re
     for claim, env, words in zip(
         forked(2),
         (other, Once(ANSWERS)),
-        ("turn 0 was answered differently", "test/Env does not promise to be replayable"),
+        ("turn 0 was answered differently: observation", "test/Env does not promise to be replayable"),
         strict=True,
     ):
         engine = FakeEngine(version=1)

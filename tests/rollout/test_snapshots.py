@@ -152,7 +152,8 @@ async def test_law_2_what_is_answered_differently_after_a_snapshot_is_replayed_w
     other = Saving([*ANSWERS[:2], going("other"), done()])
     await play(claim, context(other, **settings))
     (restart,) = store.reads.restarts(claim.episode_id)
-    assert restart.reason == "turn 2 was answered differently; and of its snapshot: turn 2 was answered differently"
+    why = "turn 2 was answered differently: observation"
+    assert restart.reason == f"{why}; and of its snapshot: {why}"
 
 
 async def hang(*_: Any) -> Any:
