@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,18 @@ class LeavesAProcess(Good):
         return super().reset(seed=seed)
 
 
+class LeavesADaemon(Good):
+    """Its parent has ended, so it is nobody's child."""
+
+    started = []  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        forks = "sleep 300 </dev/null >/dev/null 2>&1 & echo $!"
+        reply = subprocess.run(["setsid", "sh", "-c", forks], stdout=subprocess.PIPE, check=True)
+        self.started.append(int(reply.stdout))
+        return super().reset(seed=seed)
+
+
 class LeavesAThread(Good):
     found = threading.Event()
 
@@ -233,6 +246,7 @@ BROKEN = [
     (TrustsItsReader, "answers_any_text", "the action '[' raised ValueError", "int(action"),
     (LeavesAFile, "leaves_nothing", "file /", "class LeavesAFile"),
     (LeavesAProcess, "leaves_nothing", "process ", "class LeavesAProcess"),
+    (LeavesADaemon, "leaves_nothing", "(sleep)", "class LeavesADaemon"),
     (LeavesAThread, "leaves_nothing", "thread mine", "class LeavesAThread"),
     (LeavesADescriptor, "leaves_nothing", "descriptor pipe", "class LeavesADescriptor"),
     (HalfASnapshot, "restores_snapshots", "after the restore was answered differently", "async def snapshot"),
@@ -252,6 +266,8 @@ def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeyp
     while LeavesAProcess.started:
         with LeavesAProcess.started.pop() as process:
             process.kill()
+    while LeavesADaemon.started:
+        os.kill(LeavesADaemon.started.pop(), signal.SIGKILL)
     if cls is LeavesAThread:
         cls.found.set()
     result = _reports[cls]

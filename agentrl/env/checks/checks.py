@@ -282,10 +282,13 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
 # Names are counted and not only collected: a second pipe has the same name as the first. What ends by itself has
 # `LEAK_PATIENCE_S` to do so, and idle threads of trio are not the environment's.
 #
-# The prices: what an environment opens once in a hundred episodes is not seen. Neither is a process whose parent has
-# ended, since it is no child of this process any more. On a system without /proc the check is skipped, and the report
-# says so. Law 4 rests on it: what an environment leaves behind has no owner but the worker. `tests/env/test_checker.py`
-# has an environment for each kind (`LeavesAProcess`, `LeavesADescriptor`, `LeavesAThread`, `LeavesAFile`).
+# A process whose parent has ended is no child of this process any more. Its environment still names the private folder
+# for temporary files, which every process of the checked environment inherits: by that it is found.
+#
+# The prices: what an environment opens once in a hundred episodes is not seen. Neither is a daemon that was started
+# with variables of its own alone. On a system without /proc the check is skipped, and the report says so. Law 4 rests
+# on it: what an environment leaves behind has no owner but the worker. `tests/env/test_checker.py` has an environment
+# for each kind (`LeavesAProcess`, `LeavesADaemon`, `LeavesADescriptor`, `LeavesAThread`, `LeavesAFile`).
 def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
     """After closing no process, descriptor, thread or temporary file of the environment is left."""
     if not can_measure():
@@ -446,7 +449,7 @@ def can_measure() -> bool:
 
 def measure(folder: Path) -> Held:
     """List the resources that this process holds now; `folder` is where its temporary files go."""
-    return Held(Counter(_children()), Counter(_descriptors()), Counter(_threads()), Counter(_files(folder)))
+    return Held(Counter(_processes(folder)), Counter(_descriptors()), Counter(_threads()), Counter(_files(folder)))
 
 
 def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
@@ -469,17 +472,26 @@ def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
         time.sleep(0.02)
 
 
-def _children() -> Iterable[str]:
-    parent = str(os.getpid())
+def _processes(folder: Path) -> Iterable[str]:
+    """Children of this process, and those further down that inherited the name of its folder for temporary files."""
+    own, mark = str(os.getpid()), os.fsencode(folder)
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+        if not entry.name.isdigit() or entry.name == own:
             continue
         try:
             name, _, rest = (entry / "stat").read_text().rpartition(")")
         except OSError:
             continue  # it ended meanwhile
-        if rest.split()[1] == parent:
+        if rest.split()[1] == own or mark in _variables(entry):
             yield f"{entry.name} ({name.partition('(')[2]})"
+
+
+def _variables(process: Path) -> bytes:
+    """The variables that a process was started with; none of another user's."""
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def _descriptors() -> Iterable[str]:
