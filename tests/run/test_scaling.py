@@ -23,7 +23,7 @@ from agentrl.run.children import engine_process as engines
 from agentrl.run.children.engine_process import ServedWeights, SupervisedEngine, WrongWeights
 from agentrl.run.children.registry import ChildRegistry
 from agentrl.run.children.run_children import RunChildren
-from agentrl.run.cluster import scaling
+from agentrl.run.cluster import scale_requests, scaling
 from agentrl.run.cluster.scaling import Kind, NoRoom, ScaledChild, Scaler, Size
 from agentrl.run.processes.launcher import Local
 from agentrl.run.reporting import status
@@ -79,6 +79,20 @@ def test_what_cannot_be_had_is_refused_with_the_mend(
         raise refused
     with RunStore.read(run.store_path) as store:
         assert store.meta(run_values.WANTED_SIZE.key) is None
+
+
+def test_each_request_is_another_one_also_if_a_clock_steps_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that was given up is tried again at a request that is not the one at which it failed."""
+    run = made(tmp_path)
+    seen = list[dict[str, Any]]()
+    for now in (2e9, 1e9, 1e9):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        scaling.ask(run, engines=2, workers=None)
+        with RunStore.read(run.store_path) as store:
+            seen.append(scale_requests.asked(store.meta))
+    assert seen == [{"engines": 2, "request": number} for number in (1, 2, 3)]
 
 
 def test_workers_of_a_run_on_engines_of_somebody_else_are_its_own(tmp_path: Path) -> None:
@@ -144,8 +158,15 @@ class Scene:
         self.rows[value.key] = value.text(to)
 
     def ask(self, engines: int, workers: int) -> None:
-        row = {"engines": engines, "workers": workers, "asked_s": trio.current_time() + 1}
-        self.rows[run_values.WANTED_SIZE.key] = json.dumps(row)
+        scale_requests.write(self, lambda _: {"engines": engines, "workers": workers})  # type: ignore[arg-type]
+
+    def meta(self, key: str) -> str | None:
+        return self.rows.get(key)
+
+    def swap_meta(self, key: str, before: str, value: str) -> bool:
+        assert self.rows.get(key, "") == before
+        self.rows[key] = value
+        return True
 
     @property
     def size(self) -> Size:

@@ -4,7 +4,6 @@ Owns the row; `agentrl.run.cluster.scaling` brings about what it says, and a lea
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,9 +16,18 @@ Meta = Callable[[str], str | None]
 
 
 def asked(meta: Meta) -> dict[str, Any]:
-    """Return the requested `engines`, `workers` and `ranks`, as far as somebody requested them, and `asked_s`, the time
-    of the request."""
+    """Return the requested `engines`, `workers` and `ranks`, as far as somebody requested them, and `request`, the
+    number of the request."""
     return WANTED_SIZE.of(meta)
+
+
+def write(store: RunStore, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Make the next request: what `change` makes of the last one. Its number tells requests apart, and not a time: a
+    clock may step back."""
+    is_written = False
+    while not is_written:  # somebody else may make a request meanwhile
+        last = asked(store.meta)
+        is_written = WANTED_SIZE.swap(store, last, {**change(dict(last)), "request": last.get("request", 0) + 1})
 
 
 def ranks(config: RunConfig, meta: Meta) -> int:
@@ -29,16 +37,17 @@ def ranks(config: RunConfig, meta: Meta) -> int:
 
 def move(store: RunStore, to: Split, *, was: Split) -> None:
     """Ask for another split of the places between engines and the learner."""
-    earlier = {name: value for name, value in asked(store.meta).items() if name != "refused"}
-    new = {**to._asdict(), "was": was._asdict(), "asked_s": time.time()}
-    WANTED_SIZE.set(store, {**earlier, **new})
+
+    def moved(last: dict[str, Any]) -> dict[str, Any]:
+        last.pop("refused", None)
+        return {**last, **to._asdict(), "was": was._asdict()}
+
+    write(store, moved)
 
 
 def take_back(store: RunStore, why: str) -> None:
     """Ask for the split of before again: the learner finds no place for what was asked."""
-    row = asked(store.meta)
-    new = {**row.pop("was"), "asked_s": time.time(), "refused": why}
-    WANTED_SIZE.set(store, {**row, **new})
+    write(store, lambda last: {**last, **last.pop("was"), "refused": why})
 
 
 def refused(meta: Meta) -> str | None:

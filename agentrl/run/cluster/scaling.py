@@ -8,7 +8,6 @@ what may be requested, and when which child comes or goes; never a process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,12 +18,13 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
 from agentrl.run.children.engine_process import WrongWeights
+from agentrl.run.cluster import scale_requests
 from agentrl.run.cluster.scale_requests import Meta, asked
 from agentrl.run.processes.restart_budget import RestartBudget
 from agentrl.run.run_folder import RunDir
 from agentrl.store import RunStore
 from agentrl.store.async_calls import Looks
-from agentrl.store.run_values import ENGINE_URLS, SCALING, WANTED_SIZE, WORKERS, Value
+from agentrl.store.run_values import ENGINE_URLS, SCALING, WORKERS, Value
 
 Kind = Literal["engine", "worker"]
 KINDS: tuple[Kind, ...] = ("engine", "worker")
@@ -97,8 +97,8 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
         _check_engines(config, engines, run)
     with RunStore.open(run.store_path) as store:
         numbers = {"engines": engines, "workers": workers}
-        rows = asked(store.meta) | {name: number for name, number in numbers.items() if number is not None}
-        WANTED_SIZE.set(store, {**rows, "asked_s": time.time()})
+        new = {name: number for name, number in numbers.items() if number is not None}
+        scale_requests.write(store, lambda last: last | new)
         return wanted(config, store.meta)
 
 
@@ -106,8 +106,7 @@ def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
     gone = {name for name, is_reset in (("engines", engines), ("workers", workers)) if is_reset}
     gone |= {"ranks", "was"} if engines else set[str]()
-    remaining = {name: value for name, value in asked(store.meta).items() if name not in gone}
-    WANTED_SIZE.set(store, remaining)
+    scale_requests.write(store, lambda last: {name: value for name, value in last.items() if name not in gone})
 
 
 def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
@@ -177,7 +176,7 @@ class Scaler:
     _coming: dict[ScaledChild, trio.CancelScope] = field(default_factory=dict[ScaledChild, trio.CancelScope])
     _going: set[ScaledChild] = field(default_factory=set[ScaledChild])
     _trouble: dict[ScaledChild, str] = field(default_factory=dict[ScaledChild, str])
-    _given_up: dict[ScaledChild, float] = field(default_factory=dict[ScaledChild, float])
+    _given_up: dict[ScaledChild, int] = field(default_factory=dict[ScaledChild, int])  # at which request
     _told: dict[str, Any] = field(default_factory=dict[str, Any])
 
     async def run(self) -> None:
@@ -190,17 +189,17 @@ class Scaler:
                     await self._tell()
                 await trio.sleep(_LOOK_S)
 
-    def _wanted(self, store: RunStore) -> tuple[Size, float]:
-        return wanted(self.config, store.meta), float(asked(store.meta).get("asked_s", 0.0))
+    def _wanted(self, store: RunStore) -> tuple[Size, int]:
+        return wanted(self.config, store.meta), int(asked(store.meta).get("request", 0))
 
-    def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:
+    def _look(self, size: Size, request: int, nursery: trio.Nursery) -> None:
         for kind in KINDS:
             present, count = self.children.present(kind), size.count(kind)
             for part in (ScaledChild(kind, index) for index in range(count) if index not in present):
                 is_moving = part in self._coming or part in self._going
-                if not is_moving and self._given_up.get(part, -1.0) < asked_s:
+                if not is_moving and self._given_up.get(part) != request:
                     self._coming[part] = trio.CancelScope()
-                    nursery.start_soon(self._join, part, asked_s)
+                    nursery.start_soon(self._join, part, request)
             for part in (ScaledChild(kind, index) for index in present if index >= count):
                 if part not in self._going:
                     self._going.add(part)
@@ -211,7 +210,7 @@ class Scaler:
                 self._coming[part].cancel()
             self._trouble.pop(part, None)
 
-    async def _join(self, part: ScaledChild, asked_s: float) -> None:
+    async def _join(self, part: ScaledChild, request: int) -> None:
         budget = RestartBudget(allowed=2)
         try:
             with self._coming[part]:
@@ -230,7 +229,7 @@ class Scaler:
                         self._trouble[part] = str(error)
                         await budget.spend(str(error))
         except AgentRLError as error:
-            self._trouble[part], self._given_up[part] = str(error), asked_s
+            self._trouble[part], self._given_up[part] = str(error), request
         finally:
             del self._coming[part]
 
