@@ -115,10 +115,10 @@ def advantages(
 
     `record` has the members of the group's record in the order in which they ended, `late` those that ended after it
     was made. A member without a judge has advantages of 0; a role of a late member that no recorded member played has
-    none. A member's list goes through its roles in no fixed order."""
+    none. A member's list goes through its roles by name, so that sums over it are the same in every process."""
     everyone = {**record, **(late or {})}
     result: dict[int, list[float]] = {member: [] for member in everyone}
-    for role in {role for rewards in record.values() for role in rewards.rewards} - returns.frozen:
+    for role in sorted({role for rewards in record.values() for role in rewards.rewards} - returns.frozen):
         returns_of = {member: _returns_to_go(rewards, role, returns) for member, rewards in everyone.items()}
         for member, member_returns in returns_of.items():
             judges = [judge for judge in panel(list(record), member, returns.quorum) if judge != member]
