@@ -91,6 +91,56 @@ async def test_numbers_of_weights_that_no_engine_has_say_nothing() -> None:
     assert await follow(Drift(), 200, stuck_at=1, rounded=False) == 200
 
 
+# --- adapters of roles
+
+FAR = (
+    300  # versions, after which a role's adapter has moved by 0.15 nats of a token at most, and by less than TOLERANCE
+)
+
+
+async def answered(drift: Drift, spy: Drift, version: int, loaded: int | None, seen: Any = None) -> None:
+    """Check an engine at `version` whose adapter of the role "spy" is that of version `loaded`; None: it has no
+    effect."""
+    server = FakeVLLM(version=str(version), adapters={f"policy-{version}-spy": "spy"})
+    policy = drift.engine(version)
+    of_spy = policy if loaded is None else spy.engine(loaded)
+    server.logprob = lambda weights, place, token: costs(of_spy if weights == "spy" else policy)(weights, place, token)
+    async with aclosing(EngineClient("http://engine", transport=server)) as client:
+        await canary.check([client], drift.canary(version, by_role={"spy": spy.at(version)}), seen=seen)
+
+
+def roles() -> tuple[Drift, Drift]:
+    """A policy, and a role whose adapter started from it and went another way."""
+    drift, spy = Drift(), Drift(1)
+    spy.start = drift.start
+    return drift, spy
+
+
+async def test_an_adapter_of_a_role_that_has_no_effect_is_found_within_the_tolerance() -> None:
+    drift, spy = roles()
+    await answered(drift, spy, FAR, FAR)
+    with pytest.raises(CanaryMismatch, match=f"its adapter 'policy-{FAR}-spy' computes as the policy without it"):
+        await answered(drift, spy, FAR, None)
+
+
+async def test_an_adapter_of_a_role_that_takes_no_step_any_more_is_found_and_one_that_follows_is_not() -> None:
+    drift, spy = roles()
+    drift.way = [0.0] * len(drift.way)  # so that the policy without it tells nothing of steps
+    seen = dict[str, CanaryResult]()
+    await answered(drift, spy, 200, 200, seen)
+    await answered(drift, spy, 500, 500, seen)
+    seen.clear()
+    await answered(drift, spy, 200, 200, seen)
+    with pytest.raises(CanaryMismatch, match="with the adapter 'policy-500-spy' it computes with the weights of"):
+        await answered(drift, spy, 500, 300, seen)
+
+
+async def test_an_adapter_of_a_role_that_was_not_trained_yet_says_nothing() -> None:
+    drift, spy = roles()
+    await answered(drift, spy, 0, 0)
+    await answered(drift, spy, 3, None)
+
+
 # --- fingerprints
 
 

@@ -19,7 +19,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -112,6 +112,10 @@ class Canary:
 # deviations from both ends, so that neither a healthy engine nor a stuck one is mistaken for the other. Until then the
 # earlier answer stays: if each step began anew from its own answer, no way would ever be long enough.
 #
+# An adapter of a role is asked the same way, and besides whether it is there at all: from the answer without it to the
+# answer with it the engine must have gone the learner's way. An adapter that an engine loads and does not use would be
+# within the tolerance for as long as training has moved it by less, and longer than any stuck engine.
+#
 # The price is time. A stuck engine is found some steps later, and tokens that it sampled meanwhile carry the version of
 # weights that did not sample them (law 1). And the learner's numbers must be of weights in the engine's dtype, since an
 # engine in bfloat16 rightly stays where it is while steps are smaller than its grid (`rounded`).
@@ -181,8 +185,9 @@ async def check(
     deadline_s: float = 30.0,
 ) -> float:
     """The largest |Δ| over all engines. `update_info` is that of the push, by which an engine names the layers it did
-    not take; `seen` is what engines answered before, by URL, for whoever asks them again and again, and is kept here.
-    Raises CanaryMismatch if an engine computes with other weights, WeightSyncError if it serves another version."""
+    not take; `seen` is what engines answered before, by URL and role, for whoever asks them again and again, and is
+    kept here. Raises CanaryMismatch if an engine computes with other weights, WeightSyncError if it serves another
+    version."""
     most = TOLERANCE[canary.dtype] if tolerance is None else tolerance
     worst = 0.0
     for engine in engines:
@@ -209,10 +214,19 @@ async def check(
         worst = max(worst, apart)
         for role, logprobs in canary.by_role.items():
             model = adapter_name(canary.version, role)
-            scores = await _scored(engine, canary, deadline_s, model)
-            apart = max(abs(a - b) for a, b in zip(scores, logprobs, strict=True))
-            if not _near(scores, logprobs, most, canary.dtype):
+            of_role = replace(canary, logprobs=logprobs, fingerprints={}, by_role={})
+            role_scores = await _scored(engine, canary, deadline_s, model)
+            apart = max(abs(a - b) for a, b in zip(role_scores, logprobs, strict=True))
+            if not _near(role_scores, logprobs, most, canary.dtype):
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
+            share = CanaryResult(canary, scores).share(of_role, role_scores)
+            if share is not None and share < 0.5:
+                raise CanaryMismatch(
+                    f"{says} its adapter {model!r} computes as the policy without it: the learner's two log-probs of "
+                    f"the probe differ far beyond the noise, and the engine's by {share:.0%} of that"
+                )
+            if seen is not None:
+                _follow(f"{says} with the adapter {model!r}", of_role, role_scores, seen, f"{engine.url} {role}")
             worst = max(worst, apart)
     return worst
 
