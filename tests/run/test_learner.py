@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from agentrl.run.alarms import LagBound
 from agentrl.run.learning.background import Job
 from agentrl.run.learning.checkpoint_writer import CheckpointWriter
 from agentrl.run.learning.take_batches import Batch, BatchTaker
-from agentrl.run.learning.weight_push import LeaderMeta
+from agentrl.run.learning.weight_push import leader_meta
 from agentrl.run.weights.role_policies import Publishers
 from agentrl.store.buffer.buffer import AtBound
 
@@ -278,8 +279,7 @@ def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene
             raise LeaseLost("another learner has begun")
 
     scene.store.lineage.still_leads = still_leads
-    meta = LeaderMeta(scene.store)
-    publishers = Publishers(EngineSettings(), "full", meta, locks=Path())
+    publishers = Publishers(EngineSettings(), "full", partial(leader_meta, scene.store), locks=Path())
     tries = list[Sequence[str]]()
 
     async def deliver(urls: Callable[[], Sequence[str]], *_: object) -> None:
@@ -290,7 +290,7 @@ def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene
     with pytest.raises(LeaseLost):
         trio.run(publishers.deliver, {None: None})
     assert tries == [["http://engine"]] * 2
-    meta.has_ended = True
+    publishers.end()
     with pytest.raises(RunFailed, match="the learner ends"):
         publishers.urls()
 

@@ -30,7 +30,7 @@ from agentrl.models.resolve import model_dir
 from agentrl.records import WeightVersion
 from agentrl.run.children import engine_process
 from agentrl.run.learning.weight_parcels import ParcelMaker
-from agentrl.run.learning.weight_push import LeaderMeta, WeightPush
+from agentrl.run.learning.weight_push import WeightPush
 from agentrl.run.start_point import StartPoint
 from agentrl.run.telemetry import Telemetry
 from agentrl.run.trainer import Trainer, evaluate
@@ -78,7 +78,9 @@ class Scene:
     async def pushes(self) -> AsyncGenerator[WeightPush]:
         """Pushes as the run's configuration says; at the end all of them are over."""
         config, calls = self.config, InlineCalls(self.store)
-        publisher: Any = SimpleNamespace(behind=self._behind, deliver=self._deliver, tidy=trio.lowlevel.checkpoint)
+        publisher: Any = SimpleNamespace(
+            behind=self._behind, deliver=self._deliver, tidy=trio.lowlevel.checkpoint, end=lambda: None
+        )
         parcels = ParcelMaker(
             self.learner,
             self.folder,
@@ -94,13 +96,11 @@ class Scene:
             yield WeightPush(
                 parcels,
                 publisher,
-                LeaderMeta(self.store),
                 calls,
                 InlineTorch(),
                 nursery,
                 Telemetry(self.store, self.folder / "metrics.jsonl", "learner"),
                 lambda: self.mark(),
-                step=lambda: self.learner.step_index,
                 pin=lambda version, weights: None,
                 in_memory=config.syncs_memory,
                 patience_s=60.0,

@@ -59,7 +59,7 @@ class Played(WeightPush):
         return True
 
     async def start(self, row: dict[str, Any]) -> WeightVersion:
-        version = self.store.versions.mint_version(self._step())
+        version = self.store.versions.mint_version(self._parcels.step)
         self.store.versions.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, "version": version.version})
@@ -386,7 +386,7 @@ class DiesBeforeTheCheckpoint(Played):
     """A learner that is killed at step 3, before its checkpoint is begun."""
 
     async def start(self, row: dict[str, Any]) -> WeightVersion:
-        if self._step() == 3:
+        if self._parcels.step == 3:
             raise Killed
         return await super().start(row)
 

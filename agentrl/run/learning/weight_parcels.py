@@ -56,6 +56,11 @@ class ParcelMaker:
         self._policies: tuple[str | None, ...] = (None, *roles)
         self._adapted, self._sends_adapters, self._most_tokens = adapted, sends_adapters, most_tokens
 
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are in the current weights."""
+        return self._learner.step_index
+
     def write_files(self) -> WrittenWeights:
         """Write the current weights for the engines of each policy: a file each, or the adapters alone."""
         path = self._folder / str(time.time_ns())

@@ -20,7 +20,6 @@ import trio
 
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel
 from agentrl.engine.weight_sync.weight_lock import WeightLock
-from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.run.league import League
 from agentrl.run.learning.background import Job, TorchThread
@@ -36,18 +35,11 @@ from agentrl.store import RunStore
 _RESEND_S = 1.0  # between two checks of the engines' versions while the learner waits
 
 
-class LeaderMeta:
-    """The store's `meta` for a publisher that asks again and again where the engines are. Raises LeaseLost once
-    another learner leads, and RunFailed once this one ends: nobody would wait for the push."""
-
-    def __init__(self, store: RunStore) -> None:
-        self._store, self.has_ended = store, False
-
-    def __call__(self, key: str) -> str | None:
-        if self.has_ended:
-            raise RunFailed("the learner ends")
-        self._store.lineage.still_leads()
-        return self._store.meta(key)
+def leader_meta(store: RunStore, key: str) -> str | None:
+    """Return a value of the store's `meta`, for a publisher that asks again and again where the engines are. Raises
+    LeaseLost once another learner leads."""
+    store.lineage.still_leads()
+    return store.meta(key)
 
 
 # Why a push overlaps the next step, and why it may not overlap more.
@@ -69,7 +61,7 @@ class LeaderMeta:
 # serve its weights, and the cost of the push belongs to the row. A checkpoint waits for the push as well: the canary
 # finds weights that an engine did not take, and a checkpoint of such a step would carry the fault on.
 class WeightPush:
-    """Sends the weights of `step()` steps. `pin` keeps a version's weights if an evaluation needs them. Engines that no
+    """Sends the weights that `parcels` packs. `pin` keeps a version's weights if an evaluation needs them. Engines that no
     file can serve (`in_memory`) get them again from a learner that waits. `patience_s` is longer than any delivery
     takes: a push that takes longer is no sign of life."""
 
@@ -77,22 +69,20 @@ class WeightPush:
         self,
         parcels: ParcelMaker,
         publisher: Publishers,
-        meta: LeaderMeta,
         calls: StoreCalls,
         torch: TorchThread,
         nursery: trio.Nursery,
         telemetry: Telemetry,
         mark: Callable[[], None],
         *,
-        step: Callable[[], int],
         pin: Callable[[WeightVersion, Path], None],
         in_memory: bool,
         patience_s: float,
         league: League | None = None,
         turns: Turns | None = None,
     ) -> None:
-        self._parcels, self._publisher, self._meta, self._calls, self._torch = parcels, publisher, meta, calls, torch
-        self._nursery, self._telemetry, self._mark, self._step, self._pin = nursery, telemetry, mark, step, pin
+        self._parcels, self._publisher, self._calls, self._torch = parcels, publisher, calls, torch
+        self._nursery, self._telemetry, self._mark, self._pin = nursery, telemetry, mark, pin
         self._in_memory, self._patience_s, self._league, self._turns = in_memory, patience_s, league, turns
         self._resend_at = trio.current_time() if in_memory else math.inf
         self.under_way: Job | None = None
@@ -100,7 +90,7 @@ class WeightPush:
     async def start(self, row: dict[str, Any]) -> WeightVersion:
         """Take the learner's weights, have it leave a GPU that it shares, and start to send them. The metrics `row` of
         the step is recorded when every engine has them."""
-        step, lock = self._step(), None
+        step, lock = self._parcels.step, None
         if self._turns is not None:
             await self._turns.begin_leaving()
         if self._in_memory:
@@ -137,7 +127,7 @@ class WeightPush:
         elif trio.current_time() >= self._resend_at:
             self._resend_at = trio.current_time() + _RESEND_S
             version = await self._calls(lambda store: store.versions.current_version())
-            if version.step == self._step() and await self._publisher.behind(version.version):
+            if version.step == self._parcels.step and await self._publisher.behind(version.version):
                 parcels = await self._torch.run(lambda: self._parcels.of_memory(version))
                 self.under_way = Job(self._nursery, partial(self._send, version, parcels, {}))
 
@@ -151,7 +141,7 @@ class WeightPush:
 
     async def end(self) -> None:
         """Let the attempt under way come to its end, and no other one begin; nobody gets its error any more."""
-        self._meta.has_ended = True
+        self._publisher.end()
         started = trio.current_time()
         if self.under_way is not None:
             await self.under_way.wait(lambda: self._beat(started), BEAT_S)

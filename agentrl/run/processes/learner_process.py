@@ -35,7 +35,7 @@ from agentrl.run.learning.step_records import StepRecords
 from agentrl.run.learning.store_calls import StoreCalls
 from agentrl.run.learning.take_batches import BatchTaker
 from agentrl.run.learning.weight_parcels import ParcelMaker
-from agentrl.run.learning.weight_push import LeaderMeta, WeightPush
+from agentrl.run.learning.weight_push import WeightPush, leader_meta
 from agentrl.run.processes import heartbeat
 from agentrl.run.processes.exit_status import give_up
 from agentrl.run.processes.heartbeat import Heartbeat
@@ -180,7 +180,7 @@ class _Process:
     def _pushes(
         self, config: RunConfig, learner: Learner, nursery: trio.Nursery, league: League | None, turns: Turns | None
     ) -> WeightPush:
-        roles, meta, in_memory = tuple(config.role_models), LeaderMeta(self._store), config.syncs_memory
+        roles, meta, in_memory = tuple(config.role_models), partial(leader_meta, self._store), config.syncs_memory
         sender = GpuSender(config.transport.backend, learner.model.device) if in_memory else None
         publisher = Publishers(
             config.engine, config.sync, meta, sender, name=config.name, roles=roles, locks=self._run.locks
@@ -199,13 +199,11 @@ class _Process:
         return WeightPush(
             parcels,
             publisher,
-            meta,
             self._calls,
             self._torch,
             nursery,
             Telemetry(self._store, self._run.metrics, "learner"),
             self._mark,
-            step=lambda: learner.step_index,
             pin=self._pin,
             in_memory=in_memory,
             patience_s=2 * config.engine.mending_deadline_s,

@@ -16,7 +16,7 @@ from agentrl.engine.weight_sync.object_store import ObjectFolder
 from agentrl.engine.weight_sync.publisher import WeightPublisher
 from agentrl.engine.weight_sync.transport import MemoryParcel, Parcel, WeightSender
 from agentrl.engine.weight_sync.weight_lock import WeightLock
-from agentrl.errors import matters
+from agentrl.errors import RunFailed, matters
 from agentrl.store.run_values import CREATED_S, ENGINE_URLS, ROLE_URLS
 
 _SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all other costs the worst counts
@@ -60,7 +60,7 @@ class Publishers:
         roles: Sequence[str] = (),
         locks: Path,
     ) -> None:
-        self._meta = meta
+        self._meta, self._has_ended = meta, False
 
         def publisher(role: str | None, sender: WeightSender | None) -> WeightPublisher:
             store = objects_of(engine, name, meta, role)
@@ -69,8 +69,14 @@ class Publishers:
         self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in roles}
 
     def urls(self, role: str | None = None) -> list[str]:
-        """Where the engines of a policy serve now."""
+        """Where the engines of a policy serve now. Raises RunFailed after `end`."""
+        if self._has_ended:
+            raise RunFailed("the learner ends")
         return urls_of(self._meta, role)
+
+    def end(self) -> None:
+        """Begin no other attempt to deliver: the learner ends, and nobody would wait for it."""
+        self._has_ended = True
 
     async def behind(self, version: int) -> bool:
         """Whether some engine of any policy serves another version: see `WeightPublisher.behind`."""
