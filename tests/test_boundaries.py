@@ -12,16 +12,21 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
+import trio
 from each_case import each_case
 
 from agentrl import notices
 from agentrl.config import parse
+from agentrl.engine.embedded.architecture import read_architecture
+from agentrl.engine.rendering.model_folder import ModelFolder
 from agentrl.engine.rendering.renderer import Renderer
+from agentrl.engine.scoring_client import ScoringClient
 from agentrl.env.agent_programs.model_apis import apis
 from agentrl.env.agent_programs.request_checks import UnservedRequest
 from agentrl.env.agent_programs.session import parsed
@@ -29,9 +34,13 @@ from agentrl.env.chat_messages import plain_tools
 from agentrl.env.dataset_env import RowsEnv
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.offline.demonstrations import read as read_demonstrations
+from agentrl.run.evaluation.served_model import ServedModel
+from agentrl_environments.swe.harbor import HarborDefaults
+from agentrl_environments.swe.harbor import load as load_harbor
 from agentrl_environments.swe.jsonl import HiddenTests, RowDefaults
 from agentrl_environments.swe.jsonl import load as load_swe_rows
 from agentrl_environments.swe.reward_files import rewards_of
+from agentrl_environments.swe.verdicts import canonical, graded, read_log
 from tests.engine.formats import Format, write_folder
 
 HERE = __name__
@@ -93,12 +102,14 @@ TALK: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Boundary:
-    """`read` gives what later code sees of a value; `apart` are places that it hands on unread, with the reason."""
+    """`read` gives what later code sees of a value; `apart` are places that it hands on unread, with the reason, and
+    `others` places whose further keys are meant for other readers, with the reason."""
 
     name: str
     sample: Any
     read: Callable[[Any, Path], Any]
     apart: dict[str, str] = field(default_factory=dict[str, str])
+    others: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def demonstrations(row: Any, folder: Path) -> Any:
@@ -158,6 +169,143 @@ def reward_files(given: Any, folder: Path) -> Any:
     return rewards_of(json.dumps(given).encode(), None)
 
 
+def log_of(write: Callable[[str, str], str]) -> Callable[[Any, Path], Any]:
+    """Grades two listed tests by the log of a runner. The sample has the test and the status of each line in turn."""
+
+    def read(parts: Any, folder: Path) -> Any:
+        texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
+        log = "\n".join(write(test, status) for test, status in zip(texts[::2], texts[1::2], strict=True))
+        return graded(read_log(log), [canonical("tests/a.py::one")], [canonical("tests/a.py::two")])
+
+    return read
+
+
+def runner_log(runner: str, good: str, write: Callable[[str, str], str]) -> Boundary:
+    return Boundary(f"logs of {runner}", ["tests/a.py::one", good, "tests/a.py::two", good], log_of(write))
+
+
+def endpoint_answer(answer: Any, folder: Path) -> Any:
+    """What the environment, the later turns and the results see of an answer of `agentrl eval --endpoint`."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
+
+    async def play() -> Any:
+        client = ScoringClient("http://endpoint", transport=transport)
+        env: Any = RowsEnv(rewards=[f"{HERE}:judge"], processes=0)
+        model = ServedModel(client, env, deadline_s=60, options={})
+        said = await model._ask([{"role": "user", "content": "q"}], [], [TOOL])
+        return said, model.tokens
+
+    return trio.run(play)
+
+
+HARBOR: dict[str, Any] = {
+    "version": "1.0",
+    "metadata": {"difficulty": "easy"},
+    "artifacts": ["report.txt"],
+    "agent": {"timeout_sec": 60.0},
+    "verifier": {
+        "timeout_sec": 30.0,
+        "environment_mode": "separate",
+        "env": {"LEVEL": "2"},
+        "collect": [{"command": "make report", "timeout_sec": 5.0, "service": "main"}],
+        "environment": {"docker_image": "judge:1", "workdir": "/app", "memory_mb": 512, "env": {"A": "b"}},
+    },
+    "environment": {
+        "docker_image": "work:1",
+        "cpus": 2,
+        "memory": "1G",
+        "workdir": "/app",
+        "env": {"HOME_OF": "/app/x"},
+        "allow_internet": False,
+    },
+    "solution": {"env": {"S": "t"}},
+    "agentrl": {"carry": ["*.txt"], "reward_range": [0.0, 2.0], "reward_weights": {"correct": 0.5}},
+}
+
+
+def toml(value: Any) -> str:
+    """A value in TOML, in one line. TOML has no null: a key whose value is one is left out."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml(item)}' for key, item in value.items() if item is not None)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(toml(item) for item in value if item is not None)}]"
+    return json.dumps(value)
+
+
+def harbor_tasks(document: Any, folder: Path) -> Any:
+    task = folder / "tasks" / "task"
+    (task / "tests").mkdir(parents=True, exist_ok=True)
+    (task / "solution").mkdir(exist_ok=True)
+    keys = [f"{key} = {toml(item)}\n" for key, item in document.items() if item is not None]
+    (task / "task.toml").write_text("".join(keys))
+    (task / "instruction.md").write_text("Count /app/a.")
+    (task / "tests" / "test.sh").write_text("#!/bin/sh\n")
+    (task / "solution" / "solve.sh").write_text("true\n")
+    found = load_harbor(folder / "tasks", HarborDefaults(shared_verifier=True))
+    if found.bad:
+        raise UsageError(str(found.bad[0]))
+    (loaded,) = found.tasks
+    carried = [path for path in ("report.txt", "a.py", "note.txt", "b.md") if loaded.declared(path, frozenset())]
+    return replace(loaded, declared=lambda *_: False, cheats={}), carried
+
+
+def model_folder(files: Any, folder: Path) -> Any:
+    model = folder / "model"
+    if not model.exists():
+        write_folder(model, QWEN)
+        (model / "chat_template.jinja").unlink()
+    for name in MODEL_FILES:
+        (model / name).unlink(missing_ok=True)
+    for name, document in files.items():
+        (model / name).write_text(json.dumps(document))
+    messages: Any = TALK[:2]
+    renders, described = Renderer(model), ModelFolder(model)
+    return (
+        renders.start(messages, [TOOL]),
+        renders.stop_token_ids,
+        described.token_texts,
+        described.generation_ends,
+    )
+
+
+MODEL_FILES: dict[str, Any] = {
+    "tokenizer_config.json": {
+        "bos_token": "<|endoftext|>",
+        "eos_token": {"content": "<|im_end|>"},
+        "chat_template": [
+            {"name": "default", "template": QWEN.template},
+            {"name": "tool_use", "template": QWEN.template.replace("system", "tools")},
+        ],
+    },
+    "generation_config.json": {"eos_token_id": [259]},
+}
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "eos_token_id": 3,
+}
+
+
+def architecture(document: Any, folder: Path) -> Any:
+    (folder / "config.json").write_text(json.dumps(document))
+    return read_architecture(folder)
+
+
+OTHERS = "files of a model hold what other programs read"
+PARTS = ("eos_token", "chat_template[0]", "chat_template[1]")
+KEYS_OF_OTHERS = ("", *MODEL_FILES, *(f"tokenizer_config.json.{part}" for part in PARTS))
 HANDED_ON = "an id that the client chose, and gets back by its place"
 BOUNDARIES = [
     Boundary("rows of coding tasks", SWE_ROW, swe_rows),
@@ -217,6 +365,38 @@ BOUNDARIES = [
         request("/v1/messages"),
         {"model": "there is one model"},
     ),
+    runner_log("pytest -rA", "PASSED", lambda test, status: f"=== short test summary info ===\n{status} {test}"),
+    runner_log("pytest -v", "PASSED", lambda test, status: f"{test} {status} [ 50%]"),
+    runner_log("unittest -v", "ok", lambda test, status: f"{test.rpartition('::')[2]} (tests.a) ... {status}"),
+    runner_log("cargo test", "ok", lambda test, status: f"test {test} ... {status}"),
+    runner_log("go test -v", "PASS", lambda test, status: f"--- {status}: {test} (0.00s)"),
+    runner_log("TAP", "ok", lambda test, status: f"{status} 1 - {test}"),
+    runner_log("mocha", "✓", lambda test, status: f"  {status} {test}"),
+    runner_log("jest by file", "PASS", lambda test, status: f"{status} {test}"),
+    Boundary(
+        "answers of endpoints",
+        {
+            "choices": [
+                {
+                    "message": {
+                        "role": "assistant",
+                        "content": "I look.",
+                        "reasoning": "hm",
+                        "tool_calls": [{"id": "c1", "type": "function", "function": CALL["function"]}],
+                    },
+                    "finish_reason": "tool_calls",
+                }
+            ],
+            "usage": {"completion_tokens": 9},
+        },
+        endpoint_answer,
+        others=dict.fromkeys(
+            ("", "choices[0]", "usage"), "facts of the server, such as ids and costs, that are no answer"
+        ),
+    ),
+    Boundary("Harbor tasks", HARBOR, harbor_tasks),
+    Boundary("model folders", MODEL_FILES, model_folder, others=dict.fromkeys(KEYS_OF_OTHERS, OTHERS)),
+    Boundary("descriptions of models", ARCHITECTURE, architecture, others={"": OTHERS}),
     Boundary(
         "run files",
         {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/Calculator-v0"}, "train": {"lr": 1e-4}},
@@ -306,7 +486,7 @@ def test_nothing_from_outside_is_dropped_in_silence(boundary: Boundary, tmp_path
     assert kind == "read", before  # a valid sample has nothing to name
     dropped: list[str] = []
     for place, case, change in changes(boundary.sample):
-        if place in boundary.apart:
+        if place in boundary.apart or (case == "an unknown key" and place in boundary.others):
             continue
         how, after = seen(change(boundary.sample))
         if how != "read" or after != before:

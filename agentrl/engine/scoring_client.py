@@ -8,6 +8,7 @@ and so are the names of failures.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class ScoringClient:
         written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
         return ChatCompletion(
             message=message,
-            finish_reason=finish if isinstance(finish, str) else None,
+            finish_reason=finish if isinstance(finish, str | None) else json.dumps(finish),
             tokens=written if isinstance(written, int) else None,
         )
 

@@ -118,7 +118,7 @@ def read_architecture(folder: Path) -> Architecture:
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path}: hidden_act = {config['hidden_act']!r}; the embedded engine serves 'silu' only")
     qk_norm, qkv_bias = _FAMILIES[family]
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = _flag(path, config, "attention_bias")
     try:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         eos: Any = config.get("eos_token_id")
@@ -135,8 +135,8 @@ def read_architecture(folder: Path) -> Architecture:
             qk_norm=qk_norm,
             qkv_bias=qkv_bias or attention_bias,
             o_bias=attention_bias and family != "qwen2",
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            mlp_bias=_flag(path, config, "mlp_bias"),
+            tied=_flag(path, config, "tie_word_embeddings"),
             inverse_frequencies=_inverse_frequencies(path, config, head_dim),
             eos_token_ids=tuple(cast("list[int]", eos)) if isinstance(eos, list) else () if eos is None else (eos,),
             vision=vision,
@@ -144,6 +144,13 @@ def read_architecture(folder: Path) -> Architecture:
         )
     except KeyError as error:
         raise ModelError(f"{path} lacks {error.args[0]!r}") from None
+
+
+def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name) or False
+    if not isinstance(value, bool):
+        raise ModelError(f"{path}: {name} = {value!r} is no truth value")
+    return value
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,16 @@ class ModelFolder:
         self.path = Path(folder)
         self.tokenizer = _read_tokenizer(self.path)
         settings = _read_json(self.path / "tokenizer_config.json")
-        texts = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        texts = {name: _token_text(name, settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         self.token_texts = {name: text for name, text in texts.items() if text}
         """The texts of special tokens by their role, as templates read them."""
         self.templates = _read_templates(self.path, settings)
         """The sources of chat templates by name, `default` among them."""
         eos: Any = _read_json(self.path / "generation_config.json").get("eos_token_id")
-        self.generation_ends: set[int] | None = (
-            None if eos is None else set(cast("list[int]", eos) if isinstance(eos, list) else [eos])
-        )
+        ends = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
+        if eos is not None and not all(type(token) is int for token in ends):
+            raise ModelError(f"{self.path / 'generation_config.json'}: eos_token_id = {eos!r} holds no ids of tokens")
+        self.generation_ends: set[int] | None = None if eos is None else set(ends)
         """The tokens that end a generation by the folder's generation settings; None without such settings."""
 
 
@@ -46,9 +47,16 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     templates: dict[str, str] = {}
     template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, by name
-        templates |= {str(entry["name"]): str(entry["template"]) for entry in cast("list[dict[str, Any]]", template)}
+        for entry in cast("list[Any]", template):
+            fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+            name, source = fields.get("name"), fields.get("template")
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise ModelError(f"{folder}: a chat template of several is a name and a text, not {entry!r:.100}")
+            templates[name] = source
     elif isinstance(template, str):
         templates["default"] = template
+    elif template is not None:
+        raise ModelError(f"{folder}: chat_template = {template!r:.100} is no text")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     path = folder / "chat_template.jinja"
@@ -65,13 +73,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text()))
+        document: Any = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return cast("dict[str, Any]", document)
 
 
-def _token_text(token: object) -> str | None:
-    """A special token is written as text, or as an object with its text in `content`."""
-    if isinstance(token, dict):
-        token = cast("dict[str, Any]", token).get("content")
-    return token if isinstance(token, str) else None
+def _token_text(name: str, token: object) -> str | None:
+    """The text of a special token, which is written as text, or as an object with the text in `content`. Raises
+    ModelError for anything else."""
+    text = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(text, str):
+        raise ModelError(f"tokenizer_config.json: {name} = {token!r} is no text of a token")
+    return cast("str | None", text)

@@ -188,6 +188,8 @@ def _as_message(fields: Mapping[str, Any]) -> tuple[Message, str]:
     message.update((name, fields[name]) for name in _THOUGHTS if fields.get(name))
     if has_thoughts:
         message[_PARTS] = content
+    if (role := fields.get("role") or "assistant") != "assistant":
+        notices.note(ANSWERS, f"an answer of role {str(role)[:60]!r} is read as the assistant's", by_policy=True)
     for name in fields.keys() - _READ:
         if fields[name]:
             notices.note(ANSWERS, f"the key {name[:60]!r} of a message is not used", by_policy=True)
